@@ -1,0 +1,169 @@
+"""From an experiment to a federation that is ready to play: data, split, networks, fleet, plans, method, engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from nestling.data import Dataset, load, make_split, take_public
+from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
+from nestling.engines import make_engine
+from nestling.errors import InputError
+from nestling.evaluation import Bench, panel
+from nestling.experiment import Experiment, Named, fleet_of
+from nestling.methods import Method
+from nestling.models import build
+from nestling.rounds import Federation
+from nestling.schema import require
+from nestling.seeds import stream, torch_seeded
+from nestling.store import ClientStore
+from nestling.training.client import Site
+from nestling.views import Reference
+from nestling.world import World, plan_tiers
+
+DEFAULT_FLEET_SIZE = 20
+
+
+def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[Experiment, Federation]:
+    """The experiment with all it left open settled, and its federation (the engine not yet opened)."""
+    experiment.split.check()
+    dataset = load(experiment.data.name, path=experiment.data.path, missing=experiment.data.missing, seed=experiment.seed)
+    dataset, public = take_public(dataset, experiment.split.public, experiment.seed)
+    experiment = _settle_model(experiment, dataset)
+    main = _main_network(experiment, dataset)
+    experiment = _settle_fleet(experiment, dataset, main)
+    fleet = make_fleet(experiment.fleet, experiment.seed)
+    split = make_split(
+        experiment.split, y=dataset.y.numpy(), classes=dataset.classes, clients=len(fleet), seed=experiment.seed, client=dataset.client
+    )
+    references = {main.name: main, **_own_networks(experiment, dataset)}
+    plans = plan_tiers(fleet, references, main, _budget(experiment, dataset))
+    world = World(references, main, fleet, split, plans, dataset.classes, experiment.train, experiment.seed)
+    world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
+    world.public = public.x if public is not None else None
+    world.store = store or ClientStore()
+    method = experiment.make_method()
+    method.setup(world)
+    return experiment, _federation(experiment, dataset, world, method)
+
+
+def site_of(federation: Federation) -> Site:
+    """What the client side needs of a federation."""
+    world, bench = federation.world, federation.bench
+    return Site(bench.x, bench.y, world.split, world.references, world.classes, world.train, world.seed, world.public)
+
+
+def default_model(shape: tuple[int, ...]) -> str:
+    """The network that suits inputs of a shape, unless the user names one."""
+    return {3: "tinycnn", 2: "cnn1d"}.get(len(shape), "mlp")
+
+
+def reference_network(name: str, options: dict[str, object], shape: tuple[int, ...], classes: int, seed: int, role: str) -> Reference:
+    """A network by name, with the weights that the seed gives it."""
+    with torch_seeded(seed, "network", role):
+        return Reference(role, build(name, shape=shape, classes=classes, **options), shape)
+
+
+def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
+    if experiment.model.name:
+        return experiment
+    return experiment.with_changes(model=Named(default_model(dataset.shape), experiment.model.options))
+
+
+def _main_network(experiment: Experiment, dataset: Dataset) -> Reference:
+    if experiment.own_model is not None:
+        main = Reference("main", experiment.own_model, dataset.shape)
+    else:
+        model = experiment.model
+        main = reference_network(model.name, model.options, dataset.shape, dataset.classes, experiment.seed, "main")
+    _check_outputs(main.module, dataset)
+    if not main.axes.names:
+        raise InputError(
+            f"{experiment.model.name} has no axis that could be made smaller",
+            field="model.name",
+            fix="its hidden channels must come from convolutions or linear layers and stay unmixed by reshapes",
+        )
+    return main
+
+
+def _check_outputs(module: nn.Module, dataset: Dataset) -> None:
+    module.eval()
+    with torch.no_grad():
+        try:
+            out = module(dataset.x[:2])
+        except Exception as error:
+            raise InputError(f"the network does not run on {dataset.name}: {error}", field="model.name") from error
+    if not isinstance(out, torch.Tensor) or tuple(out.shape) != (2, dataset.classes):
+        got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+        raise InputError(f"the network must give logits of shape (batch, {dataset.classes}), not {got}", field="model.name")
+
+
+def _settle_fleet(experiment: Experiment, dataset: Dataset, main: Reference) -> Experiment:
+    fleet = fleet_of(experiment.fleet)
+    natural = int(dataset.client.max()) + 1 if experiment.split.kind == "natural" and dataset.client is not None else 0
+    size = fleet.size or sum(tier.count for tier in fleet.tiers) or natural or DEFAULT_FLEET_SIZE
+    fleet = replace(fleet, path="", size=size, tiers=fleet.tiers or _default_tiers(experiment, dataset, main, size))
+    fix = "at most the fleet's size, or 0 for everyone"
+    require(experiment.participants <= size, f"{experiment.participants} clients a round from a fleet of {size}", "participants", fix)
+    return experiment.with_changes(fleet=fleet)
+
+
+def _default_tiers(experiment: Experiment, dataset: Dataset, main: Reference, size: int) -> tuple[Tier, ...]:
+    """The default tiers that can train some piece of the network on this data."""
+    budget = _budget(experiment.with_changes(fleet=FleetConfig(size=size)), dataset)
+    possible = []
+    for tier in DEFAULT_TIERS:
+        alone = make_fleet(FleetConfig(size=1, tiers=(replace(tier, share=1.0),)), experiment.seed)
+        try:
+            plan_tiers(alone, {}, main, budget)
+            possible.append(tier)
+        except InputError:
+            continue
+    total = sum(tier.share for tier in possible)
+    return tuple(replace(tier, share=tier.share / total) for tier in possible)
+
+
+def _budget(experiment: Experiment, dataset: Dataset) -> Budget:
+    train = experiment.train
+    optimizer = "adam" if train.optimizer == "adam" else "momentum" if train.momentum else "sgd"
+    samples = experiment.split.size or max(1, len(dataset.y) // experiment.fleet.size)
+    return Budget(batch=train.batch, samples=samples, epochs=train.epochs, optimizer=optimizer, seconds=experiment.time_budget)
+
+
+def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Reference]:
+    """The networks that tiers bring themselves, one for each tier."""
+    own = {}
+    for number, tier in enumerate(experiment.fleet.tiers):
+        if tier.model:
+            try:
+                found = reference_network(tier.model, tier.model_options, dataset.shape, dataset.classes, experiment.seed, tier.name)
+            except InputError as error:
+                raise InputError(str(error), field=f"fleet.tiers[{number}].model") from None
+            own[tier.name] = found
+    return own
+
+
+def _federation(experiment: Experiment, dataset: Dataset, world: World, method: Method) -> Federation:
+    participants = experiment.participants or len(world.fleet)
+    order = torch.from_numpy(stream(experiment.seed, "calibration").permutation(len(dataset.y)))
+    bench = Bench(
+        dataset.x_test,
+        dataset.y_test,
+        dataset.x,
+        dataset.y,
+        experiment.evaluate.batch,
+        order[: experiment.evaluate.calibration or len(order)],
+        panel(world, experiment.evaluate.clients),
+    )
+    engine = make_engine(experiment.engine.name, experiment.engine.workers, experiment.rounds * participants, _portable(experiment))
+    return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every)
+
+
+def _portable(experiment: Experiment) -> bool:
+    """Whether another process can import the method and the networks: what a script defines itself stays with it."""
+    own = (experiment.own_method, experiment.own_model)
+    return not any(type(o).__module__ == "__main__" for o in own if o is not None)
+
+

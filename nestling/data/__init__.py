@@ -1,0 +1,215 @@
+"""Data sets by name, and how a fleet of clients divides one.
+
+`load` reads a data set from the data directory: `data_dir`, else the environment's NESTLING_DATA, else ~/.cache/nestling. Public
+files that are not there yet are downloaded into it once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nestling.data import cifar, idx, npz
+from nestling.data.dataset import Dataset, as_labels, normalise
+from nestling.data.download import extract, fetch
+from nestling.data.split import Split, SplitConfig, make_split, take_public
+from nestling.errors import InputError, unknown
+
+__all__ = ["DATASETS", "Dataset", "DatasetInfo", "Split", "SplitConfig", "data_folder", "load", "make_split", "take_public"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything a reader may need to know."""
+
+    name: str
+    path: str
+    folder: Path
+    missing: str
+    seed: int
+    download: bool
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """One row of `DATASETS`. `shape` and `classes` are None where only the user's file tells."""
+
+    summary: str
+    licence: str
+    shape: tuple[int, ...] | None
+    classes: int | None
+    natural: bool  # whether rows carry the client they came from
+    read: Callable[[Request], Dataset]
+
+
+def load(
+    name: str,
+    *,
+    path: str = "",
+    data_dir: str | None = None,
+    missing: str = "refuse",
+    seed: int = 0,
+    download: bool = True,
+) -> Dataset:
+    """The data set `name` of `DATASETS`, checked and ready to train on.
+
+    `path` is the file of "npz" and of nothing else; `missing` says what happens to NaN in .npz files ("refuse", "mean", "zero");
+    `seed` chooses the held-out rows of an .npz file that names none.
+    """
+    if name not in DATASETS:
+        raise unknown("data set", name, DATASETS, field="data.name")
+    if missing not in npz.MISSING:
+        raise unknown("rule for missing values", missing, npz.MISSING, field="data.missing")
+    if path and name != "npz":
+        raise InputError(
+            f"a path is given, but {name!r} has its own place", field="data.path", fix='remove it, or set data.name to "npz"'
+        )
+    dataset = DATASETS[name].read(Request(name, path, data_folder(data_dir), missing, seed, download))
+    dataset.check()
+    return dataset
+
+
+def data_folder(data_dir: str | None = None) -> Path:
+    """Where data sets lie: `data_dir`, else NESTLING_DATA, else ~/.cache/nestling."""
+    return Path(data_dir or os.environ.get("NESTLING_DATA") or "~/.cache/nestling").expanduser()
+
+
+_EMBEDDED = Path(__file__).parent / "embedded" / "mnist12k.npz"
+_DIGITS = tuple("0123456789")
+_GARMENTS = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_MNIST_STATS = ((0.1307,), (0.3081,))
+_FASHION_STATS = ((0.2860,), (0.3530,))
+_CIFAR_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+_MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_MNIST_MD5 = {
+    "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+_FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+_FASHION_MD5 = {
+    "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
+}
+_CIFAR_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+_CIFAR_MD5 = "c58f30108f718f92721af3b95e74349a"
+_CIFAR_FOLDER = "cifar-10-batches-py"
+
+_Stats = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def _images(
+    name: str, x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray, *, stats: _Stats, names: tuple[str, ...]
+) -> Dataset:
+    return Dataset(
+        name, normalise(x, *stats), as_labels(y), normalise(x_test, *stats), as_labels(y_test), len(names), None, names
+    )
+
+
+def _read_embedded(request: Request) -> Dataset:
+    with np.load(_EMBEDDED, allow_pickle=False) as file:
+        x, y, x_test, y_test = (file[key] for key in ("x_train", "y_train", "x_test", "y_test"))
+    return _images(request.name, x[:, None], y, x_test[:, None], y_test, stats=_MNIST_STATS, names=_DIGITS)
+
+
+def _idx_reader(
+    folder: str, url: str, md5: dict[str, str], stats: _Stats, names: tuple[str, ...]
+) -> Callable[[Request], Dataset]:
+    def read(request: Request) -> Dataset:
+        files = [_idx_file(request, folder, file, url, digest) for file, digest in md5.items()]
+        (x, y), (x_test, y_test) = idx.read_images(*files[:2]), idx.read_images(*files[2:])
+        return _images(request.name, x[:, None], y, x_test[:, None], y_test, stats=stats, names=names)
+
+    return read
+
+
+def _idx_file(request: Request, folder: str, file: str, url: str, md5: str) -> Path:
+    plain = request.folder / folder / file
+    zipped = plain.with_name(f"{file}.gz")
+    for path in (zipped, plain):
+        if path.is_file():
+            return path
+    if not request.download:
+        raise _absent(request, zipped)
+    return fetch([f"{url}{file}.gz"], zipped, md5=md5)
+
+
+def _read_cifar(request: Request) -> Dataset:
+    folder, archive = request.folder / _CIFAR_FOLDER, request.folder / "cifar-10-python.tar.gz"
+    if not all((folder / file).is_file() for file in cifar.FILES):
+        if not archive.is_file():
+            if not request.download:
+                raise _absent(request, folder)
+            fetch([_CIFAR_URL], archive, md5=_CIFAR_MD5)
+        extract(archive, request.folder, [f"{_CIFAR_FOLDER}/{file}" for file in cifar.FILES])
+    return _images(request.name, *cifar.read_folder(folder), stats=_CIFAR_STATS, names=cifar.CLASS_NAMES)
+
+
+def _read_npz(request: Request) -> Dataset:
+    if not request.path:
+        raise InputError(
+            '"npz" reads a file of yours', field="data.path", fix="give the path of an .npz file with arrays x and y"
+        )
+    return npz.read_npz(Path(request.path).expanduser(), name=request.name, missing=request.missing, seed=request.seed)
+
+
+def _read_named_npz(request: Request) -> Dataset:
+    path = request.folder / f"{request.name}.npz"
+    if not path.is_file():
+        raise _absent(request, path)
+    return npz.read_npz(path, name=request.name, missing=request.missing, seed=request.seed)
+
+
+def _absent(request: Request, path: Path) -> InputError:
+    return InputError(
+        f"{request.name} is not in the data directory: looked for {path}",
+        field="data.name",
+        fix="put it there, or set NESTLING_DATA to the folder that holds it",
+    )
+
+
+DATASETS: dict[str, DatasetInfo] = {
+    "mnist12k": DatasetInfo(
+        "10 000 + 2 000 handwritten digits, balanced, part of this package",
+        "CC BY-SA 3.0",
+        (1, 28, 28),
+        10,
+        False,
+        _read_embedded,
+    ),
+    "mnist": DatasetInfo(
+        "60 000 + 10 000 handwritten digits",
+        "CC BY-SA 3.0",
+        (1, 28, 28),
+        10,
+        False,
+        _idx_reader("MNIST/raw", _MNIST_URL, _MNIST_MD5, _MNIST_STATS, _DIGITS),
+    ),
+    "fashion-mnist": DatasetInfo(
+        "60 000 + 10 000 pictures of garments",
+        "MIT",
+        (1, 28, 28),
+        10,
+        False,
+        _idx_reader("FashionMNIST/raw", _FASHION_URL, _FASHION_MD5, _FASHION_STATS, _GARMENTS),
+    ),
+    "cifar-10": DatasetInfo(
+        "50 000 + 10 000 colour photographs", "none stated; cite Krizhevsky 2009", (3, 32, 32), 10, False, _read_cifar
+    ),
+    "har": DatasetInfo("smartphone motion, windows of 128 steps, 30 people", "CC BY 4.0", (6, 128), 6, True, _read_named_npz),
+    "audiomnist": DatasetInfo("spoken digits as log-mel pictures, 60 speakers", "MIT", (1, 32, 32), 10, True, _read_named_npz),
+    "wisdm": DatasetInfo(
+        "accelerometer features, 36 people, some missing", "none stated; cite Kwapisz 2010", (43,), 6, True, _read_named_npz
+    ),
+    "npz": DatasetInfo(
+        "a file of yours (data.path) with x, y and, if wanted, client and test", "yours", None, None, False, _read_npz
+    ),
+}

@@ -1,0 +1,263 @@
+"""Federated splits: which training rows each client has, decided by a seed.
+
+There are two ways. With `size = 0` the rows are divided: every row has one owner (or none), kept as one order array and offsets.
+With `size > 0` each client draws its own rows, on demand and from its own stream: a million clients cost nothing until asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from nestling.data import partition
+from nestling.data.dataset import Dataset
+from nestling.errors import InputError, unknown
+from nestling.seeds import stream
+
+KINDS = ("iid", "dirichlet", "classes", "quantity", "natural")
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """How training rows are divided among the clients (`[split]` in an experiment's file)."""
+
+    kind: str = "dirichlet"  # iid | dirichlet | classes | quantity | natural
+    alpha: float = 0.5  # Dirichlet concentration: over labels (dirichlet) or over sizes (quantity)
+    classes: int = 2  # classes a client holds (classes)
+    min_size: int = 10  # fewest rows of a client, hold-out included; natural clients keep what they have
+    size: int = 0  # > 0: every client draws this many rows of its own (clients may overlap); 0: rows are divided
+    holdout: float = 0.0  # share of each client's rows kept for its personal test
+    public: float = 0.01  # share of training rows the server takes before the split
+
+    def check(self, classes: int | None = None) -> None:
+        """Raise `InputError` for a field out of range; `classes` is the number of classes of the data, where it is known."""
+        if self.kind not in KINDS:
+            raise unknown("kind of split", self.kind, KINDS, field="split.kind")
+        _require(math.isfinite(self.alpha) and self.alpha > 0, "alpha", self.alpha, "a positive number")
+        _require(self.classes >= 1, "classes", self.classes, "at least 1")
+        _require(self.min_size >= 1, "min_size", self.min_size, "at least 1")
+        _require(self.size >= 0, "size", self.size, "0 (divide the rows) or more (rows each client draws)")
+        _require(0 <= self.holdout < 1, "holdout", self.holdout, "a share from 0 to below 1")
+        _check_share(self.public)
+        if self.kind == "classes" and classes is not None:
+            _require(self.classes <= classes, "classes", self.classes, f"at most {classes}, the number of classes in the data")
+        if self.size and self.kind in ("quantity", "natural"):
+            raise InputError(
+                f"clients cannot draw rows with kind {self.kind!r}", field="split.size", fix="set it to 0, or choose another kind"
+            )
+        if self.size and self.kind == "classes":
+            _require(self.size >= self.classes, "size", self.size, f"at least split.classes = {self.classes}")
+
+
+class Split(ABC):
+    """The rows of every client. Each answer depends on the client alone, not on what was asked before."""
+
+    def __init__(self, clients: int, y: np.ndarray, classes: int, holdout: float) -> None:
+        self.clients = clients
+        self._y, self._classes, self._holdout = y, classes, holdout
+
+    def indices(self, client: int) -> np.ndarray:
+        """The training rows of one client, int64, in a random but fixed order."""
+        return self._parts(client)[0]
+
+    def holdout(self, client: int) -> np.ndarray:
+        """The rows one client keeps for its personal test; none of them is among its training rows."""
+        return self._parts(client)[1]
+
+    def size(self, client: int) -> int:
+        """How many training rows one client has."""
+        return len(self.indices(client))
+
+    def counts(self, client: int) -> np.ndarray:
+        """Training rows of one client per class."""
+        return np.bincount(self._y[self.indices(client)], minlength=self._classes)
+
+    @abstractmethod
+    def _rows(self, client: int) -> np.ndarray:
+        """All rows of one client in random order."""
+
+    def _parts(self, client: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._rows(self._known(client))
+        kept = _kept(len(rows), self._holdout)
+        return rows[kept:], rows[:kept]
+
+    def _known(self, client: int) -> int:
+        if not 0 <= client < self.clients:
+            raise IndexError(f"client {client} of {self.clients}")
+        return int(client)
+
+
+class DividedSplit(Split):
+    """Every row has at most one owner."""
+
+    def __init__(
+        self, owner: np.ndarray, clients: int, y: np.ndarray, classes: int, holdout: float, rng: np.random.Generator
+    ) -> None:
+        super().__init__(clients, y, classes, holdout)
+        order = rng.permutation(len(owner))
+        order = order[owner[order] != partition.NOBODY]
+        self._order = order[np.argsort(owner[order], kind="stable")]
+        self._start = np.concatenate(([0], np.cumsum(np.bincount(owner[order], minlength=clients))))
+
+    def size(self, client: int) -> int:
+        """How many training rows one client has."""
+        client = self._known(client)
+        rows = int(self._start[client + 1] - self._start[client])
+        return rows - _kept(rows, self._holdout)
+
+    def _rows(self, client: int) -> np.ndarray:
+        return self._order[self._start[client] : self._start[client + 1]].copy()
+
+
+class DrawnSplit(Split):
+    """Every client draws its own rows, so that clients may share some."""
+
+    def __init__(self, config: SplitConfig, clients: int, y: np.ndarray, classes: int, seed: int) -> None:
+        super().__init__(clients, y, classes, config.holdout)
+        self._config, self._seed, self._groups = config, seed, partition.class_rows(y)
+
+    def size(self, client: int) -> int:
+        """How many training rows one client has."""
+        self._known(client)
+        return super().size(client) if self._holdout else self._config.size
+
+    def _rows(self, client: int) -> np.ndarray:
+        rng = stream(self._seed, "split", "draw", client)
+        if self._config.kind == "iid":
+            return rng.choice(len(self._y), self._config.size, replace=False)
+        takes = self._takes(rng)
+        drawn = [_draw(self._groups[group], int(takes[group]), rng) for group in np.flatnonzero(takes)]
+        return rng.permutation(np.concatenate(drawn))
+
+    def _takes(self, rng: np.random.Generator) -> np.ndarray:
+        """How many rows this client draws of each class that occurs."""
+        size, present = self._config.size, len(self._groups)
+        if self._config.kind == "dirichlet":
+            return rng.multinomial(size, partition.proportions(self._config.alpha, present, rng))
+        takes = np.zeros(present, np.int64)
+        held = min(self._config.classes, present)
+        takes[rng.choice(present, held, replace=False)] = np.diff(size * np.arange(held + 1) // held)
+        return takes
+
+    def _parts(self, client: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._rows(self._known(client))
+        if not self._holdout:
+            return rows, rows[:0]
+        # A row drawn twice must not be trained on and tested with: whole rows change sides, repeats included.
+        _, first = np.unique(rows, return_index=True)
+        distinct = rows[np.sort(first)]
+        held = np.isin(rows, distinct[: _kept(len(distinct), self._holdout)])
+        return rows[~held], rows[held]
+
+
+def make_split(
+    config: SplitConfig, *, y: np.ndarray, classes: int, clients: int, seed: int, client: np.ndarray | None = None
+) -> Split:
+    """The split of rows with labels `y` among `clients`; `client` gives the natural client of each row (kind "natural")."""
+    config.check(classes)
+    y = _check_labels(np.asarray(y), classes)
+    if clients < 1:
+        raise InputError(f"{clients} clients", field="clients", fix="use at least one")
+    if config.size:
+        if config.size > len(y):
+            raise InputError(
+                f"{config.size} rows a client, the data has {len(y)}", field="split.size", fix=f"use at most {len(y)}"
+            )
+        return DrawnSplit(config, clients, y, classes, seed)
+    rng = stream(seed, "split", config.kind)
+    return DividedSplit(_owner(config, y, clients, client, rng), clients, y, classes, config.holdout, rng)
+
+
+def take_public(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Take `share` of the training rows out, stratified by class: (the remaining data, the public rows or None if `share` is 0).
+
+    Every class and every natural client keeps at least one row. The public part has no clients and the same test rows.
+    """
+    _check_share(share)
+    if share == 0:
+        return dataset, None
+    public = _public_rows(dataset, share, stream(seed, "public"))
+    if not public.any():
+        raise InputError(
+            f"no row can be spared for a share of {share}", field="split.public", fix="set it to 0, or use more data"
+        )
+    mask = torch.from_numpy(public)
+    client = None if dataset.client is None else dataset.client[~public]
+    rest = replace(dataset, x=dataset.x[~mask], y=dataset.y[~mask], client=client)
+    return rest, replace(dataset, name=f"{dataset.name} (public)", x=dataset.x[mask], y=dataset.y[mask], client=None)
+
+
+def _public_rows(dataset: Dataset, share: float, rng: np.random.Generator) -> np.ndarray:
+    y = dataset.y.numpy()
+    spare = np.ones(len(y), bool)
+    if dataset.client is not None:
+        spare[np.unique(dataset.client, return_index=True)[1]] = False
+    groups = partition.class_rows(y)
+    takes = partition.shared_out(max(1, round(share * len(y))), np.array([len(rows) for rows in groups], float))
+    public = np.zeros(len(y), bool)
+    for rows, take in zip(groups, takes, strict=True):
+        public[rng.permutation(rows[spare[rows]])[: min(take, len(rows) - 1)]] = True
+    return public
+
+
+def _owner(config: SplitConfig, y: np.ndarray, clients: int, client: np.ndarray | None, rng: np.random.Generator) -> np.ndarray:
+    if config.kind == "natural":
+        return partition.natural(_check_client(client, len(y)), clients, rng)
+    if clients * config.min_size > len(y):
+        raise InputError(
+            f"{clients} clients with at least {config.min_size} rows each need more than the {len(y)} rows there are",
+            field="split.size",
+            fix="set split.size so that clients draw their own rows, lower split.min_size, or use fewer clients",
+        )
+    if config.kind == "iid":
+        return partition.iid(len(y), clients, rng)
+    if config.kind == "quantity":
+        return partition.quantity(len(y), clients, config.alpha, config.min_size, rng)
+    if config.kind == "classes":
+        return partition.classes(y, clients, config.classes, config.min_size, rng)
+    return partition.dirichlet(y, clients, config.alpha, config.min_size, rng)
+
+
+def _check_labels(y: np.ndarray, classes: int) -> np.ndarray:
+    if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) == 0:
+        raise InputError(f"labels are {y.dtype} {y.shape}", field="data", fix="give at least one integer label a row")
+    if y.min() < 0 or y.max() >= classes:
+        raise InputError(f"labels run from {y.min()} to {y.max()}", field="data", fix=f"labels lie in 0..{classes - 1}")
+    return y.astype(np.int64)
+
+
+def _check_client(client: np.ndarray | None, rows: int) -> np.ndarray:
+    if client is None:
+        raise InputError(
+            "the data has no natural clients", field="split.kind", fix="use another kind, or data whose rows name their client"
+        )
+    if client.shape != (rows,) or client.dtype.kind not in "iu" or client.min() < 0:
+        raise InputError(
+            f"clients are {client.dtype} {client.shape}", field="data", fix=f"give one client 0..K-1 for each of {rows} rows"
+        )
+    return client.astype(np.int64)
+
+
+def _check_share(share: float) -> None:
+    _require(0 <= share < 1, "public", share, "a share from 0 to below 1")
+
+
+def _require(good: bool, name: str, value: float, wanted: str) -> None:
+    if not good:
+        raise InputError(f"{value} is out of range", field=f"split.{name}", fix=f"use {wanted}")
+
+
+def _draw(rows: np.ndarray, take: int, rng: np.random.Generator) -> np.ndarray:
+    """`take` of these rows: distinct while they last, repeats only beyond that."""
+    if take <= len(rows):
+        return rng.choice(rows, take, replace=False)
+    return np.concatenate((rows, rng.choice(rows, take - len(rows))))
+
+
+def _kept(rows: int, share: float) -> int:
+    """How many of `rows` are held out; one always stays for training."""
+    return min(math.floor(rows * share + 0.5), max(rows - 1, 0))

@@ -1,0 +1,151 @@
+"""Who takes part: tiers of devices, who is reachable this round, and how much memory is free on it.
+
+Nothing is stored for a device. Its tier follows from its number by arithmetic, and whatever is random about it is a hash of
+(seed, purpose, device, round), so a fleet of a million costs what the sampled ones cost.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, count
+from statistics import NormalDist
+
+from nestling.devices.catalogue import REFERENCE, Profile
+from nestling.devices.tiers import DEFAULT_TIERS, FleetConfig, Tier, check_fleet, devices_of, read_fleet, size_of
+from nestling.errors import InputError, unknown
+from nestling.seeds import derive, stream
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+DRAWS = 200_000  # the most devices `choose` looks at beyond a multiple of what was asked for
+NORMAL = NormalDist()
+
+
+class Fleet:
+    """`size` devices numbered from 0, laid out over the tiers. Make one with `make_fleet`."""
+
+    def __init__(
+        self, tiers: Sequence[Tier], counts: Sequence[int], profiles: Sequence[Profile], deadline: float, seed: int
+    ) -> None:
+        self.tiers, self.counts, self.profiles = tuple(tiers), tuple(counts), tuple(profiles)
+        self.deadline, self.seed = deadline, seed
+        self.size = sum(counts)
+        self._ends = list(accumulate(counts))
+        # Steps of the golden ratio spread every tier evenly over the numbers, whatever the tiers' sizes.
+        near = max(1, round(self.size * GOLDEN))
+        self._stride = next(step for step in count(near) if math.gcd(step, self.size) == 1)
+        self._shift = derive(seed, "fleet layout") % self.size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def tier_index(self, i: int) -> int:
+        """The number of device `i`'s tier."""
+        if not 0 <= i < self.size:
+            raise IndexError(f"device {i} of a fleet of {self.size}")
+        return bisect_right(self._ends, (self._stride * i + self._shift) % self.size)
+
+    def tier_of(self, i: int) -> Tier:
+        """Device `i`'s tier."""
+        return self.tiers[self.tier_index(i)]
+
+    def profile_of(self, i: int) -> Profile:
+        """Device `i`'s hardware; the neutral reference where its tier names none."""
+        return self.profiles[self.tier_index(i)]
+
+    def count_of(self, tier: int | str | Tier) -> int:
+        """How many devices a tier has."""
+        return self.counts[self._place(tier)]
+
+    def member(self, tier: int | str | Tier, k: int) -> int:
+        """The k-th device of a tier, for picking from a tier without listing it."""
+        place = self._place(tier)
+        if not 0 <= k < self.counts[place]:
+            raise IndexError(f"device {k} of the {self.counts[place]} of tier {self.tiers[place].name!r}")
+        position = self._ends[place] - self.counts[place] + k
+        return (position - self._shift) * pow(self._stride, -1, self.size) % self.size
+
+    def _place(self, tier: int | str | Tier) -> int:
+        if isinstance(tier, int):
+            return range(len(self.tiers))[tier]
+        name = tier.name if isinstance(tier, Tier) else tier
+        names = [one.name for one in self.tiers]
+        if name not in names:
+            raise unknown("tier", name, names, field="fleet.tiers")
+        return names.index(name)
+
+    def available(self, i: int, round: int) -> bool:
+        """Whether device `i` can be reached in this round."""
+        return self._uniform("available", i, round) < self.tier_of(i).availability
+
+    def drops(self, i: int, round: int) -> bool:
+        """Whether device `i` vanishes in the middle of this round."""
+        return self._uniform("drops", i, round) < self.tier_of(i).dropout
+
+    def free_memory(self, i: int, round: int) -> float:
+        """Percent free on device `i` now: of its RAM, or of the full model's size where its tier names no device."""
+        tier = self.tier_of(i)
+        std = tier.memory_std[derive(self.seed, "memory std", i) % len(tier.memory_std)]
+        return max(0.0, tier.memory_mean - abs(std * self._normal("memory", i, round)))
+
+    def slowdown(self, i: int, round: int) -> float:
+        """The factor on device `i`'s time in this round: log-normal with median 1."""
+        sigma = self.tier_of(i).slow
+        return math.exp(sigma * self._normal("slowdown", i, round)) if sigma else 1.0
+
+    def choose(self, round: int, n: int) -> list[int]:
+        """`n` distinct reachable devices, uniformly drawn, in order; fewer (or none) when no more were found."""
+        if n < 0:
+            raise InputError(f"{n} devices", field="n", fix="choose at least 0")
+        rng = stream(self.seed, "choose", round)
+        moved: dict[int, int] = {}  # a shuffle of all numbers of which only the touched ones exist
+        found: list[int] = []
+        for step in range(self._draws(n)):
+            if len(found) == n:
+                break
+            other = int(rng.integers(step, self.size))
+            candidate = moved.get(other, other)
+            moved[other] = moved.pop(step, step)
+            if self.available(candidate, round):
+                found.append(candidate)
+        return sorted(found)
+
+    def _draws(self, n: int) -> int:
+        """How many devices to look at for `n` reachable ones: many times the expected number, but bounded."""
+        reachable = sum(many * tier.availability for many, tier in zip(self.counts, self.tiers, strict=True)) / self.size
+        if not n or not reachable:
+            return 0
+        return min(self.size, 8 * n + math.ceil(min(DRAWS, 8 * (n + 8) / reachable)))
+
+    def _uniform(self, purpose: str, i: int, round: int) -> float:
+        return derive(self.seed, purpose, i, round) / 2**63
+
+    def _normal(self, purpose: str, i: int, round: int) -> float:
+        return NORMAL.inv_cdf((derive(self.seed, purpose, i, round) + 0.5) / 2**63)
+
+
+def make_fleet(config: FleetConfig, seed: int) -> Fleet:
+    """The fleet a configuration describes, after checking it."""
+    if config.path:
+        if config.tiers:
+            raise InputError("both a file and tiers are given", field="fleet.path", fix="keep one of them")
+        config = read_fleet(config.path, config)
+    check_fleet(config)
+    tiers = config.tiers or DEFAULT_TIERS
+    devices = devices_of(config)
+    profiles = [devices[tier.device or REFERENCE] for tier in tiers]
+    return Fleet(tiers, _counts(tiers, size_of(config)), profiles, float(config.deadline), seed)
+
+
+def _counts(tiers: Sequence[Tier], size: int) -> list[int]:
+    """Whole devices a tier: counts as given, or shares rounded down with the rest going to the largest remainders."""
+    if any(tier.count for tier in tiers):
+        return [tier.count for tier in tiers]
+    shares = [tier.share for tier in tiers] if len(tiers) > 1 else [1.0]
+    exact = [share / math.fsum(shares) * size for share in shares]
+    counts = [math.floor(value + 1e-6) for value in exact]
+    by_remainder = sorted(range(len(tiers)), key=lambda place: counts[place] - exact[place])
+    for place in by_remainder[: size - sum(counts)]:
+        counts[place] += 1
+    return counts

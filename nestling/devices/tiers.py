@@ -1,0 +1,176 @@
+"""A fleet as the user describes it: tiers in code or in a TOML file, checked field by field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from nestling.devices.catalogue import Profile, catalogue, load_catalogue
+from nestling.devices.files import check_keys, read_toml
+from nestling.errors import InputError, unknown
+
+DEFAULT_SIZE, LARGEST = 20, 10**9
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Devices of one kind, which train what fits `device`, a width of `ratio`, or a network of their own, `model`."""
+
+    name: str = ""  # by default the device's name, "ratio-0.25", or the model's name
+    device: str = ""
+    ratio: float = 0.0
+    model: str = ""
+    model_options: dict[str, Any] = field(default_factory=dict)
+    share: float = 0.0
+    count: int = 0
+    # Free memory this round is mean - |N(0, std)| percent, with one std of the tuple per device:
+    # percent of the device's RAM, or of the full model's size where the tier names no device.
+    memory_mean: float = 100.0
+    memory_std: tuple[float, ...] = (0.0,)
+    availability: float = 1.0  # probability of being reachable in a round
+    dropout: float = 0.0  # probability of vanishing in the middle of a round
+    slow: float = 0.0  # sigma of the log-normal slowdown of a round
+
+    def __post_init__(self) -> None:
+        std = self.memory_std
+        object.__setattr__(self, "memory_std", tuple(std) if isinstance(std, (list, tuple)) else (std,))
+        if not self.name:
+            object.__setattr__(self, "name", self.device or self.model or f"ratio-{_short(self.ratio)}")
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+DEFAULT_TIERS: tuple[Tier, ...] = (
+    Tier(device="lm3s6965", share=0.15),
+    Tier(device="stm32f405", share=0.15),
+    Tier(device="nrf52840", share=0.20),
+    Tier(device="esp32", share=0.15),
+    Tier(device="stm32h743", share=0.15),
+    Tier(device="raspberry-pi-zero-2w", share=0.10),
+    Tier(device="gpu-box", share=0.10),
+)
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """A fleet as the user describes it: tiers here, or a file that holds them."""
+
+    path: str = ""
+    size: int = 0  # 0: the sum of the counts, the number of natural clients, or 20
+    tiers: tuple[Tier, ...] = ()  # empty: DEFAULT_TIERS
+    deadline: float = 0.0  # virtual seconds after which a reply is late and refused; 0: none
+    catalogue: str = ""  # a file of devices of the user's own, beside the built-in ones
+
+
+def read_fleet(path: str | Path, defaults: FleetConfig | None = None) -> FleetConfig:
+    """A fleet file: `size`, `deadline`, `catalogue` and [[tiers]] tables. Absent keys come from `defaults`."""
+    defaults = defaults or FleetConfig()
+    table = read_toml(path, "fleet.path")
+    check_keys(table, ("size", "deadline", "catalogue", "tiers"), "fleet")
+    raw = table.get("tiers", [])
+    if not isinstance(raw, list) or not all(isinstance(tier, dict) for tier in raw):
+        raise InputError("tiers must be tables", field="fleet.tiers", fix="write [[tiers]] before each of them")
+    for index, tier in enumerate(raw):
+        check_keys(tier, [one.name for one in fields(Tier)], f"fleet.tiers[{index}]")
+    tiers = tuple(Tier(**tier) for tier in raw)
+    own = table.get("catalogue", "")
+    config = FleetConfig(
+        size=table.get("size", 0 if any(tier.count for tier in tiers) else defaults.size),
+        tiers=tiers,
+        deadline=table.get("deadline", defaults.deadline),
+        catalogue=str(Path(path).parent / own) if isinstance(own, str) and own else own or defaults.catalogue,
+    )
+    check_fleet(config)
+    return config
+
+
+def size_of(config: FleetConfig) -> int:
+    """How many devices a checked configuration stands for."""
+    return config.size or sum(tier.count for tier in config.tiers) or DEFAULT_SIZE
+
+
+def check_fleet(config: FleetConfig) -> None:
+    """Refuse a configuration that cannot be built; the error names the field."""
+    _number(config.size, "fleet.size", most=LARGEST, whole=True)
+    _number(config.deadline, "fleet.deadline")
+    if not isinstance(config.catalogue, str):
+        raise InputError(f"{config.catalogue!r} is not a path", field="fleet.catalogue", fix="give the path of a TOML file")
+    devices = devices_of(config)
+    for index, tier in enumerate(config.tiers):
+        _check_tier(tier, f"fleet.tiers[{index}]", devices)
+    _check_names(config.tiers)
+    _check_sizes(config.tiers, config.size)
+
+
+def devices_of(config: FleetConfig) -> dict[str, Profile]:
+    return {**catalogue(), **load_catalogue(config.catalogue)} if config.catalogue else catalogue()
+
+
+def _check_tier(tier: Tier, where: str, devices: dict[str, Profile]) -> None:
+    for name in ("device", "model", "name"):
+        if not isinstance(getattr(tier, name), str):
+            raise InputError(f"{getattr(tier, name)!r} is not text", field=f"{where}.{name}", fix="write it in quotes")
+    if not isinstance(tier.model_options, dict):
+        raise InputError(f"{tier.model_options!r} is not a table", field=f"{where}.model_options", fix="write { key = value }")
+    _number(tier.ratio, f"{where}.ratio", most=1)
+    if tier.ratio and tier.model:
+        fix = "give the width of the shared model or a network of its own, not both"
+        raise InputError("ratio and model are both set", field=f"{where}.ratio", fix=fix)
+    if not (tier.device or tier.ratio or tier.model):
+        raise InputError("nothing says what this tier trains", field=where, fix="give device, ratio or model")
+    if tier.model_options and not tier.model:
+        raise InputError("options without a model", field=f"{where}.model_options", fix="give model too")
+    if tier.device and tier.device not in devices:
+        raise unknown("device", tier.device, devices, field=f"{where}.device")
+    _number(tier.share, f"{where}.share", most=1)
+    _number(tier.count, f"{where}.count", whole=True)
+    for name in ("availability", "dropout"):
+        _number(getattr(tier, name), f"{where}.{name}", most=1)
+    _number(tier.slow, f"{where}.slow")
+    # More than all of a chip's RAM cannot be free; more than the full model's size can.
+    _number(tier.memory_mean, f"{where}.memory_mean", most=100 if tier.device else math.inf)
+    if not tier.memory_std:
+        raise InputError("no value", field=f"{where}.memory_std", fix="give at least one, such as [0]")
+    for std in tier.memory_std:
+        _number(std, f"{where}.memory_std")
+
+
+def _number(value: object, where: str, *, least: float = 0, most: float = math.inf, whole: bool = False) -> None:
+    kind = "a whole number" if whole else "a number"
+    span = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+    good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not good or not least <= value <= most or value == math.inf:  # type: ignore[operator]
+        raise InputError(f"{value!r} is not {kind} {span}", field=where, fix=f"give {kind} {span}")
+
+
+def _check_names(tiers: Sequence[Tier]) -> None:
+    seen: set[str] = set()
+    for index, tier in enumerate(tiers):
+        if tier.name in seen:
+            fix = "give each tier a name of its own"
+            raise InputError(f"two tiers are called {tier.name!r}", field=f"fleet.tiers[{index}].name", fix=fix)
+        seen.add(tier.name)
+
+
+def _check_sizes(tiers: Sequence[Tier], size: int) -> None:
+    if not tiers or (len(tiers) == 1 and not tiers[0].share and not tiers[0].count):
+        return
+    by_count = any(tier.count for tier in tiers)
+    for index, tier in enumerate(tiers):
+        if by_count and tier.share:
+            fix = "use share in every tier, or count in every tier"
+            raise InputError("some tiers give a share and some a count", field=f"fleet.tiers[{index}].share", fix=fix)
+        if not tier.share and not tier.count:
+            key = "count" if by_count else "share"
+            raise InputError("missing", field=f"fleet.tiers[{index}].{key}", fix=f"say how large this tier is: {key} = ...")
+    total = sum(tier.count for tier in tiers)
+    if by_count and size and total != size:
+        raise InputError(f"the counts add up to {total}, the fleet has {size}", field="fleet.tiers", fix=f"set size = {total}")
+    shares = math.fsum(tier.share for tier in tiers)
+    if not by_count and abs(shares - 1) > 1e-6:
+        raise InputError(f"the shares add up to {shares:g}", field="fleet.tiers", fix="make them add up to 1")

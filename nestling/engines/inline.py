@@ -1,0 +1,25 @@
+"""The in-process engine: one client after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from nestling.engines.engine import failed
+from nestling.training.client import ClientSide, Outcome, Site, Task, work
+
+
+class Inline:
+    """Runs every task where it stands. The plainest engine, and the one that all others must equal."""
+
+    def open(self, method: ClientSide, site: Site) -> None:
+        self.method, self.site = method, site
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        for task in tasks:
+            try:
+                yield work(self.method, task, self.site)
+            except Exception as error:
+                raise failed(task, f"{type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Nothing was taken."""

@@ -1,0 +1,237 @@
+"""The whole description of a run: data, split, model, fleet, method, schedule, seed.
+
+One TOML file is one run. Every field has a default; a field that is unknown or wrong is refused with its path and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from torch import nn
+
+from nestling.data import SplitConfig
+from nestling.devices import FleetConfig, Tier, read_fleet
+from nestling.engines import ENGINES
+from nestling.errors import InputError, unknown
+from nestling.methods import Method, method_class
+from nestling.schema import convert, from_table, require, to_table
+from nestling.training.phase import Train
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT_METHOD = "shared-average"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name and its options: a method or a model. In TOML the options stand beside the name."""
+
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which data: a data set by name; `path` is the file of `npz`, `missing` what to do with NaN in it (refuse, mean, zero)."""
+
+    name: str = "mnist12k"
+    path: str = ""
+    missing: str = "refuse"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Where clients run: auto, inline or pool; `workers` 0 means one a core."""
+
+    name: str = "auto"
+    workers: int = 0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When and how models are tested.
+
+    every: rounds between tests (the last round is always tested). clients: at most that many clients' personal accuracy.
+    batch: test batch, which matters for norm = "batch" only. calibration: training rows for the statistics of norm = "sbn" (0: all).
+    """
+
+    every: int = 1
+    clients: int = 50
+    batch: int = 500
+    calibration: int = 0
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run. `Experiment()` is the default; `Experiment(method="heterofl", rounds=50)` changes what it names.
+
+    method and model may be a name or a `Named`; the API also takes a `Method` object and an `nn.Module`. participants is the number
+    of clients a round (0: all). time_budget is what a device may compute per round in seconds (0: no limit), used by fit.
+    """
+
+    method: Named = field(default_factory=lambda: Named(DEFAULT_METHOD))
+    rounds: int = 20
+    seed: int = 0
+    participants: int = 10
+    time_budget: float = 0.0
+    data: Data = field(default_factory=Data)
+    split: SplitConfig = field(default_factory=SplitConfig)
+    model: Named = field(default_factory=Named)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    train: Train = field(default_factory=Train)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    own_method: Method | None = field(default=None, init=False, repr=False, compare=False)
+    own_model: nn.Module | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._take_shorthand()
+        require(self.rounds >= 1, "must be at least 1", "rounds")
+        require(self.seed >= 0, "must not be negative", "seed")
+        require(self.participants >= 0, "must not be negative (0: every client)", "participants")
+        require(self.time_budget >= 0, "must not be negative (0: no limit)", "time_budget")
+        if self.engine.name not in ENGINES:
+            raise unknown("engine", self.engine.name, ENGINES, field="engine.name")
+        require(self.engine.workers >= 0, "must not be negative (0: one a core)", "engine.workers")
+        require(self.evaluate.every >= 1, "must be at least 1", "evaluate.every")
+        require(self.evaluate.clients >= 1, "must be at least 1", "evaluate.clients")
+        require(self.evaluate.batch >= 1, "must be at least 1", "evaluate.batch")
+        require(self.evaluate.calibration >= 0, "must not be negative (0: all rows)", "evaluate.calibration")
+        self.make_method()
+
+    def _take_shorthand(self) -> None:
+        """Lets callers write method="heterofl", method=MyMethod(), model=my_module, data="mnist", fleet=(Tier(...), ...)."""
+        given = self.method
+        if isinstance(given, Method):
+            object.__setattr__(self, "own_method", given)
+            object.__setattr__(self, "method", Named(f"{type(given).__module__}:{type(given).__qualname__}", to_table(given)))
+        elif isinstance(given, str):
+            object.__setattr__(self, "method", Named(given))
+        if isinstance(self.model, nn.Module):
+            object.__setattr__(self, "own_model", self.model)
+            object.__setattr__(self, "model", Named(f"{type(self.model).__module__}:{type(self.model).__qualname__}"))
+        elif isinstance(self.model, str):
+            object.__setattr__(self, "model", Named(self.model))
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", Data(self.data))
+        if isinstance(self.fleet, (list, tuple)):
+            object.__setattr__(self, "fleet", FleetConfig(tiers=tuple(self.fleet)))
+        if isinstance(self.fleet, str):
+            object.__setattr__(self, "fleet", FleetConfig(path=self.fleet))
+
+    def make_method(self) -> Method:
+        """A fresh method object with the experiment's settings."""
+        if self.own_method is not None:
+            return dataclasses.replace(self.own_method)  # type: ignore[type-var]
+        return from_table(method_class(self.method.name), self.method.options, "method")
+
+    # -- TOML ----------------------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_table(table: Mapping[str, Any]) -> Experiment:
+        """An experiment from nested tables, as TOML gives them."""
+        plain = {key: value for key, value in table.items() if key not in ("method", "model")}
+        for key in ("method", "model"):
+            if key in table:
+                plain[key] = _named(table[key], key)
+        return from_table(Experiment, plain)
+
+    @staticmethod
+    def read(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
+        """An experiment from a TOML file (None: the defaults) and `key.path=value` overrides."""
+        table = _read_toml(Path(path)) if path is not None else {}
+        for override in overrides:
+            _override(table, override)
+        if path is not None:
+            _paths_beside(Path(path).parent, table)
+        return Experiment.from_table(table)
+
+    def to_table(self) -> dict[str, Any]:
+        """The inverse of `from_table`: complete, with every default written out."""
+        table = to_table(self)
+        for key in ("method", "model"):
+            table[key] = {"name": table[key]["name"], **table[key]["options"]}
+        return table
+
+    def to_toml(self) -> str:
+        """The experiment as a TOML file that reads back equal."""
+        return tomli_w.dumps(self.to_table())
+
+    def with_changes(self, **changes: Any) -> Experiment:
+        """A copy with other top-level fields; a method or model given as an object stays."""
+        copy = dataclasses.replace(self, **changes)
+        for name, replaced in (("own_method", "method"), ("own_model", "model")):
+            if replaced not in changes:
+                object.__setattr__(copy, name, getattr(self, name))
+        return copy
+
+
+def fleet_of(config: FleetConfig) -> FleetConfig:
+    """The fleet with its file, if it names one, read in: the run folder then holds the whole description."""
+    if not config.path:
+        return config
+    require(not config.tiers, "a fleet file and tiers are both given", "fleet.path", "keep one of them")
+    return read_fleet(config.path, config)
+
+
+def _named(value: Any, key: str) -> Named:
+    if isinstance(value, str):
+        return Named(value)
+    if not isinstance(value, Mapping):
+        raise InputError(f"expected a name or a table, got {value!r}", field=key)
+    name = convert(str, value.get("name", DEFAULT_METHOD if key == "method" else ""), f"{key}.name")
+    return Named(name, {k: v for k, v in value.items() if k != "name"})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}", fix="give the path of an experiment's TOML file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path} cannot be read as TOML: {error}") from None
+
+
+def _override(table: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not equals or not all(path):
+        raise InputError(f"cannot read the override {text!r}", field="--set", fix="write key.path=value, e.g. split.alpha=0.3")
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        # `method = "heterofl"` is short for a table with a name.
+        table[part] = inner = {"name": inner} if isinstance(inner, str) else inner
+        if not isinstance(inner, dict):
+            raise InputError(f"{part!r} is not a table", field=key)
+        table = inner
+    table[path[-1]] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or plain text where it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _paths_beside(folder: Path, table: dict[str, Any]) -> None:
+    """Paths in a file are relative to that file, unless they exist from where the user stands."""
+    for section in ("data", "fleet"):
+        inner = table.get(section)
+        if isinstance(inner, dict) and isinstance(path := inner.get("path"), str) and path:
+            beside = folder / path
+            if not Path(path).exists() and beside.exists():
+                inner["path"] = str(beside)
+
+
+__all__ = ["Data", "EngineConfig", "Evaluation", "Experiment", "FleetConfig", "Named", "SplitConfig", "Tier", "Train", "fleet_of"]

@@ -1,0 +1,123 @@
+"""The run folder: plain files that are whole at every moment.
+
+experiment.toml (the complete description), federation.json (what fits where, the split), metrics.jsonl (a line a round),
+checkpoint.bin, clients/ (what clients keep), events (TensorBoard reads along), and at the end summary.json, global.safetensors and
+report.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from nestling.errors import InputError
+from nestling.events import EventFile
+from nestling.files import write_atomic
+
+METRICS = "metrics.jsonl"
+
+
+class RunFolder:
+    """A run's files. Made by `create` or `reopen`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: TextIO | None = None
+
+    def start(self, round: int) -> None:
+        """Takes the folder for this process, and cuts its log back to the round the run stands at."""
+        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held until close)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"another process is running in {self.path}", field="--resume", fix="wait for it, or stop it") from None
+        kept = [line for line in self.metrics() if line["round"] <= round]
+        write_atomic(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+        self._events = EventFile(self.path / "tensorboard", purge_from=round + 1)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rounds logged so far; a line cut short by a crash is left out."""
+        path = self.path / METRICS
+        lines = path.read_text().splitlines() if path.exists() else []
+        rows = []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+        return rows
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Adds a round."""
+        with open(self.path / METRICS, "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        self._events.scalars(dict(_scalars(metrics)), step=metrics["round"])
+
+    def write(self, name: str, data: str | bytes) -> None:
+        """A whole file, or none."""
+        write_atomic(self.path / name, data)
+
+    def read_json(self, name: str) -> Any:
+        """A JSON file of the folder, or None."""
+        path = self.path / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def close(self) -> None:
+        """Lets go of the folder."""
+        if self._lock is not None:
+            self._events.close()
+            self._lock.close()
+            (self.path / ".lock").unlink(missing_ok=True)
+            self._lock = None
+
+    def remove(self) -> None:
+        """Takes the whole folder away: nothing worth keeping was written."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def check_new(path: Path) -> None:
+    """Refuses a path where a run folder cannot be made."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists already", field="--out", fix="name another folder, or go on with it: --resume")
+    parent = next(p for p in [path.absolute(), *path.absolute().parents] if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"cannot write in {parent}", field="--out", fix="name a folder you may write in")
+
+
+def create(path: Path, files: dict[str, str]) -> RunFolder:
+    """A new run folder with its first files; it appears under its name only when they are all there."""
+    check_new(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        for name, text in files.items():
+            write_atomic(temporary / name, text)
+        os.chmod(temporary, 0o755)
+        if path.exists():
+            path.rmdir()
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return RunFolder(path)
+
+
+def reopen(path: Path) -> RunFolder:
+    """The folder of an earlier run."""
+    if not (path / "experiment.toml").is_file():
+        raise InputError(f"{path} is not a run folder", field="--resume", fix="name a folder that holds experiment.toml")
+    return RunFolder(path)
+
+
+def _scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in metrics.items():
+        if isinstance(value, (int, float)) and name != "round":
+            yield name, float(value)
+        elif name == "by_tier":
+            yield from ((f"{tier}/{k}", float(v)) for tier, row in value.items() for k, v in row.items() if v is not None)

@@ -1,0 +1,128 @@
+"""What travels between server and clients: named tensors, grouped by what they are, and a few plain facts.
+
+A message has an exact size and a serial form without pickle (safetensors). Nothing that came over a wire is trusted: `from_bytes`
+bounds sizes and refuses what it cannot read, and `faults` says what is wrong with a reply before anybody uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as _load
+from safetensors.torch import save as _save
+from torch import Tensor
+
+from nestling.errors import InputError
+
+MAX_BYTES = 2**31
+"""The largest message that is read (2 GiB)."""
+
+_SEPARATOR = "/"
+_PACKED = "bits:"
+
+
+@dataclass(frozen=True)
+class Message:
+    """Parts by kind (`weights`, `logits`, `prototypes`, `mask`, `control`, …), each a set of named tensors, and plain facts."""
+
+    parts: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, kind: str) -> Mapping[str, Tensor]:
+        return self.parts[kind]
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """The exact payload: every tensor's bytes, flags packed to bits. Names and facts are the header and not counted."""
+        return sum(payload(t) for part in self.parts.values() for t in part.values())
+
+    def to_bytes(self) -> bytes:
+        """The serial form."""
+        tensors, shapes = {}, {}
+        for kind, part in self.parts.items():
+            for name, tensor in part.items():
+                key = f"{kind}{_SEPARATOR}{name}"
+                if tensor.dtype == torch.bool:
+                    shapes[key] = list(tensor.shape)
+                    tensors[_PACKED + key] = pack_bits(tensor)
+                else:
+                    tensors[key] = tensor.detach().cpu().contiguous()
+        # safetensors wants every tensor in storage of its own.
+        tensors = {k: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for k, t in tensors.items()}
+        meta = {"facts": json.dumps(dict(self.facts)), "bits": json.dumps(shapes), "kinds": json.dumps(list(self.parts))}
+        return _save(tensors, metadata=meta)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Message:
+        """The message that `to_bytes` wrote; anything else is refused with an `InputError`."""
+        if len(data) > MAX_BYTES:
+            raise InputError(f"a message of {len(data)} bytes is over the limit of {MAX_BYTES}")
+        try:
+            meta = _metadata(data)
+            facts, shapes, kinds = (json.loads(meta[k]) for k in ("facts", "bits", "kinds"))
+            parts: dict[str, dict[str, Tensor]] = {str(kind): {} for kind in kinds}
+            for key, tensor in _load(data).items():
+                if key.startswith(_PACKED):
+                    key = key[len(_PACKED) :]
+                    tensor = unpack_bits(tensor, shapes[key])
+                kind, _, name = key.partition(_SEPARATOR)
+                parts[kind][name] = tensor
+        except (SafetensorError, KeyError, ValueError, TypeError, UnicodeDecodeError, RuntimeError, AttributeError) as error:
+            raise InputError(f"not a readable message: {type(error).__name__}: {error}") from error
+        return Message(parts, facts)
+
+
+def payload(tensor: Tensor) -> int:
+    """Bytes of one tensor on the wire."""
+    return math.ceil(tensor.numel() / 8) if tensor.dtype == torch.bool else tensor.numel() * tensor.element_size()
+
+
+def pack_bits(flags: Tensor) -> Tensor:
+    """Flags as bytes, eight to one."""
+    return torch.from_numpy(np.packbits(flags.detach().cpu().numpy().reshape(-1)))
+
+
+def unpack_bits(packed: Tensor, shape: list[int]) -> Tensor:
+    """The flags that `pack_bits` packed."""
+    count = math.prod(shape)
+    if packed.numel() != math.ceil(count / 8):
+        raise ValueError("packed flags do not match their shape")
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=count).astype(bool)).reshape(shape)
+
+
+def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | None:
+    """Why a reply must be refused, or None: wrong kinds, names, shapes or types against `like`, or values that are not finite."""
+    for kind, expected in like.items():
+        if kind not in message:
+            return f"the part {kind!r} is missing"
+        got = message[kind]
+        if set(got) != set(expected):
+            strange = sorted(set(got) ^ set(expected))
+            return f"{kind}: names differ from what was sent ({', '.join(strange[:3])})"
+        for name, tensor in got.items():
+            if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
+                want = f"{tuple(expected[name].shape)} {expected[name].dtype}"
+                return f"{kind}/{name}: {tuple(tensor.shape)} {tensor.dtype} where {want} was expected"
+    for kind, part in message.parts.items():
+        for name, tensor in part.items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                return f"{kind}/{name}: values that are not finite"
+    return None
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """The header's metadata, which safetensors' in-memory loader does not give."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > len(data) - 8:
+        raise ValueError("the header is longer than the message")
+    return dict(json.loads(data[8 : 8 + length])["__metadata__"])

@@ -1,0 +1,36 @@
+"""The methods: one file each, and the one table of their names."""
+
+from __future__ import annotations
+
+import importlib
+
+from nestling.errors import unknown
+from nestling.methods.method import Info, Method, Reply, SharedWeights
+
+METHODS: dict[str, str] = {
+    "all-large": "nestling.methods.all_large:AllLarge",
+    "decoupled": "nestling.methods.decoupled:Decoupled",
+    "fedavg": "nestling.methods.fedavg:FedAvg",
+    "heterofl": "nestling.methods.heterofl:HeteroFL",
+    "local": "nestling.methods.local:Local",
+    "shared-average": "nestling.methods.shared_average:SharedAverage",
+    "shared-distill": "nestling.methods.shared_distill:SharedDistill",
+}
+"""Name → where it lives."""
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a method by its name, or of a user's own as `package.module:Class`."""
+    if name not in METHODS and ":" not in name:
+        raise unknown("method", name, METHODS, field="method.name")
+    module, _, attribute = METHODS.get(name, name).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise unknown("method", name, METHODS, field="method.name") from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise unknown("method", name, METHODS, field="method.name")
+    return found
+
+
+__all__ = ["METHODS", "Info", "Method", "Reply", "SharedWeights", "method_class"]

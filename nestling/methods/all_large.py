@@ -1,0 +1,32 @@
+"""All-Large: FedAvg with the full model everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nestling.methods.method import Info, SharedWeights
+from nestling.world import Device, Piece
+
+
+@dataclass
+class AllLarge(SharedWeights):
+    """All-Large (the reference of FlexFL's tables: Chen et al., "FlexFL", 2024).
+
+    Idea: FedAvg with the full model on every device, whether or not it fits. It shows what unlimited devices would reach; a fleet
+    that needs this library cannot run it.
+    Loss: cross-entropy. Travels: the full network down and up. Merge: mean weighted by n_k.
+    Differs from the released code: nothing.
+    """
+
+    info = Info(
+        title="All-Large",
+        family="baseline",
+        heterogeneity="ignored: the full model on every device",
+        auxiliary="none",
+        global_model=True,
+        paper="Chen et al. (FlexFL), 2024",
+        evidence="official code read",
+    )
+
+    def piece(self, device: Device, round: int) -> Piece:
+        return Piece(self.world.main, self.world.main.full)

@@ -1,0 +1,36 @@
+"""FedAvg, on the model that fits the smallest device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nestling.methods.method import Info, SharedWeights
+from nestling.world import Device, Model, Piece
+
+
+@dataclass
+class FedAvg(SharedWeights):
+    """FedAvg (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017).
+
+    Idea: every client trains the same network for a few epochs; the server takes the mean of what returns. A mixed fleet can only
+    run it with the network that fits the smallest device, so that is what everybody trains here.
+    Loss: cross-entropy. Travels: the network down and up. Merge: mean weighted by n_k.
+    Differs from the paper: nothing; the common network is the part of the reference that all tiers can train.
+    """
+
+    info = Info(
+        title="FedAvg",
+        family="baseline",
+        heterogeneity="none: the smallest device decides",
+        auxiliary="none",
+        global_model=True,
+        paper="McMahan et al., AISTATS 2017",
+        evidence="from paper",
+    )
+
+    def piece(self, device: Device, round: int) -> Piece:
+        return self.world.smallest()
+
+    def global_model(self) -> Model:
+        piece = self.world.smallest()
+        return Model(piece.reference, piece.view, piece.view.extract(self.weights))

@@ -1,0 +1,107 @@
+"""HeteroFL: width levels of one network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from nestling.message import Message
+from nestling.methods.method import Info, Reply, SharedWeights
+from nestling.seeds import stream
+from nestling.training.client import Client
+from nestling.training.objectives import cross_entropy, present_cross_entropy
+from nestling.training.phase import Hook, Phase
+from nestling.views import Contribution
+from nestling.world import Device, Piece
+
+
+@dataclass
+class HeteroFL(SharedWeights):
+    """HeteroFL (Diao, Ding, Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
+    Clients", ICLR 2021).
+
+    Idea: a client of level r trains the first ⌈r·K⌉ channels of every hidden layer; the server averages each entry over the clients
+    that have it. Activations are divided by r while training, so that wide and narrow networks see the same scale.
+    Loss: cross-entropy with the logits of absent classes set to 0. Travels: the client's part down and up. Merge: uniform mean over
+    holders; a classifier row counts only from clients that hold its class; the rest keep their value.
+    Differs from the released code: channel ties come from tracing, so bottleneck networks work too. Use `model.norm = "sbn"` for the
+    paper's static batch norm, and gradient clipping at 1 (`train.clip = 1`), as published.
+
+    dynamic:     levels are drawn anew every round from the tiers' shares (how the published tables were made).
+    mask_labels: the label mask, in the loss and in the merge.
+    scaler:      the division by r.
+    """
+
+    dynamic: bool = False
+    mask_labels: bool = True
+    scaler: bool = True
+
+    info = Info(
+        title="HeteroFL",
+        family="width",
+        heterogeneity="width: nested prefixes",
+        auxiliary="none",
+        global_model=True,
+        paper="Diao et al., ICLR 2021",
+        evidence="official code read",
+    )
+
+    def piece(self, device: Device, round: int) -> Piece:
+        if not self.dynamic or round == 0:
+            return device.piece
+        plans = list(self.world.plans.values())
+        shares = [self.world.fleet.count_of(plan.tier) for plan in plans]
+        drawn = stream(self.world.seed, "level", device.id, round).choice(len(plans), p=[s / sum(shares) for s in shares])
+        return plans[drawn].piece
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        rate = float(piece.view.keep.mean())
+        return replace(super().send(device, piece, round), facts={"rate": rate})
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        rate = float(received.facts["rate"])
+        hooks = (Hook((nn.Conv1d, nn.Conv2d), partial(_divide, rate=rate)),) if self.scaler and rate < 1 else ()
+        return [
+            client.train.phase(
+                client.round,
+                objective=present_cross_entropy if self.mask_labels else cross_entropy,
+                given={"present": _present(client).float()},
+                hooks=hooks,
+            )
+        ]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        sent = super().reply(client, received)
+        return replace(sent, parts={**sent.parts, "present": {"classes": _present(client)}})
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        held = torch.zeros(self.world.classes, dtype=torch.bool)
+        return {**super().expects(piece, sent), "present": {"classes": held}}
+
+    def contribution(self, reply: Reply) -> Contribution:
+        present = {}
+        if self.mask_labels:
+            held = reply.message["present"]["classes"]
+            present = {name: _rows(held, t) for name, t in reply.message["weights"].items() if name in self._classifier()}
+        return Contribution(reply.piece.view, reply.message["weights"], 1.0, present)
+
+    def _classifier(self) -> tuple[str, ...]:
+        """The output layer: the last weight of the state and its bias."""
+        last = [name for name, shape in self.world.main.axes.shapes.items() if len(shape) == 2][-1].rsplit(".", 1)[0]
+        return tuple(name for name in self.world.main.axes.shapes if name.rsplit(".", 1)[0] == last)
+
+
+def _divide(layer: nn.Module, out: Tensor, *, rate: float) -> Tensor:
+    return out / rate
+
+
+def _present(client: Client) -> Tensor:
+    return client.class_counts() > 0
+
+
+def _rows(held: Tensor, tensor: Tensor) -> Tensor:
+    return held.reshape(-1, *[1] * (tensor.dim() - 1)).expand(tensor.shape)

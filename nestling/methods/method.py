@@ -1,0 +1,138 @@
+"""What a method is: what travels down, what a client does with it, how the server merges what comes up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.training.client import Client
+from nestling.training.phase import Phase
+from nestling.views import Contribution, State, merge
+from nestling.world import Device, Model, Piece, World
+
+
+@dataclass(frozen=True)
+class Info:
+    """What `nestling methods` says of a method."""
+
+    title: str
+    family: str  # baseline | width | depth | sparse | low-rank | public data | data-free | representation | fusion
+    heterogeneity: str
+    auxiliary: str  # data beyond the clients' own: none | server proxy (unlabelled) | …
+    global_model: bool
+    paper: str
+    evidence: str  # official code read | from paper | from memory | ours
+    own_networks: bool = False  # whether tiers may bring a network of their own
+    personal: bool = False  # whether two clients of one tier end up with different models
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's reply as the server sees it: from whom, for which piece, to what message."""
+
+    device: Device
+    piece: Piece
+    sent: Message
+    message: Message
+
+    @property
+    def samples(self) -> int:
+        return int(self.message.facts["samples"])
+
+
+class Method:
+    """Base of all methods: a dataclass whose fields are its settings. Server state is made in `setup`; the client's part (`start`,
+    `phases`, `reply`) uses settings, the client and what it received, nothing else."""
+
+    info: ClassVar[Info]
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        """Makes the server's state for a new run."""
+        raise NotImplementedError
+
+    def piece(self, device: Device, round: int) -> Piece:
+        """What a device trains in a round; unless the method decides otherwise, what fits it."""
+        return device.piece
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        """The message to a device."""
+        raise NotImplementedError
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        """Tensors like those a reply must hold; a reply that differs is refused."""
+        return {"weights": sent["weights"]} if "weights" in sent else {}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        """Fuses the replies of a round into the server's state."""
+        raise NotImplementedError
+
+    def model_for(self, device: Device) -> Model:
+        """The model a device would use now."""
+        raise NotImplementedError
+
+    def global_model(self) -> Model | None:
+        """The one global model, for methods that have one."""
+        return None
+
+    def state(self) -> dict[str, State]:
+        """The server's state by name, for checkpoints."""
+        return {}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        """Puts a checkpoint's state back (after `setup`)."""
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def start(self, client: Client, received: Message) -> State:
+        """The weights a client starts its round with."""
+        return dict(received["weights"])
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        """What the client does; unless the method decides otherwise, plain local training."""
+        return [client.train.phase(client.round)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        """What goes back; unless the method decides otherwise, the weights."""
+        return Message({"weights": {name: client.weights[name] for name in client.view.names}}, {"samples": client.samples})
+
+
+@dataclass
+class SharedWeights(Method):
+    """Base of the methods that send views of one global state and merge what returns by the weighted mean over views."""
+
+    world: World = field(init=False, repr=False, compare=False)
+    weights: State = field(init=False, repr=False, compare=False)
+
+    def setup(self, world: World) -> None:
+        world.refuse_own_networks(self.info.title)
+        self.world = world
+        self.weights = dict(world.main.initial)
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        return Message({"weights": piece.view.extract(self.weights)})
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])
+
+    def contribution(self, reply: Reply) -> Contribution:
+        """How much a reply counts: by its number of samples, unless the method decides otherwise."""
+        return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
+
+    def model_for(self, device: Device) -> Model:
+        view = self.piece(device, 0).view
+        return Model(self.world.main, view, view.extract(self.weights))
+
+    def global_model(self) -> Model:
+        return Model(self.world.main, self.world.main.full, self.weights)
+
+    def state(self) -> dict[str, State]:
+        return {"weights": self.weights}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        self.weights = dict(state["weights"])

@@ -1,0 +1,50 @@
+"""VGG16 as FlexFL trains it (2024): 13 convolutions, then 4096-4096 fully connected."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nestling.errors import InputError
+from nestling.models.norm import norm_layer
+from nestling.models.parts import Network, conv2d, image, named, scaled
+
+_PLAN = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+
+
+def vgg16(
+    *,
+    shape: tuple[int, ...],
+    classes: int,
+    width: float = 1.0,
+    norm: str = "group",
+    hidden: tuple[int, ...] = (4096, 4096),
+    dropout: float = 0.5,
+) -> nn.Module:
+    """One stage a convolution. Pooling follows every group of them; the last is left out where the map is one pixel already.
+
+    FlexFL uses `hidden=(256, 256)` on one-channel images.
+    """
+    if not 0 <= dropout < 1:
+        raise InputError(f"dropout is {dropout}", field="model.dropout", fix="use 0 (none) up to, not including, 1")
+    before, high, wide = image("vgg16", shape, least=16)
+    pixels, stages = min(high, wide), []
+    for full, count in _PLAN:
+        for place in range(count):
+            after = scaled(full, width)
+            shrink = place == count - 1 and pixels > 1
+            pool = nn.MaxPool2d(2) if shrink else nn.Identity()
+            stages.append(named(conv=conv2d(before, after, bias=True), norm=norm_layer(norm, after), relu=nn.ReLU(), pool=pool))
+            before, pixels = after, pixels // 2 if shrink else pixels
+    neck, size = _dense(before, hidden, width, dropout)
+    return Network(stem=nn.Identity(), stages=stages, neck=neck, head=nn.Linear(size, classes))
+
+
+def _dense(before: int, hidden: tuple[int, ...], width: float, dropout: float) -> tuple[nn.Sequential, int]:
+    parts: dict[str, nn.Module] = {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten()}
+    for number, full in enumerate(hidden, start=1):
+        after = scaled(full, width)
+        # No layer at all without dropout: batching over clients refuses random layers, even those that never fire.
+        drop = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
+        parts |= {f"fc{number}": nn.Linear(before, after), f"relu{number}": nn.ReLU(), f"drop{number}": drop}
+        before = after
+    return named(**parts), before

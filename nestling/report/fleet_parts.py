@@ -1,0 +1,205 @@
+"""The parts of a run's page that tell of the fleet: what each tier trains and why it fits, the data split, the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nestling.report.folder import Run, listed, mapping
+from nestling.report.markup import Cell, Column, empty, esc, folded, note, pairs, section, table
+from nestling.report.svg import INK, Bar, Group, bars, heat_map, shade, style_class, swatch
+from nestling.report.tables import binding_word, marked
+from nestling.report.words import DASH, decimal, duration, energy, memory, number, percent, plural, short, whole
+
+Row = Mapping[str, Any]
+_MOST_REASONS_OPEN = 3
+_ESTIMATES = "~ marks an estimate; the other device figures come from datasheets or measurements."
+_MEMORY = "KB, MB and GB of RAM and flash are powers of 1024; traffic is counted in powers of 1000."
+
+
+def fit_part(run: Run, rows: Sequence[Row]) -> str:
+    """What each tier trains, what that needs, what the device has, and what bound the choice."""
+    model = mapping(run.federation, "model")
+    title = "What each device trains and why it fits"
+    if not rows:
+        return section("fit", title, "", empty("The run folder does not say which tiers there are."))
+    full = f"The full model, {model['name']}, has {whole(model.get('params'))} parameters. " if model.get("name") else ""
+    lead = full + "Bars show what training needs against what the device has."
+    cards = "".join(_fit_card(row, index) for index, row in enumerate(rows))
+    return section("fit", title, lead, f'<div class="fits card">{cards}</div>')
+
+
+def _fit_card(row: Row, index: int) -> str:
+    about = [plural(row["count"], "device") if row["count"] is not None else None, row["kind"], row["core"]]
+    facts = [
+        ("Parameters", whole(row["params"])),
+        ("Of full model", percent(row["share"])),
+        ("Network" if row["own_model"] else "Width", _width(row)),
+        ("MACs a sample", short(row["macs"])),
+    ]
+    lines = "".join(f"<li>{esc(part)}</li>" for part in about if part)
+    return (
+        f'<article class="fit"><div class="who"><h3>{swatch(index)}{esc(row["label"])}</h3><ul>{lines}</ul></div>'
+        f'{pairs(facts, "figures")}<div class="needs">{_need_bars(row, index)}</div>'
+        f'<div class="why"><p>{_bound(row)}</p>{_reasons(row)}</div></article>'
+    )
+
+
+def _reasons(row: Row) -> str:
+    lines = f"<ul>{''.join(f'<li>{esc(reason)}</li>' for reason in row['reasons'])}</ul>" if row["reasons"] else ""
+    return lines if len(row["reasons"]) <= _MOST_REASONS_OPEN else folded("Why", lines)
+
+
+def _width(row: Row) -> str:
+    if row["own_model"]:
+        return str(row["model"])
+    return DASH if row["ratio"] is None else f"×{decimal(row['ratio'])}"
+
+
+def _need_bars(row: Row, index: int) -> str:
+    known = [
+        _need_bar(row, key, label, form)
+        for key, label, form in (("ram", "RAM", memory), ("flash", "Flash", memory), ("seconds", "Time", duration))
+    ]
+    drawn = [bar for bar in known if bar is not None]
+    if not drawn:
+        return "<p>No device profile: nothing limits this tier.</p>" if row["ram_limit"] is None else "<p>No piece fits.</p>"
+    desc = "; ".join(f"{bar.label}: {bar.text}" for bar in drawn)
+    return bars(drawn, title=f"What {row['label']} needs against what it has", desc=desc, ident=f"fit-{index}")
+
+
+def _need_bar(row: Row, key: str, label: str, form: Callable[[object], str]) -> Bar | None:
+    need, limit = row[f"{key}_need"], row[f"{key}_limit"]
+    if need is None or (limit is None and key == "seconds"):
+        return None
+    needed = marked(row, key, form(need)) if key == "seconds" else form(need)
+    if limit is None:
+        return Bar(label, None, f"{needed}, no limit")
+    share = need / limit
+    had = marked(row, key, form(limit)) if key != "seconds" else form(limit)
+    return Bar(label, share, f"{needed} of {had} ({_share(share)})")
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.01 or share == 0 else "<1%"
+
+
+def _bound(row: Row) -> str:
+    if row["binding"]:
+        return f"{'Nothing fits, for lack of' if row['ratio'] == 0 else 'Bound by'} <b>{esc(binding_word(row))}</b>"
+    return "Nothing binds: the whole model fits" if row["ratio"] == 1 else "No limit binds"
+
+
+def split_part(run: Run, rows: Sequence[Row]) -> str:
+    """How the data lies: a map of classes by clients, grouped by tier."""
+    split = mapping(run.federation, "split")
+    clients = [client for client in listed(split, "clients") if isinstance(client.get("counts"), list)]
+    names = _class_names(split, clients)
+    if not clients or not names:
+        return section("split", "Data split", "", empty("The run folder does not record the split."))
+    order = {row["tier"]: index for index, row in enumerate(rows)}
+    labels = {row["tier"]: row["label"] for row in rows}
+    clients.sort(key=lambda client: order.get(str(client.get("tier")), len(order)))
+    counts = [[_count(client["counts"], index) for client in clients] for index in range(len(names))]
+    groups = _groups(clients, order, labels)
+    title = "Samples of each class on each client"
+    image = heat_map(
+        counts,
+        rows=names,
+        columns=[str(client.get("id", index)) for index, client in enumerate(clients)],
+        groups=groups,
+        title=title,
+        desc=f"{plural(len(names), 'class', 'classes')} by {plural(len(clients), 'client')}, grouped by tier; "
+        "the stronger a cell's colour, the more samples.",
+        ident="c-split",
+    )
+    body = (
+        f'<figure class="card"><div class="scroll plot" tabindex="0" role="region" aria-label="{title}">{image}</div>'
+        f"{_group_legend(groups)}{_shades(counts)}</figure>"
+    )
+    return section("split", "Data split", _split_lead(split, len(clients)), body)
+
+
+def _class_names(split: Row, clients: Sequence[Row]) -> list[str]:
+    given = split.get("class_names")
+    names = [str(name) for name in given] if isinstance(given, list) else []
+    classes = max((len(client["counts"]) for client in clients), default=0)
+    return names + [str(index) for index in range(len(names), classes)]
+
+
+def _split_lead(split: Row, shown: int) -> str:
+    total = number(split.get("clients_total"))
+    kind, alpha = split.get("kind"), number(split.get("alpha"))
+    parts = [f"{str(kind).capitalize()} split{f' with α = {decimal(alpha)}' if alpha is not None else ''}"] if kind else []
+    parts.append(
+        f"{whole(total)} clients, {whole(shown)} of them shown"
+        if total is not None and total > shown
+        else plural(shown, "client")
+    )
+    if number(split.get("public")):
+        parts.append(f"{plural(split['public'], 'public sample')} on the server")
+    return "; ".join(parts) + "."
+
+
+def _groups(clients: Sequence[Row], order: Mapping[str, int], labels: Mapping[str, str]) -> list[Group]:
+    groups: list[Group] = []
+    for client in clients:
+        tier = str(client.get("tier"))
+        label, style = labels.get(tier, "no tier"), order.get(tier, INK)
+        size = groups.pop().columns if groups and groups[-1].style == style else 0
+        groups.append(Group(label, style, size + 1))
+    return groups
+
+
+def _group_legend(groups: Sequence[Group]) -> str:
+    keys = "".join(
+        f'<li><span class="block {style_class(group.style)}"></span><span class="who">{esc(group.label)}</span> '
+        f"<b>{plural(group.columns, 'client')}</b></li>"
+        for group in groups
+    )
+    return f'<ul class="legend">{keys}</ul>'
+
+
+def _shades(counts: Sequence[Sequence[float]]) -> str:
+    most = max((value for row in counts for value in row), default=0)
+    steps = sorted({round(most * share) for share in (1 / 25, 4 / 25, 9 / 25, 16 / 25, 1)} - {0})
+    keys = "".join(
+        '<li><svg class="shade" viewBox="0 0 14 14" width="14" height="14" aria-hidden="true">'
+        f'<rect class="cell" width="14" height="14" fill-opacity="{shade(step, most):.2f}"/></svg>{whole(step)}</li>'
+        for step in steps
+    )
+    return f'<ul class="legend shades"><li>Samples:</li>{keys}</ul>'
+
+
+def _count(counts: Sequence[object], index: int) -> float:
+    return (number(counts[index]) or 0) if index < len(counts) else 0
+
+
+def device_part(rows: Sequence[Row]) -> str:
+    """The devices' own figures, estimates marked."""
+    if not rows:
+        return section("devices", "Devices", "", empty("The run folder does not say which devices there are."))
+    columns = [
+        Column("Device", numeric=False),
+        Column("Count"),
+        Column("Core", numeric=False),
+        Column("RAM"),
+        Column("Flash"),
+        Column("Time per round"),
+        Column("Energy per round"),
+    ]
+    body = [
+        [
+            Cell(row["label"], style=index),
+            Cell(whole(row["count"]), row["count"]),
+            Cell(str(row["core"] or DASH)),
+            Cell(marked(row, "ram", memory(row["ram_limit"])), row["ram_limit"]),
+            Cell(marked(row, "flash", memory(row["flash_limit"])), row["flash_limit"]),
+            Cell(marked(row, "seconds", duration(row["seconds_need"])), row["seconds_need"]),
+            Cell(marked(row, "energy", energy(row["energy_need"])), row["energy_need"]),
+        ]
+        for index, row in enumerate(rows)
+    ]
+    guessed = any(row["estimated"] for row in rows)
+    remark = f"{_ESTIMATES} {_MEMORY}" if guessed else _MEMORY
+    return section("devices", "Devices", "", table(columns, body, label="Devices") + note(remark))

@@ -1,0 +1,236 @@
+"""Reading a run folder: its four plain files, checked, and its summary even while the run is still going."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestling.errors import InputError
+from nestling.report.words import number
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What lies in one run folder. `metrics` is in order of rounds; `summary` and `federation` are empty where absent."""
+
+    folder: Path
+    config_text: str
+    config: Record
+    metrics: list[Record]
+    summary: Record
+    federation: Record
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.folder.resolve().name
+
+
+def read_run(folder: Path) -> Run:
+    """The run in `folder`; an `InputError` names the file, and the line where there is one, that cannot be used."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "there is no such folder"
+        raise InputError(what, field=str(folder), fix="give the folder that `nestling run` wrote")
+    metrics = _read_metrics(folder / "metrics.jsonl")
+    config_text = _text(folder / "experiment.toml")
+    return Run(
+        folder,
+        config_text,
+        _toml(folder / "experiment.toml", config_text),
+        metrics,
+        _object(folder / "summary.json"),
+        _object(folder / "federation.json"),
+    )
+
+
+def summarise(run: Run) -> Record:
+    """The run's summary in the form of summary.json, from metrics.jsonl where that file is missing or behind."""
+    counted = _count(run)
+    if run.summary and not is_behind(run):
+        return counted | {key: value for key, value in run.summary.items() if value is not None}
+    return {**_identity(run), **run.summary, **counted}
+
+
+def is_behind(run: Run) -> bool:
+    """True while a run is going: no summary yet, or one from before it was resumed."""
+    done = number(run.summary.get("rounds_done"))
+    return not run.summary or (done is not None and done < _last_round(run))
+
+
+def last_best(block: object) -> tuple[float | None, float | None, int | None]:
+    """(last, best, best round) of a summary's accuracy block, None for whatever it lacks."""
+    found = block if isinstance(block, Mapping) else {}
+    best_round = number(found.get("best_round"))
+    return number(found.get("last")), number(found.get("best")), None if best_round is None else int(best_round)
+
+
+def traffic_totals(run: Run) -> list[float]:
+    """Bytes sent up and down since the start, one figure a round."""
+    totals, sent = [], 0.0
+    for record in run.metrics:
+        up, down = number(record.get("bytes_up_total")), number(record.get("bytes_down_total"))
+        if up is None or down is None:
+            sent += (number(record.get("bytes_up")) or 0) + (number(record.get("bytes_down")) or 0)
+        else:
+            sent = up + down
+        totals.append(sent)
+    return totals
+
+
+def tier_block(record: Mapping[str, Any], tier: str) -> Mapping[str, Any]:
+    """What a metrics record (or a summary) says of one tier."""
+    by_tier = record.get("by_tier")
+    block = by_tier.get(tier) if isinstance(by_tier, Mapping) else None
+    return block if isinstance(block, Mapping) else {}
+
+
+def tier_names(run: Run) -> list[str]:
+    """Every tier the run speaks of: the federation's in its order, then any that only the metrics know."""
+    names = {str(tier["name"]): None for tier in listed(run.federation, "tiers") if tier.get("name") is not None}
+    for record in [*run.metrics, run.summary]:
+        by_tier = record.get("by_tier")
+        names |= dict.fromkeys(by_tier) if isinstance(by_tier, Mapping) else {}
+    return list(names)
+
+
+def listed(block: object, key: str) -> list[Record]:
+    """The objects listed under `key`, none where there is no such list."""
+    found = block.get(key) if isinstance(block, Mapping) else None
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def mapping(block: object, key: str) -> Record:
+    """The object under `key`, empty where there is none."""
+    found = block.get(key) if isinstance(block, Mapping) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _read_metrics(path: Path) -> list[Record]:
+    if not path.is_file():
+        raise InputError(
+            "the run folder has no metrics.jsonl",
+            field=str(path.parent),
+            fix="it appears with the first round; give the folder that `nestling run` wrote",
+        )
+    data = _bytes(path)
+    lines = data.split(b"\n")
+    rounds: dict[int, Record] = {}
+    for count, line in enumerate(lines, start=1):
+        # Only a line that its newline has not reached yet can be half-written.
+        unfinished = count == len(lines)
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            if unfinished:
+                continue
+            raise InputError(
+                f"not valid JSON: {_why(error)}", field=f"{path}, line {count}", fix="remove the line or restore the file"
+            ) from error
+        if not isinstance(record, dict) or number(record.get("round")) is None:
+            raise InputError(
+                'not a record of a round: needs an object with a number under "round"', field=f"{path}, line {count}"
+            )
+        # A resumed run may write a round a second time: the later record is the one that counts.
+        rounds[int(record["round"])] = record
+    return [rounds[key] for key in sorted(rounds)]
+
+
+def _object(path: Path) -> Record:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_bytes(path).decode())
+    except (ValueError, RecursionError) as error:
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(f"not valid JSON: {_why(error)}", field=f"{path}{line}", fix="restore or remove the file") from error
+    if found is not None and not isinstance(found, dict):
+        raise InputError("not a JSON object", field=str(path), fix="restore or remove the file")
+    return found or {}
+
+
+def _text(path: Path) -> str:
+    return _bytes(path).decode(errors="replace") if path.is_file() else ""
+
+
+def _toml(path: Path, text: str) -> Record:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"not valid TOML: {error}", field=str(path), fix="restore or remove the file") from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", field=str(path)) from error
+
+
+def _why(error: Exception) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _last_round(run: Run) -> int:
+    return int(run.metrics[-1]["round"]) if run.metrics else 0
+
+
+def _identity(run: Run) -> Record:
+    """What the configuration tells about a run that has no summary yet."""
+    found: Record = {}
+    for key in ("method", "data", "model"):
+        value = run.config.get(key)
+        value = value.get("name") if isinstance(value, dict) else value
+        if isinstance(value, str) and value:
+            found[key] = value
+    for key in ("seed", "rounds"):
+        if number(run.config.get(key)) is not None:
+            found[key] = run.config[key]
+    name = mapping(run.federation, "model").get("name")
+    return {"model": name, **found} if name else found
+
+
+def _count(run: Run) -> Record:
+    """The numbers of a summary, counted from the rounds there are."""
+    return {
+        "rounds_done": _last_round(run),
+        "global_accuracy": _trace([(r["round"], r.get("global_accuracy")) for r in run.metrics]),
+        "personal_accuracy": _trace([(r["round"], r.get("personal_accuracy")) for r in run.metrics]),
+        "by_tier": {
+            tier: {
+                key: _trace([(r["round"], tier_block(r, tier).get(key)) for r in run.metrics])
+                for key in ("global_accuracy", "personal_accuracy")
+            }
+            for tier in tier_names(run)
+        },
+        **{
+            key: sum(number(r.get(key)) or 0 for r in run.metrics)
+            for key in ("bytes_up", "bytes_down", "seconds", "refused", "late", "dropped")
+        },
+        **{
+            key: next((v for r in reversed(run.metrics) if (v := number(r.get(key))) is not None), None)
+            for key in ("clock_seconds", "energy_joules")
+        },
+    }
+
+
+def _trace(values: list[tuple[Any, Any]]) -> Record:
+    known = [(int(at), found) for at, value in values if (found := number(value)) is not None]
+    if not known:
+        return {"last": None, "best": None, "best_round": None}
+    # The earliest of equal bests: max keeps the first it meets.
+    best_round, best = max(known, key=lambda pair: pair[1])
+    return {"last": known[-1][1], "best": best, "best_round": best_round}

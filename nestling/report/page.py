@@ -1,0 +1,81 @@
+"""One self-contained HTML file for a run, or for several compared: nothing in it is fetched from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from nestling.errors import InputError
+from nestling.report.comparison import COMPARISON_PARTS, comparison_body, comparison_title
+from nestling.report.folder import read_run
+from nestling.report.markup import esc
+from nestling.report.run_page import RUN_PARTS, run_body, run_title
+
+_ICON = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M1 7a7 7 0 0 0 14 0z" fill="#0b63b0"/>'
+    b'<circle cx="8" cy="5" r="2.6" fill="#d98c00"/></svg>'
+)
+
+
+def write_report(folder: Path) -> Path:
+    """Write `folder`/report.html for the run in `folder`, finished or not, and give its path."""
+    run = read_run(Path(folder))
+    return _write(run.folder / "report.html", _page(run_title(run), RUN_PARTS, run_body(run)))
+
+
+def write_comparison(folders: Sequence[Path], out: Path) -> Path:
+    """Write one page to the file `out` that compares the runs in `folders`, and give its path."""
+    different = {Path(folder).resolve(): Path(folder) for folder in reversed(folders)}
+    runs = [read_run(folder) for folder in reversed(different.values())]
+    if not runs:
+        raise InputError("nothing to compare", fix="give at least one run folder")
+    body = comparison_body(runs)
+    parts = [part for part in COMPARISON_PARTS if f'<section id="{part[0]}"' in body]
+    return _write(Path(out), _page(comparison_title(runs), parts, body))
+
+
+def _page(title: str, parts: Sequence[tuple[str, str]], body: str) -> str:
+    style, script = _asset("page.css"), _asset("page.js")
+    # The policy forbids every request, and every script but our own: text that slipped into the page could not run.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+    icon = base64.b64encode(_ICON).decode()
+    links = "".join(f'<li><a href="#{ident}">{esc(name)}</a></li>' for ident, name in parts)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
+        f'<title>{esc(title)}</title>\n<link rel="icon" href="data:image/svg+xml;base64,{icon}">\n'
+        f"<style>{style}</style>\n<script>{script}</script>\n</head>\n<body>\n"
+        '<div class="bar"><div class="wide"><span class="brand">Nestling</span>'
+        f'<nav aria-label="Parts of the page"><ul>{links}</ul></nav>'
+        '<button type="button" id="theme" hidden>Dark</button></div></div>\n'
+        f'<main class="wide">{body}</main>\n</body>\n</html>\n'
+    )
+
+
+def _asset(name: str) -> str:
+    return files("nestling.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write beside the target and rename, so that a reader never meets half a page."""
+    if path.is_dir():
+        raise InputError("is a folder", field=str(path), fix="give the name of an HTML file")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # JSON may hold half a surrogate pair, which UTF-8 cannot write.
+        draft.write_bytes(text.encode("utf-8", "replace"))
+        os.replace(draft, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise InputError(f"cannot be written: {error.strerror}", field=str(path)) from error
+    return path

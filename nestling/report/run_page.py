@@ -1,0 +1,264 @@
+"""The page of one run, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
+from nestling.report.fleet_parts import device_part, fit_part, split_part
+from nestling.report.folder import Run, is_behind, last_best, listed, mapping, summarise, tier_block, traffic_totals
+from nestling.report.markup import Cell, Column, empty, esc, folded, note, pairs, section, table
+from nestling.report.svg import INK, Series
+from nestling.report.tables import overall_row, tier_rows
+from nestling.report.words import DASH, decimal, duration, energy, number, percent, plural, traffic, whole
+
+Row = Mapping[str, Any]
+_MOST_ROUNDS_LISTED = 400
+RUN_PARTS = [
+    ("accuracy", "Accuracy"),
+    ("personal", "Personal"),
+    ("fit", "What fits"),
+    ("split", "Data split"),
+    ("devices", "Devices"),
+    ("rounds", "Rounds"),
+    ("origin", "Configuration"),
+]
+_ROUND_COLUMNS: list[tuple[str, str, Callable[[object], str]]] = [
+    ("Loss", "loss", decimal),
+    ("Global", "global_accuracy", lambda value: percent(value, 2)),
+    ("Personal", "personal_accuracy", lambda value: percent(value, 2)),
+    ("Up", "bytes_up", traffic),
+    ("Down", "bytes_down", traffic),
+    ("Virtual time", "clock_seconds", duration),
+    ("Energy", "energy_joules", energy),
+    ("Wall time", "seconds", duration),
+    ("Refused", "refused", whole),
+    ("Late", "late", whole),
+    ("Dropped", "dropped", whole),
+]
+
+
+def run_title(run: Run) -> str:
+    """What the browser's tab says."""
+    summary = summarise(run)
+    return f"{_method(run, summary)} · {summary.get('data') or run.name} · Nestling"
+
+
+def run_body(run: Run) -> str:
+    """Everything between the page's top and its end."""
+    summary = summarise(run)
+    rows = tier_rows(summary, run.federation)
+    return "".join(
+        [
+            _header(run, summary),
+            _accuracy(run, summary, rows),
+            _personal(run, rows),
+            fit_part(run, rows),
+            split_part(run, rows),
+            device_part(rows),
+            _rounds(run),
+            _origin(run, summary),
+        ]
+    )
+
+
+def _header(run: Run, summary: Row) -> str:
+    facts = [
+        summary.get("data"),
+        summary.get("model"),
+        _tier_count(run),
+        f"seed {summary['seed']}" if summary.get("seed") is not None else None,
+    ]
+    done, state = _state(run, summary)
+    line = "".join(f"<li>{esc(fact)}</li>" for fact in facts if fact)
+    figures = _headline("Global accuracy", summary, "global") + _headline("Personal accuracy", summary, "personal")
+    return (
+        f'<header class="top"><p class="eyebrow">Run report</p><h1>{esc(_method(run, summary))}</h1>'
+        f'<ul class="facts">{line}<li><span class="state {"done" if done else "going"}">{esc(state)}</span></li></ul></header>'
+        f'<div class="headline">{figures}{pairs(_costs(summary), "costs card")}</div>'
+    )
+
+
+def _headline(title: str, summary: Row, kind: str) -> str:
+    last, best, best_round = last_best(summary.get(f"{kind}_accuracy"))
+    if last is None:
+        without = kind == "global" and summary.get("global_model") is False
+        figure, remark = (
+            f'<p class="figure none">{DASH}</p>',
+            "This method keeps no global model." if without else "Not evaluated.",
+        )
+        return f'<div class="card big"><h2>{title}</h2>{figure}<p>{remark}</p></div>'
+    where = f" in round {best_round}" if best_round is not None else ""
+    return (
+        f'<div class="card big"><h2>{title}</h2><p class="figure">{percent(last)}</p>'
+        f"<p>last evaluation</p><p>best <b>{percent(best)}</b>{where}</p></div>"
+    )
+
+
+def _costs(summary: Row) -> list[tuple[str, str]]:
+    lost = [(key.capitalize(), whole(summary.get(key))) for key in ("refused", "late", "dropped")]
+    return [
+        ("Sent up", traffic(summary.get("bytes_up"))),
+        ("Sent down", traffic(summary.get("bytes_down"))),
+        ("Virtual time", duration(summary.get("clock_seconds"))),
+        ("Wall time", duration(summary.get("seconds"))),
+        ("Fleet energy", energy(summary.get("energy_joules"))),
+        *lost,
+    ]
+
+
+def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> str:
+    x_bytes = traffic_totals(run)
+    rounds = _lines(run, rows, "global_accuracy", "Global model", _round_numbers(run))
+    sent = _lines(run, rows, "global_accuracy", "Global model", x_bytes)
+    nothing = "this method keeps no global model." if summary.get("global_model") is False else "no round has been evaluated yet."
+    body = chart(
+        rounds,
+        title="Accuracy by tier over rounds",
+        note="The global model, and the piece of it each tier runs.",
+        x=ROUNDS,
+        y=ACCURACY,
+        ident="c-rounds",
+        nothing=nothing,
+    )
+    if any(one.points for one in sent):
+        body += chart(
+            rounds,
+            title="Accuracy by tier over bytes",
+            note="The same, against everything sent up and down.",
+            x=BYTES,
+            y=ACCURACY,
+            ident="c-bytes",
+            nothing=nothing,
+        )
+    return section("accuracy", "Accuracy by tier", "", f'<div class="pair">{body}</div>{_tier_table(summary, rows)}')
+
+
+def _tier_table(summary: Row, rows: Sequence[Row]) -> str:
+    columns = [Column("Tier", numeric=False), Column("Devices")]
+    columns += [
+        Column(label, group=group)
+        for group in ("Global accuracy", "Personal accuracy")
+        for label in ("last", "best", "best round")
+    ]
+    body = [
+        [Cell(row["label"], style=index), Cell(whole(row["count"]), row["count"]), *_accuracy_cells(row)]
+        for index, row in enumerate(rows)
+    ]
+    counts = [row["count"] for row in rows if row["count"] is not None]
+    foot = [Cell("All", style=INK), Cell(whole(sum(counts)) if counts else DASH), *_accuracy_cells(overall_row(summary))]
+    return table(columns, body, label="Accuracy by tier", foot=foot)
+
+
+def _accuracy_cells(row: Row) -> list[Cell]:
+    return [
+        cell
+        for kind in ("global", "personal")
+        for cell in (
+            Cell(percent(row[f"{kind}_last"], 2), row[f"{kind}_last"]),
+            Cell(percent(row[f"{kind}_best"], 2), row[f"{kind}_best"]),
+            Cell(whole(row[f"{kind}_best_round"]), row[f"{kind}_best_round"]),
+        )
+    ]
+
+
+def _personal(run: Run, rows: Sequence[Row]) -> str:
+    personal = chart(
+        _lines(run, rows, "personal_accuracy", "All clients", _round_numbers(run)),
+        title="Personal accuracy over rounds",
+        note="Each client's own model on its own kind of data.",
+        x=ROUNDS,
+        y=ACCURACY,
+        ident="c-personal",
+        nothing="not evaluated in this run.",
+    )
+    loss = chart(
+        _lines(run, rows, "loss", "All clients", _round_numbers(run)),
+        title="Training loss over rounds",
+        note="Mean over the clients that trained in the round.",
+        x=ROUNDS,
+        y=LOSS,
+        ident="c-loss",
+        nothing="no round has finished yet.",
+    )
+    return section("personal", "Personal accuracy and training", "", f'<div class="pair">{personal}{loss}</div>')
+
+
+def _lines(run: Run, rows: Sequence[Row], key: str, overall: str, at: Sequence[float]) -> list[Series]:
+    """One series for everybody and one a tier; a round that was not evaluated leaves no point."""
+
+    def points(values: Sequence[object]) -> list[tuple[float, float]]:
+        return [(x, found) for x, value in zip(at, values, strict=True) if (found := number(value)) is not None]
+
+    everybody = Series(overall, points([record.get(key) for record in run.metrics]), INK)
+    return [
+        everybody,
+        *(
+            Series(row["label"], points([tier_block(record, row["tier"]).get(key) for record in run.metrics]), index)
+            for index, row in enumerate(rows)
+        ),
+    ]
+
+
+def _rounds(run: Run) -> str:
+    if not run.metrics:
+        return section("rounds", "Round by round", "", empty("No round has finished yet."))
+    every = -(-len(run.metrics) // _MOST_ROUNDS_LISTED)
+    shown = run.metrics[::-1][::every][::-1]
+    columns = [Column("Round"), Column("Clients"), *(Column(name) for name, _, _ in _ROUND_COLUMNS)]
+    listing = table(columns, [_round_cells(record) for record in shown], label="Round by round")
+    rest = note(f"One round in {every} is listed; metrics.jsonl holds all {whole(len(run.metrics))}.") if every > 1 else ""
+    return section("rounds", "Round by round", "", folded(f"Show {plural(len(shown), 'round')}", listing + rest))
+
+
+def _round_cells(record: Row) -> list[Cell]:
+    clients = record.get("clients")
+    count = len(clients) if isinstance(clients, list) else number(clients)
+    return [
+        Cell(whole(record["round"]), record["round"]),
+        Cell(whole(count), count),
+        *(Cell(form(record.get(key)), number(record.get(key))) for _, key, form in _ROUND_COLUMNS),
+    ]
+
+
+def _origin(run: Run, summary: Row) -> str:
+    versions = mapping(summary, "versions")
+    entries = [
+        ("Folder", run.name),
+        ("Commit", str(summary.get("commit") or DASH)),
+        *((str(name), str(value)) for name, value in versions.items()),
+    ]
+    config = (
+        folded("Show experiment.toml", f'<pre class="scroll" tabindex="0"><code>{esc(run.config_text)}</code></pre>')
+        if run.config_text
+        else empty("The run folder has no experiment.toml.")
+    )
+    return section(
+        "origin",
+        "Configuration and versions",
+        "The complete configuration of this run, and what it ran with.",
+        config + pairs(entries, "versions card"),
+    )
+
+
+def _state(run: Run, summary: Row) -> tuple[bool, str]:
+    done, rounds = number(summary.get("rounds_done")) or 0, number(summary.get("rounds"))
+    if not is_behind(run) and (rounds is None or done >= rounds):
+        return True, f"{plural(done, 'round')}, finished"
+    of = f"{whole(done)} of {plural(rounds, 'round')}" if rounds is not None else plural(done, "round")
+    return False, f"{of}, not finished"
+
+
+def _method(run: Run, summary: Row) -> str:
+    return str(summary.get("title") or summary.get("method") or run.name)
+
+
+def _tier_count(run: Run) -> str | None:
+    tiers = listed(run.federation, "tiers")
+    devices = [found for tier in tiers if (found := number(tier.get("count"))) is not None]
+    return f"{plural(sum(devices), 'device')} in {plural(len(tiers), 'tier')}" if devices else None
+
+
+def _round_numbers(run: Run) -> list[float]:
+    return [float(record["round"]) for record in run.metrics]

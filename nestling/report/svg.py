@@ -1,0 +1,326 @@
+"""Charts as static SVG text: lines, a heat map, bars against a limit.
+
+Pure functions without a plotting library. Colours are classes (`s0` … `s7`, `ink`) that the page's style sheet
+fills in for light and dark; a series is told apart by its dash and its marker as well, never by colour alone.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+COLOURS = 8
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "13 4")
+MARKERS = ("circle", "square", "triangle", "diamond", "down", "plus", "cross")
+INK = -1
+"""The style of the series that stands for everybody: ink-coloured, heavier, solid."""
+
+_WIDTH, _HEIGHT = 520, 316
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 20, 16, 50
+_MOST_POINTS = 400
+_MOST_MARKERS = 12
+_MOST_TITLED_CELLS = 5000
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart. `band` holds (x, low, high) around the line."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: int
+    band: Sequence[tuple[float, float, float]] = ()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How one direction of a chart reads: `form` writes a tick, `tell` a read-out; `floor` and `ceiling` bound the range."""
+
+    label: str
+    form: Callable[[float], str]
+    tell: Callable[[float], str]
+    floor: float | None = None
+    ceiling: float | None = None
+    from_zero: bool = False
+    integers: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One need against one limit. `share` is need / limit, None where nothing limits it."""
+
+    label: str
+    share: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring columns of a heat map that belong together."""
+
+    label: str
+    style: int
+    columns: int
+
+
+def line_chart(series: Sequence[Series], *, title: str, desc: str, x: Axis, y: Axis, ident: str) -> str:
+    """A line chart of every series that has a point; `ident` keeps the ids of one page apart."""
+    drawn = [one for one in series if one.points]
+    if not drawn:
+        raise ValueError("a line chart needs at least one point")
+    x_ticks = ticks(*_span([at for s in drawn for at, _ in s.points], x), count=5, integers=x.integers)
+    highs = [value for s in drawn for _, value in s.points] + [edge for s in drawn for _, *pair in s.band for edge in pair]
+    y_ticks = ticks(*_span(highs, y, pad=0.03), count=5, integers=y.integers)
+    x_range = _x_range(drawn, x, x_ticks)
+    y_range = (min(y_ticks[0], *highs), max(y_ticks[-1], *highs))
+    across = _scale(x_range, (_LEFT, _WIDTH - _RIGHT))
+    up = _scale(y_range, (_HEIGHT - _BOTTOM, _TOP))
+    inside = [tick for tick in x_ticks if x_range[0] <= tick <= x_range[1]]
+    body = [_grid(inside, y_ticks, across, up, x, y)]
+    body += [_band(one, across, up) for one in drawn if one.band]
+    body += [_line(one, across, up, x, y) for one in sorted(drawn, key=lambda s: s.style != INK)]
+    read_out = [{"label": s.label, "style": style_class(s.style), "at": _read_out(s, across, up, x, y)} for s in drawn]
+    extra = f' data-read-out="{_esc(json.dumps(read_out, separators=(",", ":")))}"'
+    return _frame("lines", _WIDTH, _HEIGHT, title, desc, ident, "".join(body), extra)
+
+
+def heat_map(
+    counts: Sequence[Sequence[float]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    groups: Sequence[Group],
+    title: str,
+    desc: str,
+    ident: str,
+) -> str:
+    """`counts[row][column]` as a map; `groups` marks runs of neighbouring columns. Shades go by the square root of a count."""
+    tall, wide = _clamp(560 / max(len(rows), 1), 7, 24), _clamp(980 / max(len(columns), 1), 9, 50)
+    left = 14 + 7.2 * max((len(_cut(name)) for name in rows), default=1)
+    top = 14.0
+    width, height = left + wide * len(columns) + 2, top + tall * len(rows) + 40
+    most = max((value for row in counts for value in row), default=0)
+    titled = sum(1 for row in counts for value in row if value) <= _MOST_TITLED_CELLS
+    body = [
+        f'<rect class="field" x="{left:.1f}" y="{top:.1f}" width="{wide * len(columns):.1f}" height="{tall * len(rows):.1f}"/>'
+    ]
+    body += _group_strips(groups, left, wide)
+    for r, name in enumerate(rows):
+        y = top + r * tall
+        if r % math.ceil(13 / tall) == 0:
+            body.append(
+                f'<text class="tick" x="{left - 7:.1f}" y="{y + tall / 2 + 4:.1f}" text-anchor="end">{_esc(_cut(name))}</text>'
+            )
+        for c, value in enumerate(counts[r]):
+            if value > 0:
+                note = f"<title>client {_esc(columns[c])}, class {_esc(name)}: {value:,.0f}</title>" if titled else ""
+                body.append(
+                    f'<rect class="cell mark" x="{left + c * wide:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" '
+                    f'height="{tall - 1:.1f}" fill-opacity="{shade(value, most):.2f}">{note}</rect>'
+                )
+    every = math.ceil((10 + 7 * max((len(name) for name in columns), default=1)) / wide)
+    below = top + tall * len(rows)
+    body += [
+        f'<text class="tick" x="{left + (c + 0.5) * wide:.1f}" y="{below + 17:.1f}" text-anchor="middle">{_esc(name)}</text>'
+        for c, name in enumerate(columns)
+        if c % every == 0
+    ]
+    body.append(f'<text class="axis" x="{left:.1f}" y="{below + 35:.1f}">client</text>')
+    return _frame("heat", width, height, title, desc, ident, "".join(body), f' width="{width:.0f}" height="{height:.0f}"')
+
+
+def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> str:
+    """Horizontal bars, each filled to the share of its limit; a share above one is drawn full and marked as over."""
+    width, step = 280, 44
+    body = []
+    for index, row in enumerate(rows):
+        y = index * step
+        body.append(
+            f'<text class="name" x="0" y="{y + 15}">{_esc(row.label)}</text>'
+            f'<text class="value" x="{width}" y="{y + 15}" text-anchor="end">{_esc(row.text)}</text>'
+            f'<rect class="track" x="0" y="{y + 23}" width="{width}" height="8" rx="4"/>'
+        )
+        if row.share:
+            # A sliver stays visible: a GPU that uses a thousandth of its memory still uses some.
+            filled = max(3.0, width * min(row.share, 1.0))
+            state = "over" if row.share > 1 else "close" if row.share > 0.9 else "ok"
+            body.append(
+                f'<rect class="mark fill {state}" x="0" y="{y + 23}" width="{filled:.1f}" height="8" '
+                f'rx="{min(4.0, filled / 2):.1f}"/>'
+            )
+    return _frame("bars", width, step * len(rows) - 8, title, desc, ident, "".join(body))
+
+
+def swatch(style: int) -> str:
+    """The legend's key for one style: a piece of the line with its marker."""
+    line = f'<path class="line {style_class(style)}" d="M1 7H33"{_dash(style)}/>'
+    return (
+        f'<svg class="swatch" viewBox="0 0 34 14" width="34" height="14" aria-hidden="true">{line}{_marker(17, 7, style)}</svg>'
+    )
+
+
+def style_class(style: int) -> str:
+    """The style-sheet class that colours a style."""
+    return "ink" if style == INK else f"s{style % COLOURS}"
+
+
+def shade(value: float, most: float) -> float:
+    """The opacity of a heat-map cell."""
+    return 0.08 + 0.92 * math.sqrt(value / most) if most > 0 and value > 0 else 0.0
+
+
+def ticks(low: float, high: float, *, count: int, integers: bool = False) -> list[float]:
+    """About `count` round numbers that cover low … high."""
+    if high <= low:
+        high = low + (abs(low) * 0.1 or 1.0)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    if integers:
+        step = max(1.0, round(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def thin(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
+    """At most about `most` points that keep the first, the last, and the lowest and highest of each stretch between."""
+    if len(points) <= most:
+        return list(points)
+    inner, stretch = points[1:-1], math.ceil(2 * (len(points) - 2) / (most - 2))
+    kept = [points[0]]
+    for start in range(0, len(inner), stretch):
+        part = range(start, min(start + stretch, len(inner)))
+        ends = {min(part, key=lambda i: inner[i][1]), max(part, key=lambda i: inner[i][1])}
+        kept += [inner[i] for i in sorted(ends)]
+    return [*kept, points[-1]]
+
+
+def _span(values: Sequence[float], axis: Axis, pad: float = 0.0) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if axis.from_zero:
+        low = min(low, 0.0)
+    extra = pad * ((high - low) or abs(high) or 1.0)
+    low, high = low if axis.from_zero else low - extra, high + extra
+    # A bound keeps the padding sensible; it never hides a value that lies outside it.
+    low = low if axis.floor is None else min(max(low, axis.floor), min(values))
+    return low, high if axis.ceiling is None else max(min(high, axis.ceiling), max(values))
+
+
+def _x_range(drawn: Sequence[Series], x: Axis, x_ticks: Sequence[float]) -> tuple[float, float]:
+    """The data's own span, so that lines use the whole width; ticks mark round numbers inside it."""
+    values = [at for s in drawn for at, _ in s.points]
+    low, high = 0.0 if x.from_zero else min(values), max(values)
+    return (low, high) if high > low else (x_ticks[0], x_ticks[-1])
+
+
+def _scale(source: tuple[float, float], target: tuple[float, float]) -> Callable[[float], float]:
+    span = (source[1] - source[0]) or 1.0
+    return lambda value: target[0] + (value - source[0]) / span * (target[1] - target[0])
+
+
+def _grid(
+    x_ticks: Sequence[float],
+    y_ticks: Sequence[float],
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+    x: Axis,
+    y: Axis,
+) -> str:
+    parts, floor, right = [], _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    for tick in y_ticks:
+        parts.append(
+            f'<path class="grid" d="M{_LEFT} {up(tick):.1f}H{right}"/>'
+            f'<text class="tick" x="{_LEFT - 8}" y="{up(tick) + 4:.1f}" text-anchor="end">{_esc(y.form(tick))}</text>'
+        )
+    for tick in x_ticks:
+        at = across(tick)
+        anchor = "end" if at > right - 18 else "middle"
+        parts.append(
+            f'<path class="grid" d="M{at:.1f} {floor}v5"/><text class="tick" x="{right + 10 if anchor == "end" else at:.1f}" '
+            f'y="{floor + 21}" text-anchor="{anchor}">{_esc(x.form(tick))}</text>'
+        )
+    parts.append(f'<path class="base" d="M{_LEFT} {floor}H{right}"/>')
+    parts.append(
+        f'<text class="axis" x="{(_LEFT + right) / 2:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">{_esc(x.label)}</text>'
+    )
+    return "".join(parts)
+
+
+def _line(one: Series, across: Callable[[float], float], up: Callable[[float], float], x: Axis, y: Axis) -> str:
+    points = thin(one.points)
+    path = "M" + "L".join(f"{across(at):.1f} {up(value):.1f}" for at, value in points)
+    line = f'<path class="mark line {style_class(one.style)}" d="{path}"{_dash(one.style)}/>' if len(points) > 1 else ""
+    every = math.ceil(len(points) / _MOST_MARKERS)
+    marked = points[::-1][::every]
+    notes = (f"{one.label}, {x.tell(at)}: {y.tell(value)}" for at, value in marked)
+    return line + "".join(
+        _marker(across(at), up(value), one.style, note) for (at, value), note in zip(marked, notes, strict=True)
+    )
+
+
+def _band(one: Series, across: Callable[[float], float], up: Callable[[float], float]) -> str:
+    lows = [f"{across(at):.1f} {up(low):.1f}" for at, low, _ in one.band]
+    highs = [f"{across(at):.1f} {up(high):.1f}" for at, _, high in one.band]
+    return f'<path class="band {style_class(one.style)}" d="M{"L".join([*highs, *reversed(lows)])}Z"/>'
+
+
+def _read_out(
+    one: Series, across: Callable[[float], float], up: Callable[[float], float], x: Axis, y: Axis
+) -> list[list[float | str]]:
+    return [[round(across(at), 1), round(up(value), 1), x.tell(at), y.tell(value)] for at, value in thin(one.points)]
+
+
+def _group_strips(groups: Sequence[Group], left: float, wide: float) -> list[str]:
+    strips, at = [], left
+    for group in groups:
+        size = wide * group.columns
+        strips.append(
+            f'<rect class="strip {style_class(group.style)}" x="{at:.1f}" y="2" width="{max(size - 1, 1):.1f}" height="6" rx="2">'
+            f"<title>{_esc(group.label)}</title></rect>"
+        )
+        at += size
+    return strips
+
+
+def _marker(x: float, y: float, style: int, note: str = "") -> str:
+    shape = "circle" if style == INK else MARKERS[style % len(MARKERS)]
+    r = 3.4
+    path = {
+        "circle": f"m{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
+        "square": f"m{-r} {-r}h{2 * r}v{2 * r}h{-2 * r}z",
+        "triangle": f"m0 {-r - 1}l{r + 0.8} {2 * r}h{-2 * r - 1.6}z",
+        "diamond": f"m0 {-r - 1.2}l{r + 1.2} {r + 1.2}l{-r - 1.2} {r + 1.2}l{-r - 1.2} {-r - 1.2}z",
+        "down": f"m0 {r + 1}l{r + 0.8} {-2 * r}h{-2 * r - 1.6}z",
+        "plus": "m-1.2 -4.4h2.4v3.2h3.2v2.4h-3.2v3.2h-2.4v-3.2h-3.2v-2.4h3.2z",
+        "cross": "m0 -1.7l2.4 -2.4l1.7 1.7l-2.4 2.4l2.4 2.4l-1.7 1.7l-2.4 -2.4l-2.4 2.4l-1.7 -1.7l2.4 -2.4l-2.4 -2.4l1.7 -1.7z",
+    }[shape]
+    title = f"<title>{_esc(note)}</title>" if note else ""
+    return f'<path class="mark dot {style_class(style)}" d="M{x:.1f} {y:.1f}{path}">{title}</path>'
+
+
+def _dash(style: int) -> str:
+    pattern = "" if style == INK else DASHES[style % len(DASHES)]
+    return f' stroke-dasharray="{pattern}"' if pattern else ""
+
+
+def _frame(kind: str, width: float, height: float, title: str, desc: str, ident: str, body: str, extra: str = "") -> str:
+    said_by = f'role="img" aria-labelledby="{ident}-title {ident}-desc"'
+    return (
+        f'<svg class="chart {kind}" viewBox="0 0 {width:.0f} {height:.0f}" {said_by}{extra}>'
+        f'<title id="{ident}-title">{_esc(title)}</title><desc id="{ident}-desc">{_esc(desc)}</desc>{body}</svg>'
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 16 else text[:15] + "…"
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    return max(low, min(high, value))
+
+
+def _esc(text: str) -> str:
+    return html.escape(str(text), quote=True)

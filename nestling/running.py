@@ -1,0 +1,212 @@
+"""Running an experiment: assemble, play, write."""
+
+from __future__ import annotations
+
+import errno
+import json
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from nestling import checkpoint, folder
+from nestling.assemble import assemble, site_of
+from nestling.describe import describe
+from nestling.errors import InputError
+from nestling.experiment import Experiment
+from nestling.folder import RunFolder
+from nestling.report.page import write_report
+from nestling.rounds import Federation, Metrics, play
+from nestling.store import ClientStore
+from nestling.version import __version__
+from nestling.world import Model
+
+
+@dataclass
+class Watcher:
+    """What wants to hear of a run: each may be replaced."""
+
+    started: Callable[[Experiment, dict[str, Any], int], None] = lambda experiment, description, done: None
+    client: Callable[[int, int], None] = lambda done, of: None
+    round: Callable[[Metrics], None] = lambda metrics: None
+    refusal: Callable[[int, int, str], None] = lambda client, round, reason: None
+
+
+@dataclass
+class Result:
+    """What a run gives: its summary, its metrics by round, where its files are, and the models themselves."""
+
+    summary: dict[str, Any]
+    metrics: list[Metrics]
+    folder: Path | None
+    federation: Federation = field(repr=False)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The trained global model, where the method has one."""
+        return _module(self.federation.method.global_model())
+
+    def model_for(self, client: int) -> nn.Module | None:
+        """The model of one client's device."""
+        return _module(self.federation.method.model_for(self.federation.world.device(client)))
+
+
+def run(experiment: Experiment | None = None, *, out: str | Path | None = None, watcher: Watcher | None = None) -> Result:
+    """Runs an experiment from its first round. With `out` it writes a run folder there; without, it only gives the result."""
+    path = Path(out) if out is not None else None
+    if path is not None:
+        folder.check_new(path)
+    with _one_thread():
+        store = ClientStore(path / "clients" if path else None)
+        settled, federation = assemble(experiment or Experiment(), store)
+        description = describe(settled, federation)
+        files = {"experiment.toml": settled.to_toml(), "federation.json": json.dumps(description, indent=1)}
+        with _disk_errors(path):
+            home = folder.create(path, files) if path else None
+        return _play(settled, federation, description, home, watcher or Watcher(), fresh=True)
+
+
+def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()) -> Result:
+    """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be overridden."""
+    home = folder.reopen(Path(path))
+    for override in overrides:
+        if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
+            raise InputError("a resumed run keeps its experiment", field=override.partition("=")[0], fix="only rounds and engine.* may change")
+    experiment = Experiment.read(home.path / "experiment.toml", overrides)
+    saved = checkpoint.load(home.path)
+    with _one_thread():
+        store = ClientStore(home.path / "clients")
+        store.resume(saved[1].round if saved else 0)
+        settled, federation = assemble(experiment, store)
+        if saved:
+            federation.method.restore(saved[0])
+            federation.totals = saved[1]
+        if overrides:
+            home.write("experiment.toml", settled.to_toml())
+        return _play(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
+
+
+def _play(
+    experiment: Experiment, federation: Federation, description: dict[str, Any], home: RunFolder | None, watcher: Watcher, fresh: bool
+) -> Result:
+    federation.on_client, federation.on_refusal = watcher.client, watcher.refusal
+    done = federation.totals.round
+    metrics: list[Metrics] = []
+    try:
+        with _disk_errors(home.path if home else None):
+            if home:
+                home.start(done)
+                metrics = home.metrics()
+            watcher.started(experiment, description, done)
+            federation.engine.open(experiment.make_method(), site_of(federation))
+            for row in play(federation):
+                metrics.append(row)
+                if home:
+                    home.log(row)
+                    checkpoint.save(home.path, federation.method.state(), federation.totals)
+                    federation.world.store.covered(federation.totals.round)
+                watcher.round(row)
+            summary = summarise(experiment, federation, metrics)
+            if home:
+                _finish(home, federation, summary)
+    except BaseException:
+        if home and fresh and not checkpoint.exists(home.path):
+            home.remove()
+        raise
+    finally:
+        federation.engine.close()
+        if home:
+            home.close()
+    return Result(summary, metrics, home.path if home else None, federation)
+
+
+def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:
+    model = federation.method.global_model()
+    if model is not None:
+        home.write("global.safetensors", save({name: t.contiguous() for name, t in model.state.items()}))
+    home.write("summary.json", json.dumps(summary, indent=1))
+    write_report(home.path)
+
+
+def summarise(experiment: Experiment, federation: Federation, metrics: list[Metrics]) -> dict[str, Any]:
+    """The content of `summary.json`."""
+    totals = federation.totals
+    rows = [m for m in metrics if m["global_accuracy"] is not None]
+    kinds = ("global_accuracy", "personal_accuracy")
+    tiers = federation.world.plans
+    return {
+        "method": experiment.method.name,
+        "title": federation.method.info.title,
+        "seed": experiment.seed,
+        "rounds": experiment.rounds,
+        "rounds_done": totals.round,
+        "data": experiment.data.name,
+        "model": experiment.model.name,
+        "global_model": federation.method.info.global_model,
+        **{kind: _last_best([(m["round"], m[kind]) for m in rows]) for kind in kinds},
+        "by_tier": {t: {k: _last_best([(m["round"], m["by_tier"][t][k]) for m in rows]) for k in kinds} for t in tiers},
+        "bytes_up": totals.bytes_up,
+        "bytes_down": totals.bytes_down,
+        "seconds": sum(m["seconds"] for m in metrics),
+        "clock_seconds": totals.clock_seconds,
+        "energy_joules": totals.energy_joules,
+        "refused": totals.refused,
+        "late": totals.late,
+        "dropped": totals.dropped,
+        "commit": _commit(),
+        "versions": {"nestling": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _last_best(points: list[tuple[int, float | None]]) -> dict[str, Any]:
+    known = [(value, round) for round, value in points if value is not None]
+    if not known:
+        return {"last": None, "best": None, "best_round": None}
+    best, when = max(known, key=lambda p: (p[0], -p[1]))
+    return {"last": known[-1][0], "best": best, "best_round": when}
+
+
+def _module(model: Model | None) -> nn.Module | None:
+    return model.reference.network(model.view, model.state).eval() if model is not None else None
+
+
+def _commit() -> str | None:
+    """The commit of this source tree, when it is one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=5, check=True)
+        return found.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One torch thread, as in every worker process: sums then run in the same order everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _disk_errors(path: Path | None) -> Iterator[None]:
+    """What the disk refuses is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        if path is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
+            raise
+        fix = "make room; a run that finished a round can go on with --resume"
+        raise InputError(f"cannot write the run folder {path}: {error.strerror}", field="--out", fix=fix) from error

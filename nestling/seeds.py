@@ -1,0 +1,37 @@
+"""Derived random streams.
+
+Every stream comes from (experiment seed, purpose, client, round, ...), never from shared state, so that a result does not
+depend on the engine, on the number of workers, or on the order in which clients finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+
+def derive(seed: int, *purpose: str | int) -> int:
+    """A 63-bit seed for one purpose: `derive(seed, "batches", client, round)`."""
+    key = "\x1f".join([str(int(seed)), *(f"{type(part).__name__}:{part}" for part in purpose)])
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def stream(seed: int, *purpose: str | int) -> np.random.Generator:
+    """A NumPy generator for one purpose."""
+    return np.random.Generator(np.random.PCG64(derive(seed, *purpose)))
+
+
+@contextlib.contextmanager
+def torch_seeded(seed: int, *purpose: str | int) -> Iterator[None]:
+    """Torch's global generator seeded for one purpose inside the block, and put back afterwards."""
+    before = torch.get_rng_state()
+    torch.manual_seed(derive(seed, *purpose))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

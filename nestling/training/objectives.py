@@ -1,0 +1,60 @@
+"""Objectives: what a client minimises.
+
+An objective is a pure function of (net, batch, given): it reads the network, one batch and the tensors that came with the phase,
+and returns the batch's mean loss. It keeps nothing, so an engine may run it eagerly, for many clients at once, or elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Given = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch: inputs, labels, and which rows of the phase's data they are."""
+
+    x: Tensor
+    y: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network as an objective sees it: callable, with its parameters by name."""
+
+    module: nn.Module
+    params: Mapping[str, Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+    def with_weights(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The same network's output under other weights (a teacher, the received model)."""
+        return torch.func.functional_call(self.module, dict(weights), (x,))
+
+
+Objective = Callable[[Net, Batch, Given], Tensor]
+
+
+def cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
+    """Plain supervised training."""
+    return F.cross_entropy(net(batch.x), batch.y)
+
+
+def present_cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
+    """Cross-entropy with the logits of classes the client does not hold set to 0 (not −∞): `given["present"]` flags its classes."""
+    return F.cross_entropy(net(batch.x) * given["present"], batch.y)
+
+
+def distillation(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
+    """τ²·KL(softmax(teacher/τ) ‖ softmax(student/τ)), mean over the batch: the one convention of all distilling methods."""
+    log_q = F.log_softmax(student / temperature, dim=-1)
+    log_p = F.log_softmax(teacher / temperature, dim=-1)
+    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True) * temperature**2

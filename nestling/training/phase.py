@@ -1,0 +1,87 @@
+"""A phase: one piece of client work (data source, objective, length, optimiser)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from nestling.schema import require
+from nestling.training.objectives import Given, Objective, cross_entropy
+from nestling.training.optimisers import OPTIMISERS, Optim
+
+GradientRule = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Given], Mapping[str, Tensor]]
+"""(parameters, gradients, given) → the gradients to apply. Pure, like an objective."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Changes what some layers put out while the phase trains: `change(layer, output)` for every layer of the given types."""
+
+    layers: tuple[type[nn.Module], ...]
+    change: Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a client does with data for a while.
+
+    source:  "private" (the client's rows) or "public" (the server's share, without labels).
+    given:   tensors the objective and the rule may read.
+    epochs:  passes over the source; `steps` > 0 stops after that many batches.
+    freeze:  prefixes of parameter names that are not trained.
+    """
+
+    objective: Objective = cross_entropy
+    optim: Optim = field(default_factory=Optim)
+    epochs: int = 1
+    batch: int = 32
+    steps: int = 0
+    source: str = "private"
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    rule: GradientRule | None = None
+    hooks: tuple[Hook, ...] = ()
+    freeze: tuple[str, ...] = ()
+    drop_last: bool = False
+
+
+@dataclass(frozen=True)
+class Train:
+    """How clients train, unless their method says otherwise. The learning rate falls by `decay` every round and by `factor` at every
+    milestone (a round number)."""
+
+    epochs: int = 2
+    batch: int = 20
+    optimizer: str = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    clip: float = 0.0
+    decay: float = 1.0
+    milestones: tuple[int, ...] = ()
+    factor: float = 0.1
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.optimizer in OPTIMISERS, f"unknown optimiser {self.optimizer!r}", "train.optimizer", f"allowed: {', '.join(OPTIMISERS)}")
+        require(self.epochs >= 1, "at least one epoch", "train.epochs")
+        require(self.batch >= 1, "at least one sample a batch", "train.batch")
+        require(self.lr > 0, "must be above 0", "train.lr")
+        require(0 <= self.momentum < 1, "must be in [0, 1)", "train.momentum")
+        require(self.weight_decay >= 0, "must not be negative", "train.weight_decay")
+        require(self.clip >= 0, "must not be negative (0 turns clipping off)", "train.clip")
+        require(0 < self.decay <= 1, "must be in (0, 1]", "train.decay")
+        require(0 < self.factor <= 1, "must be in (0, 1]", "train.factor")
+
+    def optim(self, round: int) -> Optim:
+        """The optimiser of round 1, 2, …"""
+        passed = sum(round > m for m in self.milestones)
+        lr = self.lr * self.decay ** (round - 1) * self.factor**passed
+        return Optim(self.optimizer, lr, self.momentum if self.optimizer == "sgd" else 0.0, self.weight_decay, self.clip)
+
+    def phase(self, round: int, **changes: Any) -> Phase:
+        """The phase of plain local training in a round; `changes` are fields of `Phase`."""
+        settings = {"optim": self.optim(round), "epochs": self.epochs, "batch": self.batch, "drop_last": self.drop_last}
+        return Phase(**{**settings, **changes})

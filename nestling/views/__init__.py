@@ -1,0 +1,27 @@
+"""Parts of a network: axes found by tracing, views of them, the one merge, and modules made smaller."""
+
+from nestling.views.axes import Axes, trace
+from nestling.views.merge import Contribution, merge
+from nestling.views.reference import Reference
+from nestling.views.shrink import resize, sub_module
+from nestling.views.view import State, View, by_index, from_spec, full, keep_private, masked, prefix, to_spec, without
+
+__all__ = [
+    "Axes",
+    "Contribution",
+    "Reference",
+    "State",
+    "View",
+    "by_index",
+    "from_spec",
+    "full",
+    "keep_private",
+    "masked",
+    "merge",
+    "prefix",
+    "resize",
+    "sub_module",
+    "to_spec",
+    "trace",
+    "without",
+]

@@ -1,0 +1,111 @@
+"""Smaller networks of the same kind: a module rebuilt around sliced tensors.
+
+The class of the module and its forward stay as they are; only tensors, the sizes that layers keep as attributes, and the units
+that a view leaves out change. It works for any module made of the layers below, because it follows the tensors' shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nestling.errors import InputError
+from nestling.views.view import View
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def sub_module(module: nn.Module, view: View) -> nn.Module:
+    """The network that a view describes, with the view's weights of `module`."""
+    state = module.state_dict()
+    shapes = {name: view.shape(name) for name in view.members}
+    small = resize(module, shapes, view.dropped)
+    small.load_state_dict({name: view.cut(name, state[name]) for name in view.members})
+    return small
+
+
+def resize(module: nn.Module, shapes: Mapping[str, Sequence[int]], dropped: Iterable[str] = ()) -> nn.Module:
+    """A copy of `module` with tensors of the given shapes (values unset) and without the dropped units."""
+    small = copy.deepcopy(module)
+    for unit in sorted(dropped, key=_reversed_position):
+        _drop(small, unit)
+    for name, layer in small.named_modules():
+        _resize_layer(layer, {leaf: tuple(shapes[key]) for leaf in _leaves(layer) if (key := f"{name}.{leaf}" if name else leaf) in shapes})
+    return small
+
+
+def _reversed_position(unit: str) -> tuple[int, str]:
+    """Later items of a list go first, so that positions of the earlier ones stay valid."""
+    last = unit.rsplit(".", 1)[-1]
+    return (-int(last) if last.isdigit() else 0, unit)
+
+
+def _drop(module: nn.Module, unit: str) -> None:
+    parent_name, _, leaf = unit.rpartition(".")
+    parent = module.get_submodule(parent_name) if parent_name else module
+    if isinstance(parent, nn.ModuleList) and int(leaf) == len(parent) - 1:
+        del parent[int(leaf)]
+    else:
+        # A residual block in the middle of a stage: its place is taken by the identity.
+        setattr(parent, leaf, nn.Identity())
+
+
+def _leaves(layer: nn.Module) -> list[str]:
+    return [*dict(layer.named_parameters(recurse=False)), *dict(layer.named_buffers(recurse=False))]
+
+
+def _resize_layer(layer: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    before = {name: tuple(getattr(layer, name).shape) for name in shapes}
+    changed = {name: shape for name, shape in shapes.items() if shape != before[name]}
+    if not changed:
+        return
+    for name, shape in changed.items():
+        _replace(layer, name, shape)
+    weight = shapes.get("weight")
+    if isinstance(layer, _CONVOLUTIONS) and weight:
+        layer.groups = layer.groups * weight[0] // before["weight"][0] if layer.groups > 1 else 1
+        layer.out_channels, layer.in_channels = weight[0], weight[1] * layer.groups
+    elif isinstance(layer, _TRANSPOSED) and weight:
+        layer.in_channels, layer.out_channels = weight[0], weight[1]
+    elif isinstance(layer, nn.Linear) and weight:
+        layer.out_features, layer.in_features = weight
+    elif isinstance(layer, nn.Embedding) and weight:
+        layer.embedding_dim = weight[1]
+    elif isinstance(layer, _BATCH_NORMS):
+        layer.num_features = next(shape[0] for shape in changed.values())
+    elif isinstance(layer, nn.GroupNorm) and weight:
+        _resize_group_norm(layer, weight[0])
+    elif isinstance(layer, nn.LayerNorm) and weight:
+        layer.normalized_shape = weight
+    elif not _plain(layer):
+        raise InputError(
+            f"a layer of type {type(layer).__name__} cannot be made smaller",
+            field="model.name",
+            fix="build the network from convolutions, linear layers and norms, or give every tier ratio = 1",
+        )
+
+
+def _plain(layer: nn.Module) -> bool:
+    """A module that only holds parameters (a scale, a token) keeps no sizes of its own."""
+    return not any(hasattr(layer, name) for name in ("in_features", "in_channels", "num_channels", "hidden_size", "embed_dim"))
+
+
+def _resize_group_norm(norm: nn.GroupNorm, channels: int) -> None:
+    """Groups keep their size, so that a prefix of whole groups normalises exactly as in the wide network."""
+    size = norm.num_channels // norm.num_groups
+    norm.num_channels, norm.num_groups = channels, channels // math.gcd(channels, size)
+
+
+def _replace(layer: nn.Module, name: str, shape: tuple[int, ...]) -> None:
+    old: Tensor = getattr(layer, name)
+    fresh = torch.zeros(shape, dtype=old.dtype, device=old.device)
+    if isinstance(old, nn.Parameter):
+        setattr(layer, name, nn.Parameter(fresh, requires_grad=old.requires_grad))
+    else:
+        layer.register_buffer(name, fresh)

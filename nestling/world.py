@@ -1,0 +1,194 @@
+"""What a method may know of the federation: the networks, the fleet, and what each device can train.
+
+`plan_tiers` brings devices and networks together: for every tier the largest piece that fits, with the numbers that prove it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from torch import Tensor
+
+from nestling.data.split import Split
+from nestling.devices import Budget, Cost, Fit, Fleet, Profile, Tier, cost_of, fit
+from nestling.devices.fit import RATIOS
+from nestling.errors import InputError
+from nestling.store import ClientStore
+from nestling.training.phase import Train
+from nestling.views import Reference, State, View, prefix, to_spec
+
+MEMORY_STEPS = 32
+"""Free memory is rounded down to this many steps, so that a fleet whose memory changes meets few different pieces."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a network: which reference, which view of it."""
+
+    reference: Reference
+    view: View
+
+    def spec(self) -> dict[str, object]:
+        """The view as plain data."""
+        return to_spec(self.view)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A piece with weights."""
+
+    reference: Reference
+    view: View
+    state: State
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a tier trains and why it fits. `ratio` is the width ratio (1 for a network of its own)."""
+
+    tier: Tier
+    profile: Profile
+    piece: Piece
+    ratio: float
+    cost: Cost
+    fit: Fit | None
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class Device:
+    """One client as the server knows it."""
+
+    id: int
+    tier: str
+    piece: Piece
+    samples: int
+
+
+@dataclass
+class World:
+    """The federation, as methods see it."""
+
+    references: dict[str, Reference]
+    main: Reference
+    fleet: Fleet
+    split: Split
+    plans: dict[str, Plan]
+    classes: int
+    train: Train
+    seed: int
+    class_names: tuple[str, ...] = ()
+    public: Tensor | None = None
+    store: ClientStore = field(default_factory=ClientStore)
+
+    def device(self, client: int, round: int = 0) -> Device:
+        """A client in a round; its piece shrinks with its free memory. Round 0 is its piece at rest."""
+        tier = self.fleet.tier_of(client)
+        plan = self.plans[tier.name]
+        piece = plan.piece if round == 0 else self._piece_now(plan, client, round)
+        return Device(client, tier.name, piece, self.split.size(client))
+
+    def _piece_now(self, plan: Plan, client: int, round: int) -> Piece:
+        if plan.tier.memory_mean >= 100 and not any(plan.tier.memory_std):
+            return plan.piece
+        free = self.fleet.free_memory(client, round)
+        step = max(0, min(MEMORY_STEPS, math.floor(free / 100 * MEMORY_STEPS)))
+        return plan.piece if step == MEMORY_STEPS else self._smaller(plan.tier.name, step)
+
+    def _smaller(self, tier: str, step: int) -> Piece:
+        cache = self.__dict__.setdefault("_pieces", {})
+        if (tier, step) not in cache:
+            cache[tier, step] = _piece_in(self.plans[tier], step / MEMORY_STEPS)
+        return cache[tier, step]
+
+    def refuse_own_networks(self, method: str) -> None:
+        """For methods that merge weights: every tier must hold a view of the one network."""
+        for number, plan in enumerate(self.plans.values()):
+            if plan.piece.reference is not self.main:
+                raise InputError(
+                    f"{method} merges views of one network, and tier {plan.tier.name!r} brings its own ({plan.tier.model})",
+                    field=f"fleet.tiers[{number}].model",
+                    fix="leave it out, or use a method that fuses unlike networks, e.g. shared-distill",
+                )
+
+    def smallest(self) -> Piece:
+        """The largest piece of the main network that every tier can train: the common part of all their views."""
+        views = [p.piece.view for p in self.plans.values() if p.piece.reference is self.main]
+        keep = views[0].keep.copy()
+        for view in views[1:]:
+            keep &= view.keep
+        dropped = frozenset().union(*(v.dropped for v in views))
+        return Piece(self.main, View(self.main.axes, keep, dropped))
+
+
+def plan_tiers(fleet: Fleet, references: dict[str, Reference], main: Reference, budget: Budget) -> dict[str, Plan]:
+    """The plan of every tier of the fleet; a tier that nothing fits is an error."""
+    plans = {}
+    for number, (tier, profile) in enumerate(zip(fleet.tiers, fleet.profiles, strict=True)):
+        try:
+            plans[tier.name] = _plan(tier, profile, references, main, budget)
+        except InputError as error:
+            raise InputError(error.message, field=f"fleet.tiers[{number}] ({tier.name})", fix=error.fix) from None
+    return plans
+
+
+def _plan(tier: Tier, profile: Profile, references: dict[str, Reference], main: Reference, budget: Budget) -> Plan:
+    if tier.model:
+        return _plan_own_network(tier, profile, references[tier.name], budget)
+    if tier.ratio:
+        piece = Piece(main, ratio_view(main, tier.ratio))
+        return Plan(tier, profile, piece, tier.ratio, piece_cost(piece), None, budget)
+    found = fit(profile, lambda ratio: ratio_cost(main, ratio), replace(budget, ram_share=min(1.0, tier.memory_mean / 100)))
+    _require_fit(found, main.name)
+    piece = Piece(main, ratio_view(main, found.ratio))
+    return Plan(tier, profile, piece, found.ratio, piece_cost(piece), found, budget)
+
+
+def _plan_own_network(tier: Tier, profile: Profile, reference: Reference, budget: Budget) -> Plan:
+    piece = Piece(reference, reference.full)
+    found = None
+    if tier.device:
+        found = fit(profile, lambda _: piece_cost(piece), budget, ratios=(1.0,))
+        _require_fit(found, tier.model)
+    return Plan(tier, profile, piece, 1.0, piece_cost(piece), found, budget)
+
+
+def _require_fit(found: Fit, network: str) -> None:
+    if not found.ratio:
+        raise InputError(
+            f"no piece of {network} trains on {found.device}: {'; '.join(found.reasons)}",
+            fix="take a larger device, a smaller network, a smaller batch or the plain sgd optimiser (train.momentum = 0)",
+        )
+
+
+def _piece_in(plan: Plan, share: float) -> Piece:
+    """The largest piece that fits when only a share of the memory is free: of the device's RAM, or of the full model's size for a
+    tier without a device. The smallest piece is always trainable."""
+    if plan.tier.model:
+        return plan.piece
+    main, ratios = plan.piece.reference, [r for r in RATIOS if r <= plan.ratio]
+    if plan.fit is not None:
+        ratio = fit(plan.profile, lambda r: ratio_cost(main, r), replace(plan.budget, ram_share=share), ratios).ratio
+    else:
+        whole = ratio_cost(main, 1.0).params
+        ratio = max((r for r in ratios if ratio_cost(main, r).params <= share * whole), default=0.0)
+    return Piece(main, ratio_view(main, ratio or min(RATIOS)))
+
+
+@lru_cache(maxsize=256)
+def ratio_view(reference: Reference, ratio: float) -> View:
+    """The prefix view of a width ratio."""
+    return reference.full if ratio == 1 else prefix(reference.axes, ratio)
+
+
+@lru_cache(maxsize=256)
+def ratio_cost(reference: Reference, ratio: float) -> Cost:
+    """What the piece of a width ratio costs."""
+    return piece_cost(Piece(reference, ratio_view(reference, ratio)))
+
+
+def piece_cost(piece: Piece) -> Cost:
+    """What a piece costs in parameters, arithmetic and memory."""
+    return cost_of(piece.reference.network(piece.view), piece.reference.shape)

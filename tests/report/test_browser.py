@@ -1,0 +1,202 @@
+"""The pages in a real browser: drawn, quiet, readable on a phone, dark when asked, and complete without JavaScript."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up_run import write_run
+
+from nestling.report.page import write_comparison, write_report
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = [
+    "headless=new",
+    "no-sandbox",
+    "disable-gpu",
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
+]
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver on the path"),
+]
+
+UNDRAWN = """
+const charts = [...document.querySelectorAll('svg.chart')];
+const seen = (mark) => {
+  const box = mark.getBBox();
+  return box.width > 0 && (box.height > 0 || mark.getTotalLength() > 0) && mark.getBoundingClientRect().width > 0;
+};
+return [charts.length, charts.filter((chart) => {
+  const marks = [...chart.querySelectorAll('.mark')];
+  const lines = [...chart.querySelectorAll('path.line')];
+  return !marks.length || !marks.every(seen) || !lines.every((line) => line.getTotalLength() > 0);
+}).map((chart) => chart.querySelector('title').textContent)];
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    service = pytest.importorskip("selenium.webdriver.chrome.service")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in [*FLAGS, f"user-data-dir={profile}"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=service.Service(DRIVER))
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [
+        write_run(folder / "a"),
+        write_run(folder / "b", seed=1),
+        write_run(folder / "c", method="fedavg", title="FedAvg", gain=-0.1),
+    ]
+    return {
+        "run": write_report(runs[0]),
+        "unfinished": write_report(write_run(folder / "half", done=1)),
+        "comparison": write_comparison(runs, folder / "all.html"),
+    }
+
+
+@pytest.fixture(params=["run", "unfinished", "comparison"])
+def page(request: pytest.FixtureRequest, made: dict[str, Path], driver: Any) -> Any:
+    """The browser with one of the pages open, on a desktop, in light colours."""
+    return show(driver, made[request.param])
+
+
+def show(driver: Any, path: Path, *, width: int = 1280, scheme: str = "light") -> Any:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    emulate(driver, scheme)
+    driver.get(path.as_uri())
+    return driver
+
+
+def emulate(driver: Any, scheme: str) -> None:
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+
+
+def background(driver: Any) -> str:
+    return driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+
+def bring_into_view(driver: Any, element: Any) -> None:
+    """Scroll, and wait for the frame in which the page is told of it."""
+    driver.execute_async_script(
+        "arguments[0].scrollIntoView({block: 'center'}); requestAnimationFrame(() => requestAnimationFrame(arguments[1]))",
+        element,
+    )
+
+
+def hover(driver: Any, element: Any) -> None:
+    from selenium.webdriver import ActionChains
+
+    bring_into_view(driver, element)
+    ActionChains(driver).move_to_element(element).move_by_offset(1, 1).perform()
+
+
+def test_every_chart_is_drawn(page: Any) -> None:
+    count, undrawn = page.execute_script(UNDRAWN)
+    assert count >= 4
+    assert undrawn == []
+
+
+def test_nothing_is_fetched_and_nothing_goes_wrong(page: Any) -> None:
+    assert page.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
+    assert page.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [320, 360, 768])
+def test_no_page_scrolls_sideways(page: Any, width: int) -> None:
+    show(page, Path(page.current_url.removeprefix("file://")), width=width)
+    page.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    assert page.execute_script("return innerWidth") == width
+    assert page.execute_script("return document.scrollingElement.scrollWidth") <= width + 1
+
+
+def test_text_in_charts_is_readable_on_a_phone(driver: Any, made: dict[str, Path]) -> None:
+    show(driver, made["run"], width=360)
+    sizes = driver.execute_script(
+        "return [...document.querySelectorAll('svg.chart')].map((chart) => chart.getBoundingClientRect().width"
+        " / chart.viewBox.baseVal.width * parseFloat(getComputedStyle(chart.querySelector('text')).fontSize))"
+    )
+    assert min(sizes) >= 9
+
+
+def test_dark_follows_the_system(page: Any) -> None:
+    light = background(page)
+    emulate(page, "dark")
+    assert background(page) != light
+
+
+def test_the_button_switches_and_is_remembered(driver: Any, made: dict[str, Path]) -> None:
+    show(driver, made["run"])
+    light = background(driver)
+    driver.find_element("id", "theme").click()
+    dark = background(driver)
+    assert dark != light
+    driver.refresh()
+    assert background(driver) == dark
+    driver.find_element("id", "theme").click()
+    emulate(driver, "dark")
+    assert background(driver) == light
+    driver.execute_script("localStorage.clear()")
+
+
+def test_without_javascript_the_page_is_complete(driver: Any, made: dict[str, Path]) -> None:
+    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        show(driver, made["run"])
+        assert driver.find_elements("css selector", ".tip, .sheet, thead button") == []
+        assert not driver.find_element("id", "theme").is_displayed()
+        charts = driver.find_elements("css selector", "svg.chart")
+        assert len(charts) >= 6
+        for chart in charts:
+            marks = chart.find_elements("css selector", ".mark")
+            assert marks
+            assert all(mark.rect["width"] > 0 for mark in marks[:8])
+    finally:
+        driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_hovering_reads_out_the_values(driver: Any, made: dict[str, Path]) -> None:
+    show(driver, made["run"])
+    hover(driver, driver.find_element("css selector", "svg.lines"))
+    tip = driver.find_element("css selector", ".tip").text
+    assert tip.startswith("round ")
+    assert all(label in tip for label in ("Global model", "STM32F446RE", "server"))
+    assert tip.count("%") == 5
+    hover(driver, driver.find_element("css selector", "svg.heat rect.cell"))
+    assert driver.find_element("css selector", ".tip").text.startswith("client ")
+
+
+def test_a_click_on_a_heading_sorts(driver: Any, made: dict[str, Path]) -> None:
+    show(driver, made["run"])
+    table = driver.find_element("css selector", "#accuracy table")
+
+    def column(number: int) -> list[str]:
+        return [cell.text for cell in table.find_elements("css selector", f"tbody tr > :nth-child({number})")]
+
+    before = column(3)
+    button = table.find_element("css selector", "thead tr:last-child th:nth-child(3) button")
+    bring_into_view(driver, button)
+    button.click()
+    assert column(3) == sorted(before, reverse=True) != before
+    button.click()
+    assert column(3) == sorted(before)
+    assert table.find_element("css selector", "tfoot th").text == "All"

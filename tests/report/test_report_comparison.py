@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from made_up_run import change, write_run
+from test_report_page import outline
+
+from nestling.errors import InputError
+from nestling.report.comparison import Entry, settings_of, spread
+from nestling.report.folder import read_run, summarise
+from nestling.report.page import write_comparison
+
+
+def entries(*folders: Path) -> list[Entry]:
+    return [Entry(run, summarise(run)) for run in map(read_run, folders)]
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_setting(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    other = write_run(tmp_path / "other", method="fedavg", title="FedAvg")
+    settings = settings_of(entries(*runs, other))
+    assert [(setting.label, len(setting.entries)) for setting in settings] == [("HeteroFL", 3), ("FedAvg", 1)]
+
+
+def test_where_a_run_is_carried_out_does_not_set_it_apart(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)
+    with (second / "experiment.toml").open("a") as file:
+        file.write('[engine]\nname = "pool"\nworkers = 2\n')
+    assert len(settings_of(entries(first, second))) == 1
+
+
+def test_another_configuration_is_another_setting_and_says_in_what(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", rate=0.5, seed=1)
+    assert [setting.label for setting in settings_of(entries(first, second))] == [
+        "HeteroFL (rate = 0.05)",
+        "HeteroFL (rate = 0.5)",
+    ]
+
+
+def test_a_copy_of_a_run_adds_no_certainty(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 1), ("copy", 0))]
+    (setting,) = settings_of(entries(*runs))
+    assert [entry.run.name for entry in setting.entries] == ["a", "b"]
+    text = outline(write_comparison(runs, tmp_path / "all.html")).text
+    assert "copy" in text
+    assert "1 run without a line key repeats a seed" in text
+
+
+def test_mean_and_spread_over_seeds() -> None:
+    assert spread([0.5, 0.6, 0.7]).text == "60.00 ± 10.00%"
+    assert spread([0.5, None]).text == "50.00%"
+    assert spread([None]).text == "–"
+
+
+def test_the_page_gives_mean_and_spread_and_keeps_columns_apart(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    shown = {
+        "global_accuracy": [(0.91, 0.95), (0.92, 0.96), (0.93, 0.98)],
+        "personal_accuracy": [(0.71, 0.75), (0.72, 0.77), (0.75, 0.79)],
+    }
+    for at, run in enumerate(runs):
+        change(run / "summary.json", **{key: {"last": v[at][0], "best": v[at][1], "best_round": 5} for key, v in shown.items()})
+    text = outline(write_comparison(runs, tmp_path / "all.html")).text
+    expected = []
+    for values in shown.values():
+        for column in zip(*values, strict=True):
+            expected.append(f"{100 * statistics.fmean(column):.2f} ± {100 * statistics.stdev(column):.2f}%")
+    assert " ".join(["HeteroFL 3", *expected]) in text
+    assert "Global accuracy over rounds" in text
+    assert "Global accuracy over bytes" in text
+
+
+def test_runs_on_different_data_carry_a_warning(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)]
+    assert "compare with care" not in outline(write_comparison(runs, tmp_path / "all.html")).text
+    change(runs[1] / "summary.json", data="cifar10")
+    assert (
+        "These runs differ in data (mnist12k, cifar10): compare with care."
+        in outline(write_comparison(runs, tmp_path / "all.html")).text
+    )
+
+
+def test_unfinished_and_bare_runs_compare(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text(json.dumps({"round": 1, "global_accuracy": 0.5}) + "\n")
+    text = outline(write_comparison([write_run(tmp_path / "half", done=5), bare], tmp_path / "new" / "all.html")).text
+    assert "5 of 20" in text
+    assert "bare" in text
+
+
+def test_the_same_folder_twice_is_one_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    assert "1 run compared" in outline(write_comparison([run, tmp_path / "." / "a"], tmp_path / "all.html")).text
+
+
+def test_nothing_to_compare_and_a_folder_as_target_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing to compare"):
+        write_comparison([], tmp_path / "all.html")
+    with pytest.raises(InputError, match="is a folder"):
+        write_comparison([write_run(tmp_path / "a")], tmp_path)
