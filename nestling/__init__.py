@@ -1,8 +1,8 @@
 """Federated learning for fleets in which no two devices are alike.
 
-    import nestling
-    result = nestling.run(nestling.Experiment(method="heterofl"))
-    print(result.summary["global_accuracy"])
+import nestling
+result = nestling.run(nestling.Experiment(method="heterofl"))
+print(result.summary["global_accuracy"])
 """
 
 from nestling.errors import InputError

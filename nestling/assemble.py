@@ -36,7 +36,12 @@ def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[
     experiment = _settle_fleet(experiment, dataset, main)
     fleet = make_fleet(experiment.fleet, experiment.seed)
     split = make_split(
-        experiment.split, y=dataset.y.numpy(), classes=dataset.classes, clients=len(fleet), seed=experiment.seed, client=dataset.client
+        experiment.split,
+        y=dataset.y.numpy(),
+        classes=dataset.classes,
+        clients=len(fleet),
+        seed=experiment.seed,
+        client=dataset.client,
     )
     references = {main.name: main, **_own_networks(experiment, dataset)}
     plans = plan_tiers(fleet, references, main, _budget(experiment, dataset))
@@ -60,7 +65,9 @@ def default_model(shape: tuple[int, ...]) -> str:
     return {3: "tinycnn", 2: "cnn1d"}.get(len(shape), "mlp")
 
 
-def reference_network(name: str, options: dict[str, object], shape: tuple[int, ...], classes: int, seed: int, role: str) -> Reference:
+def reference_network(
+    name: str, options: dict[str, object], shape: tuple[int, ...], classes: int, seed: int, role: str
+) -> Reference:
     """A network by name, with the weights that the seed gives it."""
     with torch_seeded(seed, "network", role):
         return Reference(role, build(name, shape=shape, classes=classes, **options), shape)
@@ -106,7 +113,9 @@ def _settle_fleet(experiment: Experiment, dataset: Dataset, main: Reference) -> 
     size = fleet.size or sum(tier.count for tier in fleet.tiers) or natural or DEFAULT_FLEET_SIZE
     fleet = replace(fleet, path="", size=size, tiers=fleet.tiers or _default_tiers(experiment, dataset, main, size))
     fix = "at most the fleet's size, or 0 for everyone"
-    require(experiment.participants <= size, f"{experiment.participants} clients a round from a fleet of {size}", "participants", fix)
+    require(
+        experiment.participants <= size, f"{experiment.participants} clients a round from a fleet of {size}", "participants", fix
+    )
     return experiment.with_changes(fleet=fleet)
 
 
@@ -138,7 +147,9 @@ def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Referen
     for number, tier in enumerate(experiment.fleet.tiers):
         if tier.model:
             try:
-                found = reference_network(tier.model, tier.model_options, dataset.shape, dataset.classes, experiment.seed, tier.name)
+                found = reference_network(
+                    tier.model, tier.model_options, dataset.shape, dataset.classes, experiment.seed, tier.name
+                )
             except InputError as error:
                 raise InputError(str(error), field=f"fleet.tiers[{number}].model") from None
             own[tier.name] = found
@@ -157,7 +168,9 @@ def _federation(experiment: Experiment, dataset: Dataset, world: World, method: 
         order[: experiment.evaluate.calibration or len(order)],
         panel(world, experiment.evaluate.clients),
     )
-    engine = make_engine(experiment.engine.name, experiment.engine.workers, experiment.rounds * participants, _portable(experiment))
+    engine = make_engine(
+        experiment.engine.name, experiment.engine.workers, experiment.rounds * participants, _portable(experiment)
+    )
     return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every)
 
 
@@ -165,5 +178,3 @@ def _portable(experiment: Experiment) -> bool:
     """Whether another process can import the method and the networks: what a script defines itself stays with it."""
     own = (experiment.own_method, experiment.own_model)
     return not any(type(o).__module__ == "__main__" for o in own if o is not None)
-
-

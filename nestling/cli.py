@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -29,10 +30,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 @app.command()
 def run(
-    file: Annotated[Optional[Path], typer.Argument(help="An experiment's TOML file; without one, the default experiment.")] = None,  # noqa: UP045
-    set_: Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field.")] = None,  # noqa: UP045
-    out: Annotated[Optional[Path], typer.Option(help="The run folder to make (default: a new one under runs/).")] = None,  # noqa: UP045
-    resume: Annotated[Optional[Path], typer.Option(help="Go on with the run in this folder.")] = None,  # noqa: UP045
+    file: Annotated[Path | None, typer.Argument(help="An experiment's TOML file; without one, the default experiment.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to make (default: a new one under runs/).")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a round, then the summary.")] = False,
 ) -> None:
@@ -86,8 +87,8 @@ def models(as_json: AsJson = False) -> None:
 @app.command()
 def fit(
     model: Annotated[str, typer.Argument(help="A network by name (see `nestling models`) or package.module:callable.")],
-    device: Annotated[Optional[str], typer.Option(help="A device of the catalogue.")] = None,  # noqa: UP045
-    fleet: Annotated[Optional[Path], typer.Option(help="A fleet's TOML file.")] = None,  # noqa: UP045
+    device: Annotated[str | None, typer.Option(help="A device of the catalogue.")] = None,
+    fleet: Annotated[Path | None, typer.Option(help="A fleet's TOML file.")] = None,
     shape: Annotated[str, typer.Option(help="The shape of one input, e.g. 3,32,32.")] = "1,28,28",
     classes: Annotated[int, typer.Option(help="How many classes.")] = 10,
     batch: Annotated[int, typer.Option(help="Samples a batch.")] = 20,
@@ -117,7 +118,7 @@ def fit(
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders; several make a comparison.")],
-    out: Annotated[Optional[Path], typer.Option(help="Where to write a comparison.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="Where to write a comparison.")] = None,
 ) -> None:
     """Write the HTML report of a run, or a page that compares several."""
     from nestling.report.page import write_comparison, write_report
@@ -138,28 +139,25 @@ def main() -> None:
 
 
 def _guarded(command: Callable[..., Any]) -> int:
-    import click
-
     try:
         command(standalone_mode=False)
         return 0
     except InputError as error:
         _complain(str(error))
         return 2
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         return stop.exit_code
-    except click.ClickException as error:
-        _complain(error.format_message())
-        return 2
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _complain("stopped; a run that finished a round can go on with --resume")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
-        import traceback
-
+    except Exception as error:
+        # Usage errors come from click, which newer versions of Typer carry inside; they are known by what they can do.
+        if hasattr(error, "format_message"):
+            _complain(error.format_message())
+            return 2
         traceback.print_exc()
         _complain("this is a fault of nestling, not yours; please report it with the lines above")
         return 1

@@ -49,7 +49,9 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
         own = [r for r in rows if r["tier"] == tier]
         by_tier[tier] = {key: _mean(r[key] for r in own) for key in ("global_accuracy", "personal_accuracy")}
     return {
-        "global_accuracy": _accuracy(_hits(whole, world, bench), bench.y_test) if whole else _mean(r["global_accuracy"] for r in rows),
+        "global_accuracy": _accuracy(_hits(whole, world, bench), bench.y_test)
+        if whole
+        else _mean(r["global_accuracy"] for r in rows),
         "personal_accuracy": _mean(r["personal_accuracy"] for r in rows),
         "by_tier": by_tier,
     }

@@ -38,7 +38,9 @@ class EventFile:
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """The values of one step."""
-        summary = b"".join(_text(1, _text(1, name.encode()) + b"\x15" + struct.pack("<f", value)) for name, value in values.items())
+        summary = b"".join(
+            _text(1, _text(1, name.encode()) + b"\x15" + struct.pack("<f", value)) for name, value in values.items()
+        )
         self._record(_event(step, _text(5, summary)))
         self._file.flush()
 

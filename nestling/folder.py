@@ -37,7 +37,9 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"another process is running in {self.path}", field="--resume", fix="wait for it, or stop it") from None
+            raise InputError(
+                f"another process is running in {self.path}", field="--resume", fix="wait for it, or stop it"
+            ) from None
         kept = [line for line in self.metrics() if line["round"] <= round]
         write_atomic(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = EventFile(self.path / "tensorboard", purge_from=round + 1)

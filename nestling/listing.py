@@ -38,13 +38,32 @@ def device_rows() -> Rows:
     rows = []
     for profile in catalogue().values():
         figures = {name: asdict(figure) for name, figure in profile.figures().items()}
-        rows.append({"name": profile.name, "title": profile.title, "kind": profile.kind, "core": profile.core, "runtime": profile.runtime, **figures})
+        rows.append(
+            {
+                "name": profile.name,
+                "title": profile.title,
+                "kind": profile.kind,
+                "core": profile.core,
+                "runtime": profile.runtime,
+                **figures,
+            }
+        )
     return rows
 
 
 def device_table(rows: Rows) -> Table:
     """The devices as a table."""
-    table = Table("device", "kind", "core", "RAM", "flash", "MAC/s", "power", "link up", caption="~ marks an estimate; the rest is datasheet or measured")
+    table = Table(
+        "device",
+        "kind",
+        "core",
+        "RAM",
+        "flash",
+        "MAC/s",
+        "power",
+        "link up",
+        caption="~ marks an estimate; the rest is datasheet or measured",
+    )
     for profile in catalogue().values():
         table.add_row(
             profile.name,
@@ -72,7 +91,9 @@ def model_table(rows: Rows) -> Table:
     return table
 
 
-def fit_rows(model: str, shape: tuple[int, ...], classes: int, budget: Budget, device_name: str | None, fleet: Path | None) -> Rows:
+def fit_rows(
+    model: str, shape: tuple[int, ...], classes: int, budget: Budget, device_name: str | None, fleet: Path | None
+) -> Rows:
     """The largest piece for one device or for every tier of a fleet."""
     main = reference_network(model, {}, shape, classes, 0, "main")
     if fleet is None:
@@ -86,13 +107,36 @@ def fit_rows(model: str, shape: tuple[int, ...], classes: int, budget: Budget, d
 
 
 def _plan_row(plan: Plan, count: int, whole: int) -> dict[str, Any]:
-    found = asdict(plan.fit) if plan.fit else {"device": plan.tier.device, "ratio": plan.ratio, "params": plan.cost.params, "need": None, "binding": "", "reasons": ()}  # fmt: skip
+    found = (
+        asdict(plan.fit)
+        if plan.fit
+        else {
+            "device": plan.tier.device,
+            "ratio": plan.ratio,
+            "params": plan.cost.params,
+            "need": None,
+            "binding": "",
+            "reasons": (),
+        }
+    )
     return {"tier": plan.tier.name, "count": count, "whole": whole, **found}
 
 
 def fit_table(model: str, rows: Rows) -> Table:
     """What fits, as a table."""
-    table = Table("tier", "devices", "width", "parameters", "of full", "RAM needed", "RAM there", "flash", "time a round", "bound by", title=f"{model}: the largest piece that trains")  # fmt: skip
+    table = Table(
+        "tier",
+        "devices",
+        "width",
+        "parameters",
+        "of full",
+        "RAM needed",
+        "RAM there",
+        "flash",
+        "time a round",
+        "bound by",
+        title=f"{model}: the largest piece that trains",
+    )
     for r in rows:
         need, limits = r["need"] or {}, r.get("limits") or {}
         table.add_row(

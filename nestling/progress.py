@@ -69,7 +69,9 @@ def _follow(console: Console, bar: Progress) -> Watcher:
             state["accuracy"] = f"global {metrics['global_accuracy']:.1%} personal {metrics['personal_accuracy']:.1%}"
         bar.update(task, advance=1, note=state.get("accuracy", ""))
         if bar.disable:
-            print(f"round {metrics['round']}/{state['rounds']}  {state.get('accuracy', '')}  {metrics['seconds']:.1f} s", flush=True)
+            print(
+                f"round {metrics['round']}/{state['rounds']}  {state.get('accuracy', '')}  {metrics['seconds']:.1f} s", flush=True
+            )
 
     def refusal(client: int, round: int, reason: str) -> None:
         console.print(f"[yellow]round {round}: the reply of client {client} was refused: {reason}[/yellow]")
@@ -87,7 +89,9 @@ def show_result(result: Result) -> None:
     what = "global model" if summary["global_model"] else "mean of the clients' models (no global model)"
     console.print(f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round {whole['best_round']})")
     console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
-    console.print(f"sent up {_megabytes(summary['bytes_up'])}, down {_megabytes(summary['bytes_down'])}, {summary['seconds']:.0f} s")
+    console.print(
+        f"sent up {_megabytes(summary['bytes_up'])}, down {_megabytes(summary['bytes_down'])}, {summary['seconds']:.0f} s"
+    )
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True)
 
 

@@ -78,7 +78,9 @@ def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple
     home = folder.reopen(Path(path))
     for override in overrides:
         if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
-            raise InputError("a resumed run keeps its experiment", field=override.partition("=")[0], fix="only rounds and engine.* may change")
+            raise InputError(
+                "a resumed run keeps its experiment", field=override.partition("=")[0], fix="only rounds and engine.* may change"
+            )
     experiment = Experiment.read(home.path / "experiment.toml", overrides)
     saved = checkpoint.load(home.path)
     with _one_thread():
@@ -94,7 +96,12 @@ def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple
 
 
 def _play(
-    experiment: Experiment, federation: Federation, description: dict[str, Any], home: RunFolder | None, watcher: Watcher, fresh: bool
+    experiment: Experiment,
+    federation: Federation,
+    description: dict[str, Any],
+    home: RunFolder | None,
+    watcher: Watcher,
+    fresh: bool,
 ) -> Result:
     federation.on_client, federation.on_refusal = watcher.client, watcher.refusal
     done = federation.totals.round

@@ -46,12 +46,12 @@ def _short(value: object) -> str:
 
 
 DEFAULT_TIERS: tuple[Tier, ...] = (
-    Tier(device="lm3s6965", share=0.15),
-    Tier(device="stm32f405", share=0.15),
-    Tier(device="nrf52840", share=0.20),
-    Tier(device="esp32", share=0.15),
-    Tier(device="stm32h743", share=0.15),
-    Tier(device="raspberry-pi-zero-2w", share=0.10),
+    Tier(device="lm3s6965", share=0.10),
+    Tier(device="stm32f405", share=0.10),
+    Tier(device="nrf52840", share=0.15),
+    Tier(device="esp32", share=0.20),
+    Tier(device="stm32h743", share=0.20),
+    Tier(device="raspberry-pi-zero-2w", share=0.15),
     Tier(device="gpu-box", share=0.10),
 )
 

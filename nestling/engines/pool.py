@@ -140,7 +140,7 @@ def _unpack_task(packed: dict[str, Any]) -> Task:
 def _main_script_hidden() -> Iterator[None]:
     """Keeps a spawned process from running the user's script again: workers need nothing of it."""
     main = sys.modules["__main__"]
-    hidden = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
+    hidden: dict[str, Any] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
     for name in hidden:
         del main.__dict__[name]
     main.__spec__ = None

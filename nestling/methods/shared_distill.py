@@ -62,8 +62,18 @@ class SharedDistill(Method):
     )
 
     def __post_init__(self) -> None:
-        require(self.weighting in WEIGHTINGS, f"unknown weighting {self.weighting!r}", "method.weighting", f"allowed: {', '.join(WEIGHTINGS)}")
-        require(self.start_from in ("average", "keep"), f"unknown start {self.start_from!r}", "method.start_from", "allowed: average, keep")
+        require(
+            self.weighting in WEIGHTINGS,
+            f"unknown weighting {self.weighting!r}",
+            "method.weighting",
+            f"allowed: {', '.join(WEIGHTINGS)}",
+        )
+        require(
+            self.start_from in ("average", "keep"),
+            f"unknown start {self.start_from!r}",
+            "method.start_from",
+            "allowed: average, keep",
+        )
         require(self.temperature > 0, "must be above 0", "method.temperature")
         require(self.steps >= 0, "must not be negative", "method.steps")
         require(self.batch >= 1 and self.noise >= 1, "must be at least 1", "method.batch")

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nestling.report.folder import Run, listed, mapping
-from nestling.report.markup import Cell, Column, empty, esc, folded, note, pairs, section, table
+from nestling.report.markup import Cell, Column, empty, esc, note, pairs, section, table
 from nestling.report.svg import INK, Bar, Group, bars, heat_map, shade, style_class, swatch
 from nestling.report.tables import binding_word, marked
 from nestling.report.words import DASH, decimal, duration, energy, memory, number, percent, plural, short, whole
 
 Row = Mapping[str, Any]
-_MOST_REASONS_OPEN = 3
+_MOST_REASONS_BESIDE = 3
 _ESTIMATES = "~ marks an estimate; the other device figures come from datasheets or measurements."
 _MEMORY = "KB, MB and GB of RAM and flash are powers of 1024; traffic is counted in powers of 1000."
 
@@ -38,16 +38,15 @@ def _fit_card(row: Row, index: int) -> str:
         ("MACs a sample", short(row["macs"])),
     ]
     lines = "".join(f"<li>{esc(part)}</li>" for part in about if part)
+    reasons = f"<ul>{''.join(f'<li>{esc(reason)}</li>' for reason in row['reasons'])}</ul>" if row["reasons"] else ""
+    beside, below = (
+        (reasons, "") if len(row["reasons"]) <= _MOST_REASONS_BESIDE else ("", f'<div class="reasons">{reasons}</div>')
+    )
     return (
         f'<article class="fit"><div class="who"><h3>{swatch(index)}{esc(row["label"])}</h3><ul>{lines}</ul></div>'
         f'{pairs(facts, "figures")}<div class="needs">{_need_bars(row, index)}</div>'
-        f'<div class="why"><p>{_bound(row)}</p>{_reasons(row)}</div></article>'
+        f'<div class="why"><p>{_bound(row)}</p>{beside}</div>{below}</article>'
     )
-
-
-def _reasons(row: Row) -> str:
-    lines = f"<ul>{''.join(f'<li>{esc(reason)}</li>' for reason in row['reasons'])}</ul>" if row["reasons"] else ""
-    return lines if len(row["reasons"]) <= _MOST_REASONS_OPEN else folded("Why", lines)
 
 
 def _width(row: Row) -> str:
@@ -87,7 +86,7 @@ def _share(share: float) -> str:
 def _bound(row: Row) -> str:
     if row["binding"]:
         return f"{'Nothing fits, for lack of' if row['ratio'] == 0 else 'Bound by'} <b>{esc(binding_word(row))}</b>"
-    return "Nothing binds: the whole model fits" if row["ratio"] == 1 else "No limit binds"
+    return "Nothing binds: it trains the whole model" if row["ratio"] == 1 else "No limit binds"
 
 
 def split_part(run: Run, rows: Sequence[Row]) -> str:

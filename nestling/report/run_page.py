@@ -124,7 +124,7 @@ def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> str:
     )
     if any(one.points for one in sent):
         body += chart(
-            rounds,
+            sent,
             title="Accuracy by tier over bytes",
             note="The same, against everything sent up and down.",
             x=BYTES,

@@ -7,7 +7,7 @@ fitted to them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ class Distillation:
     steps: int = 100
     batch: int = 64
     temperature: float = 3.0
-    optim: Optim = Optim("adam", 1e-3)
+    optim: Optim = field(default_factory=lambda: Optim("adam", 1e-3))
 
 
 @torch.no_grad()

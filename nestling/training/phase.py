@@ -65,7 +65,12 @@ class Train:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        require(self.optimizer in OPTIMISERS, f"unknown optimiser {self.optimizer!r}", "train.optimizer", f"allowed: {', '.join(OPTIMISERS)}")
+        require(
+            self.optimizer in OPTIMISERS,
+            f"unknown optimiser {self.optimizer!r}",
+            "train.optimizer",
+            f"allowed: {', '.join(OPTIMISERS)}",
+        )
         require(self.epochs >= 1, "at least one epoch", "train.epochs")
         require(self.batch >= 1, "at least one sample a batch", "train.batch")
         require(self.lr > 0, "must be above 0", "train.lr")

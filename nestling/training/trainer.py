@@ -38,8 +38,8 @@ def train(module: nn.Module, phase: Phase, x: Tensor, y: Tensor, seed: int, *pur
         for rows in batches(len(x), phase, module, seed, *purpose):
             rows = rows.to(x.device)
             loss = phase.objective(net, Batch(x[rows], y[rows], rows), phase.given)
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-            grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
+            raw = torch.autograd.grad(loss, leaves, allow_unused=True)
+            grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, raw, strict=True)]
             if phase.rule is not None:
                 ruled = phase.rule(params, dict(zip(params, grads, strict=True)), phase.given)
                 grads = [ruled[name] for name in params]

@@ -12,6 +12,7 @@ of is therefore at worst sliced less, never wrongly.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,11 +38,13 @@ class Axes:
 
     The channels of all axes are numbered through: channel `c` of axis `a` is `offsets[a] + c`. `dims[name][d]` holds that number
     for every entry of dimension `d` of the state tensor `name` (`FREE` where the entry belongs to every view), or None where no
-    entry belongs to an axis.
+    entry belongs to an axis. `grains[a]` is the number of neighbouring channels that a group norm on axis `a` normalises together: a
+    prefix of whole grains behaves exactly as in the wide network.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    grains: tuple[int, ...]
     dims: dict[str, tuple[np.ndarray | None, ...]]
     shapes: dict[str, tuple[int, ...]]
 
@@ -66,7 +69,7 @@ def trace(module: nn.Module, shape: Sequence[int]) -> Axes:
     on_meta = copy.deepcopy(module).to("meta").eval()
     ties = _record(on_meta, shape)
     roots = {name: [None if n is None else ties.roots(n) for n in ties.of(t)] for name, t in _state(on_meta).items()}
-    return _number_axes(roots, ties.frozen_roots(), {name: tuple(t.shape) for name, t in _state(on_meta).items()})
+    return _number_axes(roots, ties, {name: tuple(t.shape) for name, t in _state(on_meta).items()})
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -85,7 +88,8 @@ def _record(module: nn.Module, shape: Sequence[int]) -> _Ties:
     try:
         with torch.no_grad(), recorder:
             # A network with early exits is traced through all of them, or the earlier heads would seem unused.
-            out = module.all_exits(x) if hasattr(module, "all_exits") else module(x)
+            every = getattr(module, "all_exits", module)
+            out = every(x)
     except Exception as error:
         raise InputError(
             f"the network cannot be traced with inputs of shape {tuple(shape)}: {error}",
@@ -100,9 +104,11 @@ def _record(module: nn.Module, shape: Sequence[int]) -> _Ties:
     return ties
 
 
-def _number_axes(roots: dict[str, Nodes], frozen: set[int], shapes: dict[str, tuple[int, ...]]) -> Axes:
+def _number_axes(roots: dict[str, Nodes], ties: _Ties, shapes: dict[str, tuple[int, ...]]) -> Axes:
     names: list[str] = []
     sizes: list[int] = []
+    grains: list[int] = []
+    frozen, grouped = ties.frozen_roots(), ties.grouped_roots()
     channel_of: dict[int, int] = {}
     # Producers first (dimension 0 of weights), so that the reader of a concatenation does not define the axes that it reads.
     order = [(name, 0) for name, dims in roots.items() if len(dims) >= 2]
@@ -118,8 +124,10 @@ def _number_axes(roots: dict[str, Nodes], frozen: set[int], shapes: dict[str, tu
             base = name.rsplit(".", 1)[0] if "." in name else name
             names.append(base if base not in names else f"{base}.{d}.{len(names)}")
             sizes.append(len(fresh))
+            grain = math.lcm(*(grouped.get(n, 1) for n in fresh))
+            grains.append(grain if len(fresh) % grain == 0 else 1)
     dims = {name: tuple(_channels(nodes, channel_of) for nodes in tensor) for name, tensor in roots.items()}
-    return Axes(tuple(names), tuple(sizes), dims, shapes)
+    return Axes(tuple(names), tuple(sizes), tuple(grains), dims, shapes)
 
 
 def _channels(nodes: np.ndarray | None, channel_of: dict[int, int]) -> np.ndarray | None:
@@ -144,19 +152,20 @@ class _Ties:
     def __init__(self) -> None:
         self.parent: list[int] = []
         self.frozen: set[int] = set()
+        self.groups: dict[int, int] = {}  # node → size of the group norm's group it is in
         self.nodes: dict[int, Nodes] = {}
         self.alive: list[Tensor] = []  # holds the tensors, so that an id is never given to a second one
 
     def number(self, tensor: Tensor) -> None:
         """Fresh nodes for a state tensor: one per row and column, none for kernel sides."""
-        self.set(tensor, [self._fresh(size) if d < 2 else None for d, size in enumerate(tensor.shape)])
+        self.give(tensor, [self._fresh(size) if d < 2 else None for d, size in enumerate(tensor.shape)])
 
     def _fresh(self, size: int) -> np.ndarray:
         start = len(self.parent)
         self.parent.extend(range(start, start + size))
         return np.arange(start, start + size)
 
-    def set(self, tensor: Tensor, nodes: Nodes) -> None:
+    def give(self, tensor: Tensor, nodes: Nodes) -> None:
         self.alive.append(tensor)
         self.nodes[id(tensor)] = nodes
 
@@ -175,6 +184,9 @@ class _Ties:
 
     def frozen_roots(self) -> set[int]:
         return {self.root(n) for n in self.frozen}
+
+    def grouped_roots(self) -> dict[int, int]:
+        return {self.root(n): size for n, size in self.groups.items()}
 
     def tie(self, a: np.ndarray | None, b: np.ndarray | None) -> None:
         """Entry i of `a` and entry i of `b` are kept or dropped together; what is tied to an unsliceable dimension is frozen."""
@@ -219,7 +231,7 @@ def _unknown(ties: _Ties, out: Any, *args: Any, **kwargs: Any) -> None:
     for tensor in _tensors([args, kwargs]):
         ties.freeze(tensor)
     for tensor in _tensors(out):
-        ties.set(tensor, [None] * tensor.dim())
+        ties.give(tensor, [None] * tensor.dim())
 
 
 def _pointwise(ties: _Ties, out: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -228,13 +240,15 @@ def _pointwise(ties: _Ties, out: Tensor, *args: Any, **kwargs: Any) -> None:
     inputs = [t for t in _tensors([args, kwargs]) if t.dim() > 0]
     for d in range(out.dim()):
         sides = [ties.of(t)[d - out.dim()] for t in inputs if t.dim() >= out.dim() - d and t.shape[d - out.dim()] == out.shape[d]]
-        broadcast = [ties.of(t)[d - out.dim()] for t in inputs if t.dim() >= out.dim() - d and t.shape[d - out.dim()] != out.shape[d]]
+        broadcast = [
+            ties.of(t)[d - out.dim()] for t in inputs if t.dim() >= out.dim() - d and t.shape[d - out.dim()] != out.shape[d]
+        ]
         for side in broadcast:
             ties.freeze_nodes(side)
         for side in sides[1:]:
             ties.tie(sides[0], side)
         nodes[d] = next((s for s in sides if s is not None), None) if sides else None
-    ties.set(out, nodes)
+    ties.give(out, nodes)
 
 
 def _convolution(
@@ -263,7 +277,7 @@ def _convolution(
         ties.freeze_nodes(channels)
     if bias is not None:
         ties.tie(produced, ties.of(bias)[0])
-    ties.set(out, [None, produced, *[None] * (out.dim() - 2)])
+    ties.give(out, [None, produced, *[None] * (out.dim() - 2)])
 
 
 def _matrix_product(ties: _Ties, out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -271,7 +285,7 @@ def _matrix_product(ties: _Ties, out: Tensor, a: Tensor, b: Tensor) -> None:
     ties.tie(left[-1], right[-2])
     for one, other in zip(left[:-2], right[:-2], strict=True):
         ties.tie(one, other)
-    ties.set(out, [*left[:-1], right[-1]])
+    ties.give(out, [*left[:-1], right[-1]])
 
 
 def _affine_product(ties: _Ties, out: Tensor, bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> None:
@@ -283,7 +297,7 @@ def _linear(ties: _Ties, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
     ties.tie(ties.of(x)[-1], ties.of(weight)[1])
     if bias is not None:
         ties.tie(ties.of(bias)[0], ties.of(weight)[0])
-    ties.set(out, [*ties.of(x)[:-1], ties.of(weight)[0]])
+    ties.give(out, [*ties.of(x)[:-1], ties.of(weight)[0]])
 
 
 def _channel_norm(ties: _Ties, out: Any, x: Tensor, *rest: Any, **kwargs: Any) -> None:
@@ -291,9 +305,16 @@ def _channel_norm(ties: _Ties, out: Any, x: Tensor, *rest: Any, **kwargs: Any) -
     for tensor in _tensors([rest, kwargs]):
         ties.tie(ties.of(x)[1], ties.of(tensor)[0])
     outs = list(_tensors(out))
-    ties.set(outs[0], ties.of(x))
+    ties.give(outs[0], ties.of(x))
     for extra in outs[1:]:
-        ties.set(extra, [None] * extra.dim())
+        ties.give(extra, [None] * extra.dim())
+
+
+def _group_norm(ties: _Ties, out: Any, x: Tensor, *rest: Any, **kwargs: Any) -> None:
+    _channel_norm(ties, out, x, *rest, **kwargs)
+    groups = rest[5]  # (weight, bias, N, C, H×W, groups, eps)
+    if (channels := ties.of(x)[1]) is not None:
+        ties.groups.update(dict.fromkeys(channels.tolist(), len(channels) // groups))
 
 
 def _layer_norm(ties: _Ties, out: Any, x: Tensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> None:
@@ -301,9 +322,9 @@ def _layer_norm(ties: _Ties, out: Any, x: Tensor, shape: Sequence[int], *rest: A
         for mine, other in zip(ties.of(x)[-len(shape) :], ties.of(tensor), strict=True):
             ties.tie(mine, other)
     outs = list(_tensors(out))
-    ties.set(outs[0], ties.of(x))
+    ties.give(outs[0], ties.of(x))
     for extra in outs[1:]:
-        ties.set(extra, [None] * extra.dim())
+        ties.give(extra, [None] * extra.dim())
 
 
 def _spatial(ties: _Ties, out: Any, x: Tensor, *rest: Any, **kwargs: Any) -> None:
@@ -315,7 +336,7 @@ def _spatial(ties: _Ties, out: Any, x: Tensor, *rest: Any, **kwargs: Any) -> Non
             if not same:
                 ties.freeze_nodes(mine)
             nodes.append(mine if same else None)
-        ties.set(tensor, nodes if tensor.dim() == x.dim() else [None] * tensor.dim())
+        ties.give(tensor, nodes if tensor.dim() == x.dim() else [None] * tensor.dim())
 
 
 def _reduce(ties: _Ties, out: Any, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> None:
@@ -327,36 +348,36 @@ def _reduce(ties: _Ties, out: Any, x: Tensor, dim: Any = None, keepdim: bool = F
         ties.freeze_nodes(nodes[d])
     kept: Nodes = [None if d in gone else n for d, n in enumerate(nodes) if keepdim or d not in gone]
     for tensor in _tensors(out):
-        ties.set(tensor, kept)
+        ties.give(tensor, kept)
 
 
 def _softmax(ties: _Ties, out: Tensor, x: Tensor, dim: int, *rest: Any, **_: Any) -> None:
     ties.freeze_nodes(ties.of(x)[dim])
-    ties.set(out, ties.of(x))
+    ties.give(out, ties.of(x))
 
 
 def _same(ties: _Ties, out: Any, x: Tensor, *rest: Any, **_: Any) -> None:
     for tensor in _tensors(out):
-        ties.set(tensor, ties.of(x) if tensor.shape == x.shape else [None] * tensor.dim())
+        ties.give(tensor, ties.of(x) if tensor.shape == x.shape else [None] * tensor.dim())
 
 
 def _embedding(ties: _Ties, out: Tensor, weight: Tensor, *rest: Any, **_: Any) -> None:
     ties.freeze_nodes(ties.of(weight)[0])
-    ties.set(out, [*[None] * (out.dim() - 1), ties.of(weight)[1]])
+    ties.give(out, [*[None] * (out.dim() - 1), ties.of(weight)[1]])
 
 
 def _permute(ties: _Ties, out: Tensor, x: Tensor, dims: Sequence[int]) -> None:
-    ties.set(out, [ties.of(x)[d] for d in dims])
+    ties.give(out, [ties.of(x)[d] for d in dims])
 
 
 def _transpose(ties: _Ties, out: Tensor, x: Tensor, a: int, b: int) -> None:
     nodes = list(ties.of(x))
     nodes[a], nodes[b] = nodes[b], nodes[a]
-    ties.set(out, nodes)
+    ties.give(out, nodes)
 
 
 def _turn(ties: _Ties, out: Tensor, x: Tensor) -> None:
-    ties.set(out, ties.of(x)[::-1])
+    ties.give(out, ties.of(x)[::-1])
 
 
 def _cat(ties: _Ties, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
@@ -378,21 +399,23 @@ def _cat(ties: _Ties, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> Non
         for other in joined[1:]:
             ties.tie(joined[0][d], other[d])
         result.append(joined[0][d])
-    ties.set(out, result)
+    ties.give(out, result)
 
 
-def _slice(ties: _Ties, out: Tensor, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> None:
+def _slice(
+    ties: _Ties, out: Tensor, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> None:
     nodes = list(ties.of(x))
     taken = nodes[dim]
     nodes[dim] = None if taken is None else taken[start:end:step]
-    ties.set(out, nodes)
+    ties.give(out, nodes)
 
 
 def _select(ties: _Ties, out: Tensor, x: Tensor, dim: int, index: int) -> None:
     nodes = list(ties.of(x))
     taken = nodes.pop(dim)
     ties.freeze_nodes(taken)
-    ties.set(out, nodes)
+    ties.give(out, nodes)
 
 
 def _split(ties: _Ties, out: Sequence[Tensor], x: Tensor, sizes: Any, dim: int = 0) -> None:
@@ -408,7 +431,7 @@ def _reshape(ties: _Ties, out: Tensor, x: Tensor, *rest: Any) -> None:
     mine = ties.of(x)
     for old, new in _blocks(tuple(x.shape), tuple(out.shape)):
         nodes += _refold(ties, [mine[d] for d in old], [x.shape[d] for d in old], [out.shape[d] for d in new])
-    ties.set(out, nodes)
+    ties.give(out, nodes)
 
 
 def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
@@ -462,7 +485,7 @@ RULES: dict[str, Callable[..., None]] = {
     "native_batch_norm": _channel_norm,
     "_native_batch_norm_legit": _channel_norm,
     "_native_batch_norm_legit_no_training": _channel_norm,
-    "native_group_norm": _channel_norm,
+    "native_group_norm": _group_norm,
     "native_layer_norm": _layer_norm,
     "cat": _cat,
     "permute": _permute,

@@ -36,7 +36,9 @@ def resize(module: nn.Module, shapes: Mapping[str, Sequence[int]], dropped: Iter
     for unit in sorted(dropped, key=_reversed_position):
         _drop(small, unit)
     for name, layer in small.named_modules():
-        _resize_layer(layer, {leaf: tuple(shapes[key]) for leaf in _leaves(layer) if (key := f"{name}.{leaf}" if name else leaf) in shapes})
+        _resize_layer(
+            layer, {leaf: tuple(shapes[key]) for leaf in _leaves(layer) if (key := f"{name}.{leaf}" if name else leaf) in shapes}
+        )
     return small
 
 

@@ -55,8 +55,10 @@ class View:
     @cached_property
     def _where(self) -> dict[str, Index]:
         flags = np.append(self.keep, True)  # the last one answers for FREE = -1
-        return {name: tuple(_positions(d, size, flags) for d, size in zip(dims, self.axes.shapes[name], strict=True))
-                for name, dims in self.axes.dims.items()}  # fmt: skip
+        return {
+            name: tuple(_positions(d, size, flags) for d, size in zip(dims, self.axes.shapes[name], strict=True))
+            for name, dims in self.axes.dims.items()
+        }
 
     def where(self, name: str) -> Index:
         """The entries of tensor `name` inside the view: a slice or sorted positions for every dimension."""
@@ -65,7 +67,9 @@ class View:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of tensor `name` inside the view."""
         full = self.axes.shapes[name]
-        return tuple(len(range(*p.indices(n))) if isinstance(p, slice) else len(p) for p, n in zip(self.where(name), full, strict=True))
+        return tuple(
+            len(range(*p.indices(n))) if isinstance(p, slice) else len(p) for p, n in zip(self.where(name), full, strict=True)
+        )
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -114,7 +118,12 @@ class View:
 
     def key(self) -> bytes:
         """Equal for equal views of one reference (masks aside): what caches are keyed by."""
-        return np.packbits(self.keep).tobytes() + "|".join(sorted(self.dropped)).encode() + b"||" + "|".join(sorted(self.private)).encode()
+        return (
+            np.packbits(self.keep).tobytes()
+            + "|".join(sorted(self.dropped)).encode()
+            + b"||"
+            + "|".join(sorted(self.private)).encode()
+        )
 
     def indices(self, axis: str | int) -> np.ndarray:
         """The channels kept on one axis."""
@@ -129,13 +138,15 @@ def full(axes: Axes) -> View:
 
 
 def prefix(axes: Axes, ratio: float | Mapping[str, float]) -> View:
-    """The first ⌈ratio·K⌉ channels of every axis; a mapping gives a ratio for each axis by name, others stay whole."""
+    """The first ⌈ratio·K⌉ channels of every axis, rounded up to whole groups where a group norm has them; a mapping gives a ratio
+    for each axis by name, others stay whole."""
     ratios = dict.fromkeys(axes.names, ratio) if isinstance(ratio, (int, float)) else {n: ratio.get(n, 1.0) for n in axes.names}
     for name, r in ratios.items():
         if not 0 < r <= 1:
             raise InputError(f"a width ratio must be above 0 and at most 1, not {r}", field=f"ratio of {name}")
     # The small tolerance keeps ⌈⌉ exact for ratios like 0.7 that binary fractions overshoot.
-    return by_index(axes, {n: np.arange(math.ceil(ratios[n] * k - 1e-9)) for n, k in zip(axes.names, axes.sizes, strict=True)})
+    sizes = zip(axes.names, axes.sizes, axes.grains, strict=True)
+    return by_index(axes, {n: np.arange(math.ceil(ratios[n] * k / g - 1e-9) * g) for n, k, g in sizes})
 
 
 def by_index(axes: Axes, indices: Mapping[str, Iterable[int]]) -> View:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import html
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,19 @@ def test_charts_are_named_and_drawn(tmp_path: Path) -> None:
         assert len(charts) >= 4
         for chart in charts:
             assert set(str(chart["aria-labelledby"]).split()) <= set(idents)
+
+
+def test_charts_over_rounds_and_over_bytes_have_their_own_axis(tmp_path: Path) -> None:
+    found = outline(write_report(write_run(tmp_path)))
+    read_outs = {
+        str(attrs["aria-labelledby"]).split("-title")[0]: attrs["data-read-out"]
+        for _, attrs in found.tags
+        if "data-read-out" in attrs
+    }
+    ends = {
+        ident: [one["at"][-1][2] for one in json.loads(str(read_outs[ident]))] for ident in ("c-rounds", "c-bytes", "c-personal")
+    }
+    assert ends == {"c-rounds": ["round 20"] * 5, "c-bytes": ["19.8 MB"] * 5, "c-personal": ["round 20"] * 5}
 
 
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
@@ -188,6 +203,30 @@ def test_a_device_that_nothing_fits_is_named(tmp_path: Path) -> None:
     }
     change(folder / "federation.json", tiers=[tier])
     assert "Nothing fits, for lack of RAM" in outline(write_report(folder)).text
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every field of a JSON document, the first entry standing for its whole list."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, entry in inner:
+        yield (*at, key)
+        yield from places(entry, (*at, key))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "federation.json", "metrics.jsonl"])
+def test_no_field_of_the_wrong_kind_stops_the_report(tmp_path: Path, name: str) -> None:
+    path = write_run(tmp_path, rounds=2, clients=3, classes=3) / name
+    first, *rest = path.read_text().splitlines()
+    odd = [None, "x", [], {}, -1, True, [None], {"a": 1}]
+    for count, (*way, last) in enumerate(places(json.loads(first))):
+        document = inner = json.loads(first)
+        for key in way:
+            inner = inner[key]
+        inner[last] = odd[count % len(odd)]
+        path.write_text("\n".join([json.dumps(document), *rest]) + "\n")
+        refused = (name, last) == ("metrics.jsonl", "round")
+        with pytest.raises(InputError) if refused else contextlib.nullcontext():
+            write_report(tmp_path)
 
 
 def test_a_long_run_of_many_clients_and_classes_stays_a_page_one_can_open(tmp_path: Path) -> None:

@@ -1,0 +1,259 @@
+"""The methods: identities between them, known traps, learning, and exact bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import nestling
+from nestling import FleetConfig, InputError, Named, SplitConfig, Tier, Train
+from nestling.assemble import assemble
+from nestling.methods import METHODS, Reply, method_class
+from nestling.methods.heterofl import HeteroFL
+from nestling.rounds import Federation
+from nestling.training.objectives import Batch, Net, present_cross_entropy
+from nestling.views import State
+from tests.small import TIERS, small
+
+
+def weights_after(experiment: nestling.Experiment) -> State:
+    model = nestling.run(experiment).federation.method.global_model()
+    assert model is not None
+    return model.state
+
+
+def equal(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+ONE_TIER = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
+
+
+@pytest.mark.parametrize("method", ["shared-average", "fedavg", "all-large", "decoupled", Named("shared-distill", {"steps": 0})])
+def test_equal_devices_make_every_weight_method_fedavg(method: str | Named) -> None:
+    """With one tier at full width they are all the same algorithm, bit for bit."""
+    assert equal(weights_after(small(method, fleet=ONE_TIER)), weights_after(small("fedavg", fleet=ONE_TIER)))
+
+
+def test_heterofl_without_its_extras_on_equal_sizes_is_fedavg() -> None:
+    """Uniform weights equal n_k weights when every client has as many samples."""
+    plain = Named("heterofl", {"mask_labels": False, "scaler": False})
+    assert equal(weights_after(small(plain, fleet=ONE_TIER)), weights_after(small("fedavg", fleet=ONE_TIER)))
+
+
+def test_heterofl_without_its_extras_is_shared_average_on_equal_sizes() -> None:
+    plain = Named("heterofl", {"mask_labels": False, "scaler": False})
+    assert equal(weights_after(small(plain)), weights_after(small("shared-average")))
+
+
+def test_all_large_ignores_the_tiers() -> None:
+    assert equal(weights_after(small("all-large")), weights_after(small("all-large", fleet=ONE_TIER)))
+
+
+def test_fedavg_trains_what_fits_the_smallest() -> None:
+    only_small = FleetConfig(tiers=(Tier(name="all", ratio=0.25, count=4),))
+    assert equal(weights_after(small("fedavg")), weights_after(small("fedavg", fleet=only_small)))
+
+
+def one_round(experiment: nestling.Experiment, clients: list[int]) -> tuple[Federation, list[Reply]]:
+    """Sends, trains and collects by hand, so that the merge can be looked at."""
+    from nestling.assemble import site_of
+    from nestling.training.client import Task, work
+
+    settled, federation = assemble(experiment)
+    method, world, replies = federation.method, federation.world, []
+    for client in clients:
+        device = world.device(client)
+        piece = method.piece(device, 1)
+        sent = method.send(device, piece, 1)
+        done = work(settled.make_method(), Task(client, 1, piece.reference.name, piece.spec(), sent), site_of(federation))
+        replies.append(Reply(device, piece, sent, done.reply))
+    return federation, replies
+
+
+def test_untrained_entries_keep_their_value() -> None:
+    federation, _ = one_round(small(), [])
+    world = federation.world
+    narrow = [c for c in range(4) if world.fleet.tier_of(c).name == "small"]
+    federation, replies = one_round(small(), narrow)
+    before = dict(federation.method.weights)
+    federation.method.merge(replies, 1)
+    view = federation.world.plans["small"].piece.view
+    for name, tensor in federation.method.weights.items():
+        inside = torch.zeros_like(tensor, dtype=torch.bool)
+        inside[view.where(name)] = True
+        assert torch.equal(tensor[~inside], before[name][~inside])
+        assert not torch.equal(tensor[inside], before[name][inside])
+
+
+def test_heterofl_rows_of_absent_classes_do_not_move() -> None:
+    two_classes = small("heterofl", split=SplitConfig(kind="classes", classes=2, size=60))
+    federation, replies = one_round(two_classes, [0])
+    before = federation.method.weights["head.weight"].clone()
+    federation.method.merge(replies, 1)
+    held = replies[0].message["present"]["classes"]
+    after = federation.method.weights["head.weight"]
+    columns = replies[0].piece.view.where("head.weight")[1]
+    assert int(held.sum()) == 2
+    assert torch.equal(after[~held], before[~held]) and not torch.equal(after[held][:, columns], before[held][:, columns])
+
+
+def test_heterofl_masks_with_zero_not_minus_infinity() -> None:
+    logits, label = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), torch.tensor([0])
+    present = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    net = Net(torch.nn.Identity(), {})
+    zero_filled = present_cross_entropy(net, Batch(logits, label, torch.tensor([0])), {"present": present})
+    assert float(zero_filled) == pytest.approx(0.494, abs=5e-4)
+    assert float(F.cross_entropy(logits.masked_fill(present == 0, -torch.inf), label)) == pytest.approx(0.313, abs=5e-4)
+
+
+def test_heterofl_dynamic_levels_follow_the_shares() -> None:
+    federation, _ = one_round(small(HeteroFL(dynamic=True)), [])
+    method, world = federation.method, federation.world
+    drawn = [method.piece(world.device(0, r), r).view.key() for r in range(1, 400)]
+    shares = {name: drawn.count(plan.piece.view.key()) / len(drawn) for name, plan in world.plans.items()}
+    assert shares["small"] == pytest.approx(0.5, abs=0.1) and shares["large"] == pytest.approx(0.25, abs=0.1)
+    assert method.piece(world.device(0, 7), 7).view.key() == drawn[6]
+
+
+def test_decoupled_tiers_never_meet() -> None:
+    federation, _ = one_round(small("decoupled"), [])
+    members = [c for c in range(4) if federation.world.fleet.tier_of(c).name == "small"]
+    federation, replies = one_round(small("decoupled"), members)
+    before = {tier: dict(state) for tier, state in federation.method.weights.items()}
+    federation.method.merge(replies, 1)
+    assert equal(before["large"], federation.method.weights["large"]) and equal(before["middle"], federation.method.weights["middle"])
+    assert not equal(before["small"], federation.method.weights["small"])
+
+
+MIXED = FleetConfig(tiers=(Tier(name="small", model="mlp", model_options={"hidden": [16]}, count=2), *TIERS[1:]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_networks_that_share_nothing_are_taken_or_refused(method: str) -> None:
+    experiment = small(method, fleet=MIXED)
+    if method_class(method).info.own_networks:
+        result = nestling.run(experiment)
+        assert result.summary["by_tier"]["small"]["global_accuracy"]["last"] > 0
+    else:
+        with pytest.raises(InputError, match=r"fleet.tiers\[0\].model.*shared-distill"):
+            nestling.run(experiment)
+
+
+def test_distillation_reaches_networks_that_share_nothing() -> None:
+    """The compact networks of clients that were not asked this round change too: knowledge comes back to them."""
+    federation, _ = one_round(small("shared-distill", fleet=MIXED), [])
+    large = [c for c in range(4) if federation.world.fleet.tier_of(c).name != "small"]
+    federation, replies = one_round(small("shared-distill", fleet=MIXED), large)
+    before = dict(federation.method.weights["small"])
+    federation.method.merge(replies, 1)
+    assert not equal(before, federation.method.weights["small"])
+
+
+def test_distillation_moves_the_student_towards_its_teachers() -> None:
+    from nestling.training.distiller import combine, logits_of
+    from nestling.training.objectives import distillation
+
+    def gap(steps: int) -> float:
+        federation, replies = one_round(small(Named("shared-distill", {"steps": steps})), [0, 1, 2, 3])
+        world = federation.world
+        assert world.public is not None
+        said = [logits_of(r.piece.reference.network(r.piece.view, r.message["weights"]), world.public) for r in replies]
+        target = combine(said, [r.samples for r in replies])
+        federation.method.merge(replies, 1)
+        model = federation.method.global_model()
+        assert model is not None
+        return float(distillation(target, logits_of(world.main.network(model.view, model.state), world.public), 3.0))
+
+    assert gap(60) < 0.5 * gap(0)
+
+
+def test_without_public_data_noise_stands_in() -> None:
+    result = nestling.run(small("shared-distill", split=SplitConfig(size=60, public=0.0)))
+    assert result.federation.world.public is None and result.summary["global_accuracy"]["last"] > 0.1
+
+
+def closed_formula(federation: Federation, method: str, clients: list[int]) -> tuple[int, int]:
+    """(bytes down, bytes up) of a round, from the sizes of the views alone."""
+    world = federation.world
+    sizes = []
+    for client in clients:
+        piece = federation.method.piece(world.device(client), 1)
+        sizes.append(4 * sum(t.numel() for t in piece.reference.network(piece.view).state_dict().values()))
+    if method == "local":
+        return 0, 0
+    classes = -(-world.classes // 8) * len(clients) if method == "heterofl" else 0
+    return sum(sizes), sum(sizes) + classes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_equal_the_closed_formula(method: str) -> None:
+    result = nestling.run(small(method))
+    down = up = 0
+    for row in result.metrics:
+        more_down, more_up = closed_formula(result.federation, method, row["clients"])
+        down, up = down + more_down, up + more_up
+    assert (result.summary["bytes_down"], result.summary["bytes_up"]) == (down, up)
+
+
+LEARNING = {
+    "rounds": 8,
+    "participants": 0,
+    "split": SplitConfig(kind="iid", size=250),
+    "train": Train(epochs=2, batch=20, lr=0.02),
+    "evaluate": nestling.Evaluation(every=8, clients=4),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sharing_beats_training_alone(seed: int) -> None:
+    """Same budget for all: every method that shares is above Local, and far above chance."""
+    accuracy = {m: nestling.run(small(m, seed=seed, **LEARNING)).summary["global_accuracy"]["last"] for m in METHODS}
+    assert accuracy["local"] > 0.4
+    for method in ("fedavg", "all-large", "heterofl", "shared-average", "shared-distill"):
+        assert accuracy[method] > accuracy["local"], accuracy
+
+
+def test_replies_that_are_not_finite_are_refused_and_counted() -> None:
+    told: list[tuple[int, int, str]] = []
+    watcher = nestling.Watcher(refusal=lambda client, round, reason: told.append((client, round, reason)))
+    exploding = small(train=Train(epochs=3, batch=5, lr=1e8, momentum=0.0), rounds=1)
+    result = nestling.run(exploding, watcher=watcher)
+    assert result.summary["refused"] == len(told) == 3 and "not finite" in told[0][2]
+    assert equal(result.federation.method.state()["weights"], dict(result.federation.world.main.initial))
+
+
+@pytest.mark.parametrize("samples", [0, -5, 2**41, "12", None, True, 3.5])
+def test_a_lie_about_the_number_of_samples_is_refused(samples: object) -> None:
+    from nestling.message import Message
+    from nestling.rounds import _bad_facts
+
+    assert _bad_facts(Message({}, {"samples": samples})) is not None
+    assert _bad_facts(Message({}, {"samples": 12})) is None
+
+
+def test_an_own_method_is_one_short_class() -> None:
+    from tests.methods.own import LastWins
+
+    result = nestling.run(small(LastWins()))
+    named = nestling.run(small("tests.methods.own:LastWins"))
+    assert equal(result.federation.method.weights, named.federation.method.weights)
+    assert replace(result.federation.method) == LastWins()
+
+
+def test_an_own_network_runs() -> None:
+    class Mine(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 5, stride=4), torch.nn.ReLU(), torch.nn.Flatten())
+            self.out = torch.nn.Linear(8 * 36, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.body(x))
+
+    result = nestling.run(small("heterofl", model=Mine()))
+    assert isinstance(result.model, Mine) and result.model_for(0)(torch.zeros(1, 1, 28, 28)).shape == (1, 10)

@@ -1,0 +1,29 @@
+"""A federation small enough for a test: four clients of three widths on a slice of the embedded digits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+
+TIERS = (
+    Tier(name="small", ratio=0.25, count=2),
+    Tier(name="middle", ratio=0.5, count=1),
+    Tier(name="large", ratio=1.0, count=1),
+)
+
+
+def small(method: Any = "shared-average", **changes: Any) -> Experiment:
+    """The experiment; `changes` replace its fields."""
+    settings: dict[str, Any] = {
+        "method": method,
+        "rounds": 2,
+        "participants": 3,
+        "model": Named("tinycnn", {"channels": [8, 16, 16]}),
+        "fleet": FleetConfig(tiers=TIERS),
+        "split": SplitConfig(kind="dirichlet", alpha=1.0, size=60),
+        "train": Train(epochs=1, batch=20, lr=0.02),
+        "engine": EngineConfig("inline"),
+        "evaluate": Evaluation(clients=4),
+    }
+    return Experiment(**{**settings, **changes})

@@ -1,0 +1,69 @@
+"""What clients keep: in memory, on disk, and as it was at a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestling.errors import InputError
+from nestling.store import ClientStore
+
+
+def kept(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), value)}
+
+
+def test_it_spills_to_disk_beyond_its_limit(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, limit_bytes=10_000)
+    for client in range(20):
+        store.put(client, kept(client), 1)
+    assert store._bytes <= 10_000 and len(store._recent) <= 2
+    assert all(float(store.get(c)["w"][0]) == c for c in range(20))
+
+
+def test_a_resumed_run_sees_what_was_there_at_the_checkpoint(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path)
+    store.put(1, kept(1), 1)
+    store.put(2, kept(1), 1)
+    store.covered(1)
+    store.put(1, kept(2), 2)  # round 2 began and the process died
+    again = ClientStore(tmp_path)
+    again.resume(1)
+    assert float(again.get(1)["w"][0]) == 1 and float(again.get(2)["w"][0]) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1.1.safetensors", "2.1.safetensors"]
+
+
+def test_old_versions_go_once_a_checkpoint_covers_newer_ones(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path)
+    for round in range(1, 9):
+        store.put(5, kept(round), round)
+        store.covered(round)
+    assert len(list(tmp_path.iterdir())) <= 2
+
+
+def test_without_checkpoints_nothing_a_resume_needs_is_removed(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path)
+    store.put(5, kept(1), 1)
+    store.covered(1)
+    for round in range(2, 6):
+        store.put(5, kept(round), round)
+    again = ClientStore(tmp_path)
+    again.resume(1)
+    assert float(again.get(5)["w"][0]) == 1
+
+
+def test_a_damaged_file_is_told(tmp_path: Path) -> None:
+    ClientStore(tmp_path).put(3, kept(1), 1)
+    (tmp_path / "3.1.safetensors").write_bytes(b"nonsense")
+    again = ClientStore(tmp_path)
+    again.resume(1)
+    with pytest.raises(InputError, match="client 3's state"):
+        again.get(3)
+
+
+def test_nothing_is_kept_of_nothing(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path / "clients")
+    store.put(1, {}, 1)
+    assert store.get(1) == {} and store.clients() == [] and not (tmp_path / "clients").exists()
