@@ -1,14 +1,32 @@
 """Federated learning for fleets in which no two devices are alike.
 
-import nestling
-result = nestling.run(nestling.Experiment(method="heterofl"))
-print(result.summary["global_accuracy"])
+    import nestling
+    result = nestling.run(nestling.Experiment(method="heterofl"))
+    print(result.summary["global_accuracy"])
+
+Names are loaded when first used, so that the command line answers without waiting for torch.
 """
 
-from nestling.errors import InputError
-from nestling.experiment import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.running import Result, Watcher, resume, run
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from nestling.version import __version__
+
+if TYPE_CHECKING:
+    from nestling.errors import InputError
+    from nestling.experiment import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+    from nestling.running import Result, Watcher, resume, run
+
+_HOME = {
+    "InputError": "nestling.errors",
+    **dict.fromkeys(
+        ("Data", "EngineConfig", "Evaluation", "Experiment", "FleetConfig", "Named", "SplitConfig", "Tier", "Train"),
+        "nestling.experiment",
+    ),
+    **dict.fromkeys(("Result", "Watcher", "resume", "run"), "nestling.running"),
+}
 
 __all__ = [
     "Data",
@@ -27,3 +45,9 @@ __all__ = [
     "resume",
     "run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'nestling' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

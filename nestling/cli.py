@@ -198,7 +198,8 @@ def _show(rows: Callable[[], list[dict[str, Any]]], table: Callable[[list[dict[s
 def _print(table: Any) -> None:
     from rich.console import Console
 
-    Console().print(table)
+    # A pipe has no width of its own: it gets the whole table.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 if __name__ == "__main__":

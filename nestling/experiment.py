@@ -79,7 +79,7 @@ class Experiment:
     """
 
     method: Named = field(default_factory=lambda: Named(DEFAULT_METHOD))
-    rounds: int = 20
+    rounds: int = 30
     seed: int = 0
     participants: int = 10
     time_budget: float = 0.0

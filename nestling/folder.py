@@ -33,13 +33,15 @@ class RunFolder:
 
     def start(self, round: int) -> None:
         """Takes the folder for this process, and cuts its log back to the round the run stands at."""
-        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held until close)
+        lock = open(self.path / "experiment.toml")  # noqa: SIM115 (held until close)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            lock.close()
             raise InputError(
                 f"another process is running in {self.path}", field="--resume", fix="wait for it, or stop it"
             ) from None
+        self._lock = lock
         kept = [line for line in self.metrics() if line["round"] <= round]
         write_atomic(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = EventFile(self.path / "tensorboard", purge_from=round + 1)
@@ -74,7 +76,6 @@ class RunFolder:
         if self._lock is not None:
             self._events.close()
             self._lock.close()
-            (self.path / ".lock").unlink(missing_ok=True)
             self._lock = None
 
     def remove(self) -> None:

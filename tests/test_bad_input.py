@@ -62,7 +62,11 @@ def truncated_idx(tmp: Path) -> list[str]:
     raw = tmp / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-        head = b"\0\0\x08\x03" + (100).to_bytes(4, "big") + (28).to_bytes(4, "big") * 2 if "idx3" in name else b"\0\0\x08\x01" + (100).to_bytes(4, "big")
+        head = (
+            b"\0\0\x08\x03" + (100).to_bytes(4, "big") + (28).to_bytes(4, "big") * 2
+            if "idx3" in name
+            else b"\0\0\x08\x01" + (100).to_bytes(4, "big")
+        )
         (raw / f"{name}-ubyte.gz").write_bytes(gzip.compress(head + b"\0" * 50))
     return sets("data.name=mnist")(tmp)
 
@@ -147,7 +151,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a model that does not exist": (sets("model={name='tests.test_bad_input:Nothing'}"), "model.name"),
     "unknown device": (sets("fleet.tiers=[{device='stm32f40', count=2}]"), "did you mean 'stm32f405'"),
     "shares that do not add up": (sets("fleet.tiers=[{ratio=0.5, share=0.5}, {ratio=1.0, share=0.4}]"), "add up"),
-    "a fleet nothing fits": (sets("model.name=resnet34", "model={name='resnet34'}", "fleet.tiers=[{device='stm32f100', count=2}]"), "no piece"),
+    "a fleet nothing fits": (
+        sets("model.name=resnet34", "model={name='resnet34'}", "fleet.tiers=[{device='stm32f100', count=2}]"),
+        "no piece",
+    ),
     "a tier that trains nothing": (sets("fleet.tiers=[{count=2}]"), "give device, ratio or model"),
     "ratio above one": (sets("fleet.tiers=[{ratio=1.5, count=2}]"), "fleet.tiers[0].ratio"),
     "own network where views are merged": (sets("fleet.tiers=[{model='mlp', count=2}]"), "shared-distill"),
@@ -199,7 +206,9 @@ def test_bad_input(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert sorted(p for p in tmp_path.rglob("*")) == before
 
 
-def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_at_the_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The limit on file sizes makes the system refuse writes exactly as a full disk does."""
     with file_limit(1000):
         code = call([*sets()(tmp_path), "--out", str(tmp_path / "out")], monkeypatch)
@@ -207,7 +216,9 @@ def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_later_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_later_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fill(metrics: nestling.rounds.Metrics) -> None:
         if metrics["round"] == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
@@ -223,10 +234,13 @@ def test_a_full_disk_later_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch
     result = nestling.resume(tmp_path / "run")
     assert result.summary["rounds_done"] == 4
     whole = nestling.run(small(rounds=4), out=tmp_path / "whole")
-    assert whole.folder and (tmp_path / "run" / "global.safetensors").read_bytes() == (whole.folder / "global.safetensors").read_bytes()
+    assert (
+        whole.folder
+        and (tmp_path / "run" / "global.safetensors").read_bytes() == (whole.folder / "global.safetensors").read_bytes()
+    )
 
 
-class file_limit:  # noqa: N801 (used like a function)
+class file_limit:
     def __init__(self, size: int) -> None:
         self.size = size
 

@@ -19,7 +19,9 @@ def test_a_rich_experiment_survives_a_file(tmp_path: Path) -> None:
     experiment = Experiment(
         method=Named("heterofl", {"dynamic": True}),
         model=Named("tinycnn", {"channels": [8, 8, 8], "norm": "none"}),
-        fleet=FleetConfig(tiers=(Tier(ratio=0.5, count=3, memory_std=(5.0, 8.0)), Tier(model="mlp", model_options={"hidden": [9]}, count=1))),
+        fleet=FleetConfig(
+            tiers=(Tier(ratio=0.5, count=3, memory_std=(5.0, 8.0)), Tier(model="mlp", model_options={"hidden": [9]}, count=1))
+        ),
         split=SplitConfig(kind="classes", classes=3),
         train=Train(milestones=(5, 9)),
         data=Data("mnist"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,10 +50,8 @@ def test_noise_is_refused(noise: bytes) -> None:
 def test_a_damaged_message_is_refused_or_still_a_message(where: int, flip: int) -> None:
     data = bytearray(sample().to_bytes())
     data[where % len(data)] ^= flip
-    try:
+    with contextlib.suppress(InputError):
         assert isinstance(Message.from_bytes(bytes(data)), Message)
-    except InputError:
-        pass
 
 
 def test_a_pickle_is_not_read() -> None:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.message import Message
 from nestling.methods.method import Info, SharedWeights
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import Batch, Given, Net
+from nestling.training.phase import Phase
+from nestling.views import Reference, View, from_spec, to_spec
+from nestling.views.nested import forward, nested_masks
+from nestling.world import Device, Piece, World
 
 
 @dataclass
@@ -12,11 +25,23 @@ class SharedAverage(SharedWeights):
     """Shared-average: the TinyML architecture this project starts from, fused by averaging.
 
     Idea: one super-network; a device trains the largest part of it that fits its memory (pruned on small ones, expanded on large
-    ones), and parts are nested. Every weight of the global model becomes the mean over the clients that trained it.
-    Loss: cross-entropy. Travels: the device's part down and up. Merge: per entry, mean weighted by n_k over the views that hold it;
-    entries that nobody trained keep their value.
-    Differs from the paper: its abstract fixes no more than the above; nested prefixes, n_k weights and `fit` are our reading.
+    ones), and parts are nested. What makes a part worth averaging is that it means the same everywhere: channels of a part read no
+    channel outside it, and a device also trains one of the smaller parts inside its own with every batch, so that each part is a
+    network that works alone and larger ones only add to it.
+    Loss: cross-entropy of the device's part, and with weight `inner` that of a smaller part inside it, in turn. Travels: the
+    device's part down and up. Merge: per entry, mean weighted by n_k over the views that hold it; entries that nobody trained keep
+    their value.
+    Differs from the paper: its abstract fixes no more than averaging over shared sub-structures; the nesting is our reading. With
+    `nested = false, inner = 0` what remains is the plain mean over prefixes (HeteroFL's merge with n_k weights).
+
+    nested: whether parts read only themselves.
+    inner:  the weight of the smaller part's loss; 0 leaves it out.
     """
+
+    nested: bool = True
+    inner: float = 1.0
+
+    masks: dict[str, Tensor] = field(init=False, repr=False, compare=False)
 
     info = Info(
         title="Shared-average",
@@ -27,3 +52,42 @@ class SharedAverage(SharedWeights):
         paper="TinyML model-heterogeneous FL (abstract)",
         evidence="from paper (abstract only); the design is ours",
     )
+
+    def __post_init__(self) -> None:
+        require(self.inner >= 0, "must not be negative (0 leaves the smaller parts out)", "method.inner")
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.masks = nested_masks(world.main.axes, self._levels()) if self.nested else {}
+        self.weights.update({name: self.weights[name] * mask for name, mask in self.masks.items()})
+
+    def _levels(self) -> list[View]:
+        return list({p.piece.view.key(): p.piece.view for p in self.world.plans.values()}.values())
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        levels = [to_spec(view) for view in self._levels() if piece.view.contains(view)]
+        return replace(super().send(device, piece, round), facts={"levels": levels})
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        levels = [from_spec(client.reference.axes, spec) for spec in received.facts["levels"]]
+        masks = nested_masks(client.reference.axes, levels) if self.nested else {}
+        smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []
+        objective = partial(_with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)
+        given = {name: client.view.cut(name, mask) for name, mask in masks.items()}
+        return [client.train.phase(client.round, objective=objective, given=given, rule=_keep_nested if masks else None)]
+
+
+def _with_inner(
+    net: Net, batch: Batch, given: Given, *, reference: Reference, own: View, smaller: Sequence[View], weight: float
+) -> Tensor:
+    loss = F.cross_entropy(net(batch.x), batch.y)
+    if not smaller:
+        return loss
+    part = smaller[batch.number % len(smaller)]
+    inner = F.cross_entropy(forward(reference, part, net.state(), batch.x, inside=own), batch.y)
+    return (loss + weight * inner) / (1 + weight)
+
+
+def _keep_nested(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], given: Given) -> Mapping[str, Tensor]:
+    """Weights that would read an outer channel are zero and stay so."""
+    return {name: grad * given[name] if name in given else grad for name, grad in grads.items()}

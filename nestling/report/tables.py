@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -42,26 +43,29 @@ def terminal_table(folder: Path) -> Table:
     run = read_run(folder)
     summary = summarise(run)
     rows, overall = tier_rows(summary, run.federation), overall_row(summary)
-    table = Table(title=escape(_title(summary, run.name)), title_justify="left", caption=_caption(rows), caption_justify="left")
-    table.add_column("tier")
-    for name in ("devices", "params", "of full", "RAM needed", "RAM"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by")
-    for name in ("global\nlast", "global\nbest", "personal\nlast", "personal\nbest"):
+    # Bare of lines and padding, so that it fits the 80 columns of a plain terminal.
+    table = Table(
+        title=escape(_title(summary, run.name)),
+        title_justify="left",
+        caption=_caption(rows),
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("tier", no_wrap=True)
+    for name in ("no.", "params", "RAM\nneeded", "RAM\nthere", "global\nlast", "global\nbest", "own\nlast", "own\nbest"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             escape(row["label"]),
             whole(row["count"]),
             whole(row["params"]),
-            percent(row["share"]),
             memory(row["ram_need"]),
             marked(row, "ram", memory(row["ram_limit"])),
-            escape(binding_word(row)),
             *_accuracies(row),
         )
     table.add_section()
-    table.add_row("all", *[""] * 6, *_accuracies(overall), style="bold")
+    table.add_row("all", *[""] * 4, *_accuracies(overall), style="bold")
     return table
 
 

@@ -18,11 +18,12 @@ Given = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch: inputs, labels, and which rows of the phase's data they are."""
+    """One batch: inputs, labels, which rows of the phase's data they are, and the how-manieth of the phase it is (from 0)."""
 
     x: Tensor
     y: Tensor
     rows: Tensor
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Net:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.module(x)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, as they are now."""
+        return {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
 
     def with_weights(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """The same network's output under other weights (a teacher, the received model)."""

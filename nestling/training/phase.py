@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nestling.errors import unknown
 from nestling.schema import require
+from nestling.training.augment import AUGMENTATIONS
 from nestling.training.objectives import Given, Objective, cross_entropy
 from nestling.training.optimisers import OPTIMISERS, Optim
 
@@ -32,6 +34,7 @@ class Phase:
     given:   tensors the objective and the rule may read.
     epochs:  passes over the source; `steps` > 0 stops after that many batches.
     freeze:  prefixes of parameter names that are not trained.
+    augment: what happens to the inputs of every batch (see `augment`).
     """
 
     objective: Objective = cross_entropy
@@ -45,24 +48,26 @@ class Phase:
     hooks: tuple[Hook, ...] = ()
     freeze: tuple[str, ...] = ()
     drop_last: bool = False
+    augment: str = "none"
 
 
 @dataclass(frozen=True)
 class Train:
     """How clients train, unless their method says otherwise. The learning rate falls by `decay` every round and by `factor` at every
-    milestone (a round number)."""
+    milestone (a round number). `augment` "shift" moves training images by up to two pixels, "none" leaves them alone."""
 
     epochs: int = 2
     batch: int = 20
     optimizer: str = "sgd"
-    lr: float = 0.05
+    lr: float = 0.02
     momentum: float = 0.9
     weight_decay: float = 0.0
     clip: float = 0.0
-    decay: float = 1.0
+    decay: float = 0.98
     milestones: tuple[int, ...] = ()
     factor: float = 0.1
     drop_last: bool = False
+    augment: str = "shift"
 
     def __post_init__(self) -> None:
         require(
@@ -71,6 +76,8 @@ class Train:
             "train.optimizer",
             f"allowed: {', '.join(OPTIMISERS)}",
         )
+        if self.augment not in AUGMENTATIONS:
+            raise unknown("augmentation", self.augment, AUGMENTATIONS, field="train.augment")
         require(self.epochs >= 1, "at least one epoch", "train.epochs")
         require(self.batch >= 1, "at least one sample a batch", "train.batch")
         require(self.lr > 0, "must be above 0", "train.lr")
@@ -88,5 +95,11 @@ class Train:
 
     def phase(self, round: int, **changes: Any) -> Phase:
         """The phase of plain local training in a round; `changes` are fields of `Phase`."""
-        settings = {"optim": self.optim(round), "epochs": self.epochs, "batch": self.batch, "drop_last": self.drop_last}
+        settings = {
+            "optim": self.optim(round),
+            "epochs": self.epochs,
+            "batch": self.batch,
+            "drop_last": self.drop_last,
+            "augment": self.augment,
+        }
         return Phase(**{**settings, **changes})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.seeds import stream, torch_seeded
+from nestling.training.augment import AUGMENTATIONS
 from nestling.training.objectives import Batch, Net
 from nestling.training.optimisers import Buffers, step
 from nestling.training.phase import Phase
@@ -32,12 +33,12 @@ def train(module: nn.Module, phase: Phase, x: Tensor, y: Tensor, seed: int, *pur
     module.train()
     params = {n: p for n, p in module.named_parameters() if not any(n == f or n.startswith(f + ".") for f in phase.freeze)}
     net, buffers = Net(module, params), Buffers()
-    leaves = list(params.values())
+    leaves, augmented = list(params.values()), AUGMENTATIONS[phase.augment]
     total, samples = torch.zeros((), device=x.device), 0
     with torch_seeded(seed, "noise", *purpose), _hooked(module, phase):
-        for rows in batches(len(x), phase, module, seed, *purpose):
+        for number, rows in enumerate(batches(len(x), phase, module, seed, *purpose)):
             rows = rows.to(x.device)
-            loss = phase.objective(net, Batch(x[rows], y[rows], rows), phase.given)
+            loss = phase.objective(net, Batch(augmented(x[rows]), y[rows], rows, number), phase.given)
             raw = torch.autograd.grad(loss, leaves, allow_unused=True)
             grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, raw, strict=True)]
             if phase.rule is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from networks_for_cost import digits
 
 from nestling.devices import Budget, cost_of, device, round_time
 from nestling.errors import InputError
+from tests.devices.networks_for_cost import digits
 
 COST = cost_of(digits(), (1, 8, 8))
 BUDGET = Budget(batch=8, samples=100, epochs=1)

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from networks_for_cost import Residual, TwoBranches, auto_encoder, digits, ds_cnn, resnet8, resnet18
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nestling.devices import cost_of
 from nestling.devices.record import record
 from nestling.errors import InputError
+from tests.devices.networks_for_cost import Residual, TwoBranches, auto_encoder, digits, ds_cnn, resnet8, resnet18
 
 
 def test_one_layer_by_hand() -> None:

@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks_for_cost import digits, ds_cnn
 
 from nestling.devices import RATIOS, Budget, Cost, Figure, Profile, catalogue, cost_of, device, fit, need
 from nestling.devices.fit import TORCH_RAM, limits_of, ram_parts
 from nestling.errors import InputError
+from tests.devices.networks_for_cost import digits, ds_cnn
 
 BUDGET = Budget(batch=8, samples=100, epochs=2, optimizer="momentum")
 

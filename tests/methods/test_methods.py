@@ -33,6 +33,9 @@ def equal(a: State, b: State) -> bool:
 ONE_TIER = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
 
 
+PLAIN_AVERAGE = Named("shared-average", {"nested": False, "inner": 0.0})
+
+
 @pytest.mark.parametrize("method", ["shared-average", "fedavg", "all-large", "decoupled", Named("shared-distill", {"steps": 0})])
 def test_equal_devices_make_every_weight_method_fedavg(method: str | Named) -> None:
     """With one tier at full width they are all the same algorithm, bit for bit."""
@@ -47,7 +50,27 @@ def test_heterofl_without_its_extras_on_equal_sizes_is_fedavg() -> None:
 
 def test_heterofl_without_its_extras_is_shared_average_on_equal_sizes() -> None:
     plain = Named("heterofl", {"mask_labels": False, "scaler": False})
-    assert equal(weights_after(small(plain)), weights_after(small("shared-average")))
+    assert equal(weights_after(small(plain)), weights_after(small(PLAIN_AVERAGE)))
+
+
+def test_a_nested_part_computes_the_same_alone_and_inside_a_larger_one() -> None:
+    """After rounds of training, the features of the small part are bit for bit a prefix of the whole network's."""
+    result = nestling.run(small("shared-average", model=Named("tinycnn", {"channels": [8, 16, 16], "norm": "group"})))
+    method, world = result.federation.method, result.federation.world
+    piece = world.plans["small"].piece
+    whole = world.main.network(world.main.full, method.weights).eval()
+    with torch.no_grad():
+        features = whole.features(result.federation.bench.x_test[:50])
+        part = world.main.network(piece.view, piece.view.extract(method.weights)).eval()
+        own = part.features(result.federation.bench.x_test[:50])
+    assert torch.allclose(own, features[:, : own.shape[1]], atol=1e-5) and own.shape[1] < features.shape[1]
+    for name, mask in method.masks.items():
+        assert bool((method.weights[name][~mask] == 0).all()) and bool((~mask).any())
+
+
+def test_plain_averaging_does_not_nest() -> None:
+    method = nestling.run(small(PLAIN_AVERAGE)).federation.method
+    assert method.masks == {} and bool((method.weights["stages.1.conv.weight"][:4, 4:] != 0).any())
 
 
 def test_all_large_ignores_the_tiers() -> None:
@@ -79,7 +102,7 @@ def test_untrained_entries_keep_their_value() -> None:
     federation, _ = one_round(small(), [])
     world = federation.world
     narrow = [c for c in range(4) if world.fleet.tier_of(c).name == "small"]
-    federation, replies = one_round(small(), narrow)
+    federation, replies = one_round(small(PLAIN_AVERAGE), narrow)
     before = dict(federation.method.weights)
     federation.method.merge(replies, 1)
     view = federation.world.plans["small"].piece.view
@@ -126,7 +149,9 @@ def test_decoupled_tiers_never_meet() -> None:
     federation, replies = one_round(small("decoupled"), members)
     before = {tier: dict(state) for tier, state in federation.method.weights.items()}
     federation.method.merge(replies, 1)
-    assert equal(before["large"], federation.method.weights["large"]) and equal(before["middle"], federation.method.weights["middle"])
+    assert equal(before["large"], federation.method.weights["large"]) and equal(
+        before["middle"], federation.method.weights["middle"]
+    )
     assert not equal(before["small"], federation.method.weights["small"])
 
 
@@ -221,7 +246,7 @@ def test_sharing_beats_training_alone(seed: int) -> None:
 def test_replies_that_are_not_finite_are_refused_and_counted() -> None:
     told: list[tuple[int, int, str]] = []
     watcher = nestling.Watcher(refusal=lambda client, round, reason: told.append((client, round, reason)))
-    exploding = small(train=Train(epochs=3, batch=5, lr=1e8, momentum=0.0), rounds=1)
+    exploding = small(PLAIN_AVERAGE, train=Train(epochs=3, batch=5, lr=1e8, momentum=0.0), rounds=1)
     result = nestling.run(exploding, watcher=watcher)
     assert result.summary["refused"] == len(told) == 3 and "not finite" in told[0][2]
     assert equal(result.federation.method.state()["weights"], dict(result.federation.world.main.initial))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_run import write_run
 
 from nestling.report.page import write_comparison, write_report
+from tests.report.made_up_run import write_run
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = [

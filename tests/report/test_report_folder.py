@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from made_up_run import change, write_run
 
 from nestling.errors import InputError
 from nestling.report.folder import is_behind, read_run, summarise, traffic_totals
+from tests.report.made_up_run import change, write_run
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_run import change, write_run
 
 import nestling.report
 from nestling.errors import InputError
 from nestling.report.page import write_comparison, write_report
+from tests.report.made_up_run import change, write_run
 
 PACKAGE = Path(nestling.report.__file__).parent
 VOID = {"meta", "link", "br", "img", "input", "hr"}

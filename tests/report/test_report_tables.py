@@ -4,10 +4,10 @@ import io
 import json
 from pathlib import Path
 
-from made_up_run import TIERS, change, write_run
 from rich.console import Console
 
 from nestling.report.tables import overall_row, terminal_table, tier_rows
+from tests.report.made_up_run import TIERS, change, write_run
 
 
 def printed(folder: Path) -> str:

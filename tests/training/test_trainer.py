@@ -91,7 +91,7 @@ def test_hooks_change_layers_while_the_phase_runs_and_no_longer() -> None:
 def test_train_settings_make_the_schedule() -> None:
     settings = Train(lr=1.0, decay=0.5, milestones=(2,), factor=0.1)
     assert [settings.optim(r).lr for r in (1, 2, 3)] == pytest.approx([1.0, 0.5, 0.025])
-    with pytest.raises(InputError, match="train.lr"):
+    with pytest.raises(InputError, match=r"train\.lr"):
         Train(lr=0)
 
 

@@ -42,6 +42,15 @@ def test_gate_ties_the_halves() -> None:
     assert rows is not None and rows.tolist() == [0, 1, 2, 3, 4, 5] * 2
 
 
+def test_group_norms_make_grains() -> None:
+    net = build("tinycnn", shape=(1, 28, 28), classes=10, channels=(20, 40), norm="group")
+    axes = trace(net, (1, 28, 28))
+    assert axes.grains == (4, 4) and trace(Residual(), SHAPE).grains == (1, 1, 1)
+    view = prefix(axes, 0.3)
+    assert [len(view.indices(name)) for name in axes.names] == [8, 12]  # 6 and 12, in whole groups
+    assert sub_module(net, view)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
 def test_inputs_and_classes_are_never_sliced() -> None:
     axes = trace(Residual(), SHAPE)
     assert axes.dims["stem.weight"][1] is None
@@ -125,6 +134,6 @@ def test_earlier_exits_are_traced_too() -> None:
 def test_every_family_is_sliced_everywhere(name: str, shape: tuple[int, ...]) -> None:
     """Half the width leaves no hidden layer whole: the traced half has exactly the tensors of the network built at half width."""
     with torch.device("meta"):
-        whole, half = (build(name, shape=shape, classes=10, width=w) for w in (1.0, 0.5))
+        whole, half = (build(name, shape=shape, classes=10, width=w, norm="tracked") for w in (1.0, 0.5))
     view = prefix(trace(whole, shape), 0.5)
     assert view.shapes == {n: tuple(t.shape) for n, t in half.state_dict().items()}

@@ -1,0 +1,38 @@
+# make run   set up, then run the default experiment on the embedded data
+# make test  set up, then lint, types, import rules and all tests
+# make lint  lint, types and import rules only
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: run test lint setup setup-dev clean
+
+run: setup
+	$(BIN)/nestling run
+
+test: setup-dev lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow or ci"
+
+lint: setup-dev
+	$(BIN)/ruff check nestling tests benchmarks examples
+	$(BIN)/ruff format --check nestling tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+setup: $(VENV)/.run
+setup-dev: $(VENV)/.dev
+
+$(VENV)/.run: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.run
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
