@@ -47,7 +47,7 @@ def main(large: int, small: int) -> None:
     rows = {size: in_own_process(size) for size in (small, large)}
     for size, row in rows.items():
         print(
-            f"{size:>9} devices: peak {row['megabytes']:.0f} MB, {row['seconds_per_gmac']:.3f} s for a round's worth of 10⁹ MACs a sample"
+            f"{size:>9} devices: peak {row['megabytes']:.0f} MB, {row['seconds_per_gmac']:.3f} s a round per 10⁹ MACs"
         )
     more = rows[large]["megabytes"] - rows[small]["megabytes"]
     print(

@@ -5,13 +5,13 @@ import statistics
 from pathlib import Path
 
 import pytest
-from tests.report.test_report_page import outline
 
 from nestling.errors import InputError
 from nestling.report.comparison import Entry, settings_of, spread
 from nestling.report.folder import read_run, summarise
 from nestling.report.page import write_comparison
 from tests.report.made_up_run import change, write_run
+from tests.report.test_report_page import outline
 
 
 def entries(*folders: Path) -> list[Entry]:
