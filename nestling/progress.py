@@ -81,7 +81,7 @@ def _follow(console: Console, bar: Progress) -> Watcher:
 
 def show_result(result: Result) -> None:
     """The table per tier and where the report is."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     summary, folder = result.summary, result.folder
     assert folder is not None
     console.print(terminal_table(folder))

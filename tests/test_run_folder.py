@@ -95,7 +95,7 @@ def test_fit_of_a_device_and_of_a_fleet(
     (tmp_path / "fleet.toml").write_text(fleet)
     assert call(["fit", "tinycnn", "--fleet", str(tmp_path / "fleet.toml"), "--json"], monkeypatch) == 0
     assert [r["tier"] for r in json.loads(capsys.readouterr().out)] == ["esp32", "gpu-box", "mlp"]
-    assert call(["fit", "resnet18", "--device", "stm32f405", "--shape", "3,32,32"], monkeypatch) == 0
+    assert call(["fit", "resnet18", "--device", "stm32f100", "--shape", "3,32,32"], monkeypatch) == 0
     assert "nothing fits" in capsys.readouterr().out
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -49,15 +48,15 @@ def terminal_table(folder: Path) -> Table:
         title_justify="left",
         caption=_caption(rows),
         caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
+        box=None,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("tier", no_wrap=True)
-    for name in ("no.", "params", "RAM\nneeded", "RAM\nthere", "global\nlast", "global\nbest", "own\nlast", "own\nbest"):
+    for name in ("no.", "params", "RAM\nneeded", "RAM\nthere", "global\nlast", "global\nbest", "personal\nlast", "personal\nbest"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            escape(row["label"]),
+            escape(row["tier"]),
             whole(row["count"]),
             whole(row["params"]),
             memory(row["ram_need"]),
