@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nestling.devices import Budget, round_time
+from nestling.devices import Budget, Timing, round_time
 from nestling.engines import Engine
 from nestling.evaluation import Bench, evaluate
 from nestling.message import Message, faults
 from nestling.methods import Method, Reply
 from nestling.training.client import Outcome, Task
-from nestling.world import Device, Piece, World, piece_cost
+from nestling.world import Device, Piece, World
 
 Metrics = dict[str, Any]
 
@@ -134,19 +134,11 @@ def _bad_facts(reply: Message) -> str | None:
     return None if good else f"the number of samples is {samples!r}"
 
 
-def _timing(world: World, s: _Sent, outcome: Outcome, number: int) -> Any:
+def _timing(world: World, s: _Sent, outcome: Outcome, number: int) -> Timing:
     plan = world.plans[s.device.tier]
     budget = Budget(batch=world.train.batch, samples=outcome.samples, epochs=1, optimizer=plan.budget.optimizer)
     slowdown = world.fleet.slowdown(s.device.id, number)
-    return round_time(plan.profile, _cost(world, s.piece), budget, s.message.nbytes, outcome.reply.nbytes, slowdown)
-
-
-def _cost(world: World, piece: Piece) -> Any:
-    cache = world.__dict__.setdefault("_costs", {})
-    key = (piece.reference.name, piece.view.key())
-    if key not in cache:
-        cache[key] = piece_cost(piece)
-    return cache[key]
+    return round_time(plan.profile, world.cost(s.piece), budget, s.message.nbytes, outcome.reply.nbytes, slowdown)
 
 
 def _measure(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
@@ -82,6 +82,8 @@ class World:
     class_names: tuple[str, ...] = ()
     public: Tensor | None = None
     store: ClientStore = field(default_factory=ClientStore)
+    _pieces: dict[tuple[str, int], Piece] = field(default_factory=dict, init=False, repr=False)
+    _costs: dict[tuple[str, bytes], Cost] = field(default_factory=dict, init=False, repr=False)
 
     def device(self, client: int, round: int = 0) -> Device:
         """A client in a round; its piece shrinks with its free memory. Round 0 is its piece at rest."""
@@ -98,10 +100,16 @@ class World:
         return plan.piece if step == MEMORY_STEPS else self._smaller(plan.tier.name, step)
 
     def _smaller(self, tier: str, step: int) -> Piece:
-        cache = self.__dict__.setdefault("_pieces", {})
-        if (tier, step) not in cache:
-            cache[tier, step] = _piece_in(self.plans[tier], step / MEMORY_STEPS)
-        return cache[tier, step]
+        if (tier, step) not in self._pieces:
+            self._pieces[tier, step] = _piece_in(self.plans[tier], step / MEMORY_STEPS)
+        return self._pieces[tier, step]
+
+    def cost(self, piece: Piece) -> Cost:
+        """What a piece costs, remembered."""
+        key = (piece.reference.name, piece.view.key())
+        if key not in self._costs:
+            self._costs[key] = piece_cost(piece)
+        return self._costs[key]
 
     def refuse_own_networks(self, method: str) -> None:
         """For methods that merge weights: every tier must hold a view of the one network."""
@@ -113,6 +121,7 @@ class World:
                     fix="leave it out, or use a method that fuses unlike networks, e.g. shared-distill",
                 )
 
+    @cached_property
     def smallest(self) -> Piece:
         """The largest piece of the main network that every tier can train: the common part of all their views."""
         views = [p.piece.view for p in self.plans.values() if p.piece.reference is self.main]

@@ -29,8 +29,8 @@ class FedAvg(SharedWeights):
     )
 
     def piece(self, device: Device, round: int) -> Piece:
-        return self.world.smallest()
+        return self.world.smallest
 
     def global_model(self) -> Model:
-        piece = self.world.smallest()
+        piece = self.world.smallest
         return Model(piece.reference, piece.view, piece.view.extract(self.weights))

@@ -15,7 +15,7 @@ from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.phase import Phase
-from nestling.views import Reference, View, from_spec, to_spec
+from nestling.views import Reference, View, to_spec
 from nestling.views.nested import forward, nested_masks
 from nestling.world import Device, Piece, World
 
@@ -69,7 +69,7 @@ class SharedAverage(SharedWeights):
         return replace(super().send(device, piece, round), facts={"levels": levels})
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
-        levels = [from_spec(client.reference.axes, spec) for spec in received.facts["levels"]]
+        levels = [client.reference.view(spec) for spec in received.facts["levels"]]
         masks = nested_masks(client.reference.axes, levels) if self.nested else {}
         smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []
         objective = partial(_with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)

@@ -52,7 +52,16 @@ def terminal_table(folder: Path) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("tier", no_wrap=True)
-    for name in ("no.", "params", "RAM\nneeded", "RAM\nthere", "global\nlast", "global\nbest", "personal\nlast", "personal\nbest"):
+    for name in (
+        "no.",
+        "params",
+        "RAM\nneeded",
+        "RAM\nthere",
+        "global\nlast",
+        "global\nbest",
+        "personal\nlast",
+        "personal\nbest",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

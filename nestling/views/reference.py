@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,7 +14,7 @@ from nestling.views.axes import Axes, trace
 from nestling.views.shrink import resize
 from nestling.views.view import State, View, from_spec, full
 
-_KEPT_NETWORKS = 64
+_KEPT = 64
 
 
 class Reference:
@@ -25,6 +26,7 @@ class Reference:
     def __init__(self, name: str, module: nn.Module, shape: Sequence[int]) -> None:
         self.name, self.module, self.shape = name, module, tuple(shape)
         self._networks: OrderedDict[bytes, nn.Module] = OrderedDict()
+        self._views: OrderedDict[str, View] = OrderedDict()
 
     @cached_property
     def axes(self) -> Axes:
@@ -47,15 +49,18 @@ class Reference:
 
     def view(self, spec: Mapping[str, Any]) -> View:
         """The view that a plain description stands for (see `to_spec`)."""
-        return from_spec(self.axes, spec)
+        key = json.dumps(spec, sort_keys=True)
+        if key not in self._views:
+            self._views[key] = from_spec(self.axes, spec)
+            _forget_oldest(self._views)
+        return self._views[key]
 
     def network(self, view: View, state: Mapping[str, Any] | None = None) -> nn.Module:
         """The skeleton of a view's network, loaded with `state` when given."""
         key = view.key()
         if key not in self._networks:
             self._networks[key] = resize(self.module, {name: view.shape(name) for name in view.members}, view.dropped)
-            while len(self._networks) > _KEPT_NETWORKS:
-                self._networks.popitem(last=False)
+            _forget_oldest(self._networks)
         self._networks.move_to_end(key)
         network = self._networks[key]
         if state is not None:
@@ -63,4 +68,9 @@ class Reference:
         return network
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_networks": OrderedDict()}
+        return {**self.__dict__, "_networks": OrderedDict(), "_views": OrderedDict()}
+
+
+def _forget_oldest(kept: OrderedDict[Any, Any]) -> None:
+    while len(kept) > _KEPT:
+        kept.popitem(last=False)
