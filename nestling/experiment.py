@@ -6,7 +6,6 @@ One TOML file is one run. Every field has a default; a field that is unknown or 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +18,10 @@ from nestling.data import SplitConfig
 from nestling.devices import FleetConfig, Tier, read_fleet
 from nestling.engines import ENGINES
 from nestling.errors import InputError, unknown
+from nestling.files import parse_toml, read_toml
 from nestling.methods import Method, method_class
 from nestling.schema import convert, from_table, require, to_table
 from nestling.training.phase import Train
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 DEFAULT_METHOD = "shared-average"
 
@@ -148,7 +143,7 @@ class Experiment:
     @staticmethod
     def read(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
         """An experiment from a TOML file (None: the defaults) and `key.path=value` overrides."""
-        table = _read_toml(Path(path)) if path is not None else {}
+        table = read_toml(path) if path is not None else {}
         for override in overrides:
             _override(table, override)
         if path is not None:
@@ -192,15 +187,6 @@ def _named(value: Any, key: str) -> Named:
     return Named(name, {k: v for k, v in value.items() if k != "name"})
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path}", fix="give the path of an experiment's TOML file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path} cannot be read as TOML: {error}") from None
-
-
 def _override(table: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     path = [part.strip() for part in key.split(".")]
@@ -219,8 +205,8 @@ def _override(table: dict[str, Any], text: str) -> None:
 def _value(text: str) -> Any:
     """A TOML value, or plain text where it is none."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}", "--set")["value"]
+    except InputError:
         return text
 
 

@@ -1,10 +1,19 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and configuration read with errors that say what to mend."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from nestling.errors import InputError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -21,3 +30,22 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def read_toml(path: str | Path, field: str | None = None) -> dict[str, Any]:
+    """The tables of a TOML file; a missing, unreadable or broken file is an `InputError` on `field`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}", field=field, fix="check the path; it is relative to where you are") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}", field=field, fix="give a readable UTF-8 text file") from None
+    return parse_toml(text, str(path), field)
+
+
+def parse_toml(text: str, name: str, field: str | None = None) -> dict[str, Any]:
+    """The tables of a text in TOML; `name` says where it came from."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{name} is not valid TOML: {error}", field=field, fix="mend the line it names") from None

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from nestling.errors import InputError, unknown
@@ -96,6 +96,14 @@ def _convert_plain(hint: Any, value: Any, path: str) -> Any:
     if hint is float and not math.isfinite(value):
         raise InputError(f"expected a finite number, got {value!r}", field=path)
     return value
+
+
+def check_keys(table: Mapping[str, Any], allowed: Iterable[str], field: str) -> None:
+    """Refuse a key outside `allowed`, with the nearest one that exists."""
+    known = list(allowed)
+    for key in table:
+        if key not in known:
+            raise unknown("key", key, known, field=f"{field}.{key}" if field else key)
 
 
 def require(condition: bool, message: str, field: str, fix: str | None = None) -> None:

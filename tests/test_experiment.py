@@ -76,7 +76,7 @@ def test_bad_fields_are_named(override: str, said: str, tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_toml_is_told(tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text("rounds = = 3")
-    with pytest.raises(InputError, match="cannot be read as TOML"):
+    with pytest.raises(InputError, match="not valid TOML"):
         Experiment.read(tmp_path / "e.toml")
     with pytest.raises(InputError, match="there is no file"):
         Experiment.read(tmp_path / "none.toml")

@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nestling.devices.files import check_keys, read_toml
 from nestling.devices.units import quantity
 from nestling.errors import InputError, unknown
+from nestling.files import read_toml
+from nestling.schema import check_keys
 
 SOURCES = ("datasheet", "measured", "estimate")
 KINDS = ("microcontroller", "board", "phone", "server")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nestling.devices.catalogue import Profile, catalogue, load_catalogue
-from nestling.devices.files import check_keys, read_toml
 from nestling.errors import InputError, unknown
+from nestling.files import read_toml
+from nestling.schema import check_keys
 
 DEFAULT_SIZE, LARGEST = 20, 10**9
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
+from nestling.files import parse_toml
 from nestling.report.words import number
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
 
 Record = dict[str, Any]
 
@@ -48,7 +43,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder,
         config_text,
-        _toml(folder / "experiment.toml", config_text),
+        parse_toml(config_text, str(folder / "experiment.toml")),
         metrics,
         _object(folder / "summary.json"),
         _object(folder / "federation.json"),
@@ -164,13 +159,6 @@ def _object(path: Path) -> Record:
 
 def _text(path: Path) -> str:
     return _bytes(path).decode(errors="replace") if path.is_file() else ""
-
-
-def _toml(path: Path, text: str) -> Record:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"not valid TOML: {error}", field=str(path), fix="restore or remove the file") from error
 
 
 def _bytes(path: Path) -> bytes:

@@ -163,7 +163,7 @@ def test_bad_files_name_the_field(tmp_path: Path, old: str, new: str, field: str
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match="there is no file"):
         load_catalogue(tmp_path / "nowhere.toml")
     with pytest.raises(InputError, match="cannot read"):
         load_catalogue(tmp_path)

@@ -317,7 +317,7 @@ def test_counts_and_size_must_agree() -> None:
         ("size = 10", "size = 2.5", "fleet.size", "whole"),
         ("size = 10", "size = true", "fleet.size", "True"),
         ("size = 10", "catalogue = 3", "fleet.catalogue", "3"),
-        ("size = 10", 'catalogue = "nowhere.toml"', "catalogue", "no such file"),
+        ("size = 10", 'catalogue = "nowhere.toml"', "catalogue", "there is no file"),
         ("size = 10", "size = = 10", "fleet.path", "TOML"),
         ("ratio = 0.5", 'ratio = "half"', "fleet.tiers[1].ratio", "half"),
         ("ratio = 0.5", "device = 3", "fleet.tiers[1].device", "text"),
@@ -334,7 +334,7 @@ def test_bad_files_name_the_field(tmp_path: Path, old: str, new: str, field: str
 
 
 def test_missing_file_and_two_sources(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file") as caught:
+    with pytest.raises(InputError, match="there is no file") as caught:
         make_fleet(FleetConfig(path=str(tmp_path / "none.toml")), 0)
     assert caught.value.field == "fleet.path"
     with pytest.raises(InputError, match="keep one"):

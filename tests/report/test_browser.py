@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+import nestling
 from nestling.report.page import write_comparison, write_report
 from tests.report.made_up_run import write_run
+from tests.small import small
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = [
@@ -66,14 +68,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write_run(folder / "b", seed=1),
         write_run(folder / "c", method="fedavg", title="FedAvg", gain=-0.1),
     ]
+    nestling.run(small(), out=folder / "real")
     return {
+        "real": folder / "real" / "report.html",
         "run": write_report(runs[0]),
         "unfinished": write_report(write_run(folder / "half", done=1)),
         "comparison": write_comparison(runs, folder / "all.html"),
     }
 
 
-@pytest.fixture(params=["run", "unfinished", "comparison"])
+@pytest.fixture(params=["real", "run", "unfinished", "comparison"])
 def page(request: pytest.FixtureRequest, made: dict[str, Path], driver: Any) -> Any:
     """The browser with one of the pages open, on a desktop, in light colours."""
     return show(driver, made[request.param])
