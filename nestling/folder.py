@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from nestling.errors import InputError
 from nestling.events import EventFile
@@ -29,19 +29,24 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: TextIO | None = None
+        self._lock: int | None = None
+        self._events: EventFile | None = None
 
-    def start(self, round: int) -> None:
-        """Takes the folder for this process, and cuts its log back to the round the run stands at."""
-        lock = open(self.path / "experiment.toml")  # noqa: SIM115 (held until close)
+    def take(self) -> RunFolder:
+        """Takes the folder for this process; a second one is refused."""
+        lock = os.open(self.path, os.O_RDONLY)  # the folder itself, since its files are replaced as they change
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.close()
+            os.close(lock)
             raise InputError(
                 f"another process is running in {self.path}", field="--resume", fix="wait for it, or stop it"
             ) from None
         self._lock = lock
+        return self
+
+    def start(self, round: int) -> None:
+        """Cuts the log back to the round the run stands at, and opens it."""
         kept = [line for line in self.metrics() if line["round"] <= round]
         write_atomic(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = EventFile(self.path / "tensorboard", purge_from=round + 1)
@@ -60,6 +65,7 @@ class RunFolder:
         """Adds a round."""
         with open(self.path / METRICS, "a") as file:
             file.write(json.dumps(metrics) + "\n")
+        assert self._events is not None
         self._events.scalars(dict(_scalars(metrics)), step=metrics["round"])
 
     def write(self, name: str, data: str | bytes) -> None:
@@ -73,10 +79,11 @@ class RunFolder:
 
     def close(self) -> None:
         """Lets go of the folder."""
-        if self._lock is not None:
+        if self._events is not None:
             self._events.close()
-            self._lock.close()
-            self._lock = None
+        if self._lock is not None:
+            os.close(self._lock)
+        self._events = self._lock = None
 
     def remove(self) -> None:
         """Takes the whole folder away: nothing worth keeping was written."""

@@ -69,30 +69,33 @@ def run(experiment: Experiment | None = None, *, out: str | Path | None = None, 
         description = describe(settled, federation)
         files = {"experiment.toml": settled.to_toml(), "federation.json": json.dumps(description, indent=1)}
         with _disk_errors(path):
-            home = folder.create(path, files) if path else None
+            home = folder.create(path, files).take() if path else None
         return _play(settled, federation, description, home, watcher or Watcher(), fresh=True)
 
 
 def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()) -> Result:
     """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be overridden."""
-    home = folder.reopen(Path(path))
     for override in overrides:
         if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
             raise InputError(
                 "a resumed run keeps its experiment", field=override.partition("=")[0], fix="only rounds and engine.* may change"
             )
-    experiment = Experiment.read(home.path / "experiment.toml", overrides)
-    saved = checkpoint.load(home.path)
-    with _one_thread():
-        store = ClientStore(home.path / "clients")
-        store.resume(saved[1].round if saved else 0)
-        settled, federation = assemble(experiment, store)
-        if saved:
-            federation.method.restore(saved[0])
-            federation.totals = saved[1]
-        if overrides:
-            home.write("experiment.toml", settled.to_toml())
-        return _play(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
+    home = folder.reopen(Path(path)).take()
+    try:
+        experiment = Experiment.read(home.path / "experiment.toml", overrides)
+        saved = checkpoint.load(home.path)
+        with _one_thread():
+            store = ClientStore(home.path / "clients")
+            store.resume(saved[1].round if saved else 0)
+            settled, federation = assemble(experiment, store)
+            if saved:
+                federation.method.restore(saved[0])
+                federation.totals = saved[1]
+            if overrides:
+                home.write("experiment.toml", settled.to_toml())
+            return _play(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
+    finally:
+        home.close()
 
 
 def _play(
