@@ -13,7 +13,7 @@ run: setup
 	$(BIN)/nestling run
 
 test: setup-dev lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow or ci"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: setup-dev
 	$(BIN)/ruff check nestling tests benchmarks examples

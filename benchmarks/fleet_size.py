@@ -46,9 +46,7 @@ def in_own_process(size: int) -> dict[str, float]:
 def main(large: int, small: int) -> None:
     rows = {size: in_own_process(size) for size in (small, large)}
     for size, row in rows.items():
-        print(
-            f"{size:>9} devices: peak {row['megabytes']:.0f} MB, {row['seconds_per_gmac']:.3f} s a round per 10⁹ MACs"
-        )
+        print(f"{size:>9} devices: peak {row['megabytes']:.0f} MB, {row['seconds_per_gmac']:.3f} s a round per 10⁹ MACs")
     more = rows[large]["megabytes"] - rows[small]["megabytes"]
     print(
         f"memory: {more:+.0f} MB; time of a round: {rows[large]['seconds_per_gmac'] / rows[small]['seconds_per_gmac']:.2f} times"
