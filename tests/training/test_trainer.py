@@ -95,6 +95,7 @@ def test_train_settings_make_the_schedule() -> None:
         Train(lr=0)
 
 
+@pytest.mark.filterwarnings("ignore:reduction")
 def test_distillation_is_batch_mean_with_temperature_squared() -> None:
     """Against the definition written out, and against torch's element-mean, which is smaller by the number of classes."""
     teacher, student = torch.randn(4, 10), torch.randn(4, 10)
