@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -75,18 +74,23 @@ def test_the_same_command_twice_gives_the_same_file(tmp_path: Path) -> None:
     assert digest(tmp_path / "a") != digest(tmp_path / "c")
 
 
-def test_a_run_killed_before_its_first_round_starts_again(tmp_path: Path) -> None:
-    class Stop(Exception):
-        pass
-
+def test_a_run_that_fails_before_its_first_round_leaves_nothing(tmp_path: Path) -> None:
     def stop(*_: object) -> None:
-        os.rename(tmp_path / "run" / "experiment.toml", tmp_path / "kept.toml")
-        os.rename(tmp_path / "kept.toml", tmp_path / "run" / "experiment.toml")
-        raise Stop
+        raise RuntimeError("stopped")
 
-    with pytest.raises(Stop):
+    with pytest.raises(RuntimeError, match="stopped"):
         nestling.run(small(), out=tmp_path / "run", watcher=nestling.Watcher(started=stop))
-    assert not (tmp_path / "run").exists()  # nothing worth keeping had been written
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    """What a kill at that moment leaves: the folder with its first files and no checkpoint."""
+    whole = nestling.run(small(), out=tmp_path / "whole")
+    (tmp_path / "killed").mkdir()
+    for name in ("experiment.toml", "federation.json"):
+        (tmp_path / "killed" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+    assert nestling.resume(tmp_path / "killed").summary["rounds_done"] == whole.summary["rounds_done"]
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
