@@ -9,7 +9,7 @@ from torch import nn
 
 from nestling.data import Dataset, load, make_split, take_public
 from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
-from nestling.engines import make_engine
+from nestling.engines import Settings, choose_device, make_engine
 from nestling.errors import InputError
 from nestling.evaluation import Bench, panel
 from nestling.experiment import Experiment, Named, fleet_of
@@ -31,6 +31,7 @@ def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[
     experiment.split.check()
     dataset = load(experiment.data.name, path=experiment.data.path, missing=experiment.data.missing, seed=experiment.seed)
     dataset, public = take_public(dataset, experiment.split.public, experiment.seed)
+    place = choose_device(experiment.engine.name, experiment.engine.device)
     experiment = _settle_model(experiment, dataset)
     main = _main_network(experiment, dataset)
     experiment = _settle_fleet(experiment, dataset, main)
@@ -45,13 +46,15 @@ def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[
     )
     references = {main.name: main, **_own_networks(experiment, dataset)}
     plans = plan_tiers(fleet, references, main, _budget(experiment, dataset))
+    for reference in references.values():
+        reference.to(place)
     world = World(references, main, fleet, split, plans, dataset.classes, experiment.train, experiment.seed)
     world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
-    world.public = public.x if public is not None else None
+    world.public = public.x.to(place) if public is not None else None
     world.store = store or ClientStore()
     method = experiment.make_method()
     method.setup(world)
-    return experiment, _federation(experiment, dataset, world, method)
+    return experiment, _federation(experiment, dataset, world, method, place)
 
 
 def site_of(federation: Federation) -> Site:
@@ -156,20 +159,27 @@ def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Referen
     return own
 
 
-def _federation(experiment: Experiment, dataset: Dataset, world: World, method: Method) -> Federation:
+def _federation(experiment: Experiment, dataset: Dataset, world: World, method: Method, place: str) -> Federation:
     participants = experiment.participants or len(world.fleet)
     order = torch.from_numpy(stream(experiment.seed, "calibration").permutation(len(dataset.y)))
     bench = Bench(
-        dataset.x_test,
-        dataset.y_test,
-        dataset.x,
-        dataset.y,
+        dataset.x_test.to(place),
+        dataset.y_test.to(place),
+        dataset.x.to(place),
+        dataset.y.to(place),
         experiment.evaluate.batch,
-        order[: experiment.evaluate.calibration or len(order)],
+        order[: experiment.evaluate.calibration or len(order)].to(place),
         panel(world, experiment.evaluate.clients),
     )
+    chosen = experiment.engine
     engine = make_engine(
-        experiment.engine.name, experiment.engine.workers, experiment.rounds * participants, _portable(experiment)
+        chosen.name,
+        chosen.workers,
+        experiment.rounds * participants,
+        _portable(experiment),
+        place,
+        Settings(chosen.precision, chosen.compile),
+        chosen.address,
     )
     return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every)
 

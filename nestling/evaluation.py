@@ -67,7 +67,7 @@ def _test_client(method: Method, world: World, bench: Bench, device: Device, tes
     held_out = world.split.holdout(device.id)
     if len(held_out):
         module = _ready(model or method.model_for(device), world, bench)
-        index = torch.from_numpy(np.asarray(held_out))
+        index = torch.from_numpy(np.asarray(held_out)).to(bench.x.device)
         personal = float((_predict(module, bench.x[index], bench.batch) == bench.y[index]).float().mean())
     else:
         personal = _personal(hits, bench.y_test, world.split.counts(device.id))
@@ -96,8 +96,8 @@ def _accuracy(hits: Tensor, y: Tensor) -> float:
 
 def _personal(hits: Tensor, y: Tensor, counts: np.ndarray) -> float:
     """Accuracy by class, weighted by the client's own classes; classes that the test set lacks are left out."""
-    tested = torch.bincount(y, minlength=len(counts)).numpy()
-    right = torch.bincount(y[hits], minlength=len(counts)).numpy()
+    tested = torch.bincount(y, minlength=len(counts)).cpu().numpy()
+    right = torch.bincount(y[hits], minlength=len(counts)).cpu().numpy()
     weight = np.where(tested > 0, counts, 0).astype(np.float64)
     if weight.sum() == 0:
         return float(hits.float().mean())

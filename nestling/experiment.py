@@ -16,7 +16,7 @@ from torch import nn
 
 from nestling.data import SplitConfig
 from nestling.devices import FleetConfig, Tier, read_fleet
-from nestling.engines import ENGINES
+from nestling.engines import DEVICES, ENGINES, PRECISIONS
 from nestling.errors import InputError, unknown
 from nestling.files import parse_toml, read_toml
 from nestling.methods import Method, method_class
@@ -45,10 +45,22 @@ class Data:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Where clients run: auto, inline or pool; `workers` 0 means one a core."""
+    """Where clients run.
+
+    name:      auto, inline (one after another), pool (processes), cohort (equal clients as one stack), ray (`nestling[ray]`).
+    workers:   processes of pool, cohort on the CPU, and ray; 0 means one a core.
+    device:    auto, cpu or cuda. auto takes a GPU where there is one and the engine is auto or cohort.
+    precision: float32, tf32 or bf16, on a GPU; a CPU always computes in float32.
+    compile:   whether torch.compile fuses the stacked step on a GPU: faster rounds after some ten seconds a kind of network.
+    address:   the Ray cluster to join (empty: a local one).
+    """
 
     name: str = "auto"
     workers: int = 0
+    device: str = "auto"
+    precision: str = "float32"
+    compile: bool = False
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,9 @@ class Experiment:
         if self.engine.name not in ENGINES:
             raise unknown("engine", self.engine.name, ENGINES, field="engine.name")
         require(self.engine.workers >= 0, "must not be negative (0: one a core)", "engine.workers")
+        for name, allowed in (("device", DEVICES), ("precision", PRECISIONS)):
+            if getattr(self.engine, name) not in allowed:
+                raise unknown(name, getattr(self.engine, name), allowed, field=f"engine.{name}")
         require(self.evaluate.every >= 1, "must be at least 1", "evaluate.every")
         require(self.evaluate.clients >= 1, "must be at least 1", "evaluate.clients")
         require(self.evaluate.batch >= 1, "must be at least 1", "evaluate.batch")

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ _SEPARATOR = "/"
 _PACKED = "bits:"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Message:
     """Parts by kind (`weights`, `logits`, `prototypes`, `mask`, `control`, …), each a set of named tensors, and plain facts."""
 
@@ -41,10 +42,11 @@ class Message:
     def __contains__(self, kind: str) -> bool:
         return kind in self.parts
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The exact payload: every tensor's bytes, flags packed to bits. Names and facts are the header and not counted."""
-        return sum(payload(t) for part in self.parts.values() for t in part.values())
+        # A state in one piece of memory knows its size without making its tensors.
+        return sum(getattr(part, "nbytes", None) or sum(payload(t) for t in part.values()) for part in self.parts.values())
 
     def to_bytes(self) -> bytes:
         """The serial form."""

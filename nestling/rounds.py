@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nestling.devices import Budget, Timing, round_time
+from torch import Tensor
+
+from nestling.devices import Timing
 from nestling.engines import Engine
 from nestling.evaluation import Bench, evaluate
 from nestling.message import Message, faults
 from nestling.methods import Method, Reply
 from nestling.training.client import Outcome, Task
+from nestling.views import State
+from nestling.views.flat import Row, layout_of
 from nestling.world import Device, Piece, World
 
 Metrics = dict[str, Any]
@@ -46,6 +51,9 @@ class Federation:
     totals: Totals = field(default_factory=Totals)
     on_client: Callable[[int, int], None] = lambda done, of: None
     on_refusal: Callable[[int, int, str], None] = lambda client, round, reason: None
+    ahead: int = 0  # rounds that the method's state is ahead of `totals`
+    settle: bool = False  # set to have no round started before all that were are done
+    stateful: bool = False  # whether any client has kept anything
 
 
 @dataclass
@@ -58,18 +66,60 @@ class _Sent:
     dropped: bool
 
 
+@dataclass
+class _Round:
+    """A round under way: merged, but perhaps still being computed on a device."""
+
+    number: int
+    before: dict[str, State]
+    sent: dict[int, _Sent]
+    outcomes: dict[int, Outcome]
+    refusals: list[tuple[int, str]]
+    unsure: list[tuple[int, Row]]  # clients whose reply counted before its values were looked at
+    events: dict[str, float]
+    tested: dict[str, Any] | None
+
+
 def play(federation: Federation) -> Iterator[Metrics]:
-    """Plays the remaining rounds; gives each one's metrics after its merge, before anything is written."""
-    for number in range(federation.totals.round + 1, federation.rounds + 1):
-        began = time.monotonic()
-        sent = _send(federation, number)
-        outcomes = _train(federation, sent, number)
-        replies, events = _admit(federation, sent, outcomes, number)
-        federation.method.merge(replies, number)
-        metrics = _measure(federation, number, sent, outcomes, events)
-        metrics["seconds"] = time.monotonic() - began
-        federation.totals.round = number
+    """Plays the remaining rounds; gives each one's metrics after its merge, before anything is written.
+
+    Where the engine works asynchronously, the next round is started before the results of one are looked at. Should a reply turn out
+    not to be finite, the method goes back to its state before that round, which is played again without it.
+    """
+    waiting: deque[_Round] = deque()
+    number, mark = federation.totals.round + 1, time.monotonic()
+    refused: frozenset[int] = frozenset()
+    while waiting or number <= federation.rounds:
+        # What clients keep cannot be taken back, so with such methods no round is started on trust.
+        ahead = 0 if federation.settle or federation.stateful else federation.engine.lookahead
+        if number <= federation.rounds and len(waiting) <= ahead:
+            waiting.append(_start(federation, number, refused))
+            number, refused = number + 1, frozenset()
+            continue
+        done = waiting.popleft()
+        federation.ahead = len(waiting)
+        broken = frozenset(client for client, row in done.unsure if not row.stack.finite[row.number])
+        if broken:
+            federation.method.restore(done.before)
+            waiting.clear()
+            number, refused = done.number, broken
+            continue
+        metrics = _measure(federation, done)
+        mark, metrics["seconds"] = time.monotonic(), time.monotonic() - mark
+        federation.totals.round = done.number
         yield metrics
+
+
+def _start(federation: Federation, number: int, refused: frozenset[int]) -> _Round:
+    before = {name: state.copy() for name, state in federation.method.state().items()}
+    sent = _send(federation, number)
+    outcomes = _train(federation, sent, number)
+    found = _Round(number, before, sent, outcomes, [], [], {}, None)
+    replies = _admit(federation, found, refused)
+    federation.method.merge(replies, number)
+    if number % federation.evaluate_every == 0 or number == federation.rounds:
+        found.tested = evaluate(federation.method, federation.world, federation.bench)
+    return found
 
 
 def _send(federation: Federation, number: int) -> dict[int, _Sent]:
@@ -99,90 +149,121 @@ def _train(federation: Federation, sent: dict[int, _Sent], number: int) -> dict[
     outcomes = dict(sorted(outcomes.items()))
     for client, outcome in outcomes.items():
         store.put(client, outcome.memory, number)
+        federation.stateful |= bool(outcome.memory)
     return outcomes
 
 
-def _admit(
-    federation: Federation, sent: dict[int, _Sent], outcomes: dict[int, Outcome], number: int
-) -> tuple[list[Reply], dict[str, float]]:
-    """The replies that count, and what happened to the others and to the clock."""
-    world, replies = federation.world, []
-    events = {"refused": 0, "late": 0, "dropped": sum(s.dropped for s in sent.values()), "seconds": 0.0, "joules": 0.0}
+def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> list[Reply]:
+    """The replies that count; writes down what happened to the others and to the clock."""
+    world, replies, sent = federation.world, [], found.sent
+    events = {"late": 0, "dropped": sum(s.dropped for s in sent.values()), "seconds": 0.0, "joules": 0.0}
     deadline = world.fleet.deadline
-    for client, outcome in outcomes.items():
+    seen: dict[Hashable, Timing] = {}  # clients with equal work take equally long, unless devices slow down by chance
+    for client, outcome in found.outcomes.items():
         s = sent[client]
-        spent = _timing(world, s, outcome, number)
+        same = (id(s.piece), s.device.tier, id(s.message), outcome.samples, outcome.reply.nbytes)
+        spent = seen.get(same)
+        if spent is None:
+            spent = _timing(world, s, outcome, found.number)
+            if world.fleet.steady:
+                seen[same] = spent
         events["joules"] += spent.energy_j
         events["seconds"] = max(events["seconds"], min(spent.total_s, deadline or spent.total_s))
         if deadline and spent.total_s > deadline:
             events["late"] += 1
             continue
-        reason = faults(outcome.reply, federation.method.expects(s.piece, s.message)) or _bad_facts(outcome.reply)
+        reason = _NOT_FINITE if client in refused else _faults(federation.method, s, outcome.reply, found)
         if reason:
-            events["refused"] += 1
-            federation.on_refusal(client, number, reason)
+            found.refusals.append((client, reason))
             continue
         replies.append(Reply(s.device, s.piece, s.message, outcome.reply))
     if deadline and events["dropped"]:
         events["seconds"] = deadline  # the server waited for those that never answered
-    return replies, events
+    found.events = events
+    return replies
+
+
+_NOT_FINITE = "values that are not finite"
+
+
+def _faults(method: Method, s: _Sent, reply: Message, found: _Round) -> str | None:
+    """Why a reply is refused. Rows of a stack are known to be well-formed by their layout; whether they are finite is asked later."""
+    expected = method.expects(s.piece, s.message)
+    rows = [
+        k for k, part in reply.parts.items() if isinstance(part, Row) and k in expected and part.layout is layout_of(expected[k])
+    ]
+    for kind in rows:
+        row: Any = reply.parts[kind]
+        row.stack.look()
+        found.unsure.append((s.device.id, row))
+    if len(rows) < len(reply.parts) or len(rows) < len(expected):
+        rest = Message({kind: part for kind, part in reply.parts.items() if kind not in rows}, reply.facts)
+        reason = faults(rest, {kind: like for kind, like in expected.items() if kind not in rows})
+        if reason:
+            return reason
+    return _bad_facts(reply)
 
 
 def _bad_facts(reply: Message) -> str | None:
     samples = reply.facts.get("samples")
-    good = isinstance(samples, int) and not isinstance(samples, bool) and 0 < samples < 2**40
+    good = type(samples) is int and 0 < samples < 2**40
     return None if good else f"the number of samples is {samples!r}"
 
 
 def _timing(world: World, s: _Sent, outcome: Outcome, number: int) -> Timing:
-    plan = world.plans[s.device.tier]
-    budget = Budget(batch=world.train.batch, samples=outcome.samples, epochs=1, optimizer=plan.budget.optimizer)
     slowdown = world.fleet.slowdown(s.device.id, number)
-    return round_time(plan.profile, world.cost(s.piece), budget, s.message.nbytes, outcome.reply.nbytes, slowdown)
+    return world.timing(s.device.tier, s.piece, outcome.samples, s.message.nbytes, outcome.reply.nbytes, slowdown)
 
 
-def _measure(
-    federation: Federation, number: int, sent: dict[int, _Sent], outcomes: dict[int, Outcome], events: dict[str, float]
-) -> Metrics:
-    totals = federation.totals
-    up = sum(o.reply.nbytes for o in outcomes.values())
-    down = sum(s.message.nbytes for s in sent.values())
+def _measure(federation: Federation, done: _Round) -> Metrics:
+    totals, sent, outcomes, events = federation.totals, done.sent, done.outcomes, done.events
+    for client, reason in done.refusals:
+        federation.on_refusal(client, done.number, reason)
+    losses = {client: float(o.loss) for client, o in outcomes.items()}
+    counts = {"refused": len(done.refusals), "late": int(events["late"]), "dropped": int(events["dropped"])}
+    up = sum([o.reply.nbytes for o in outcomes.values()])
+    down = sum([s.message.nbytes for s in sent.values()])
     totals.bytes_up, totals.bytes_down = totals.bytes_up + up, totals.bytes_down + down
-    for name in ("refused", "late", "dropped"):
-        setattr(totals, name, getattr(totals, name) + int(events[name]))
+    for name, count in counts.items():
+        setattr(totals, name, getattr(totals, name) + count)
     totals.clock_seconds += events["seconds"]
     totals.energy_joules += events["joules"]
-    metrics: Metrics = {
-        "round": number,
+    tested = dict(done.tested or {"global_accuracy": None, "personal_accuracy": None, "by_tier": {}})
+    accuracies = tested.pop("by_tier")
+    by_tier = _tier_losses(federation.world, sent, outcomes, losses)
+    return {
+        "round": done.number,
         "clients": list(sent),
-        "loss": _weighted_loss(list(outcomes.values())),
-        "global_accuracy": None,
-        "personal_accuracy": None,
-        "by_tier": _tier_losses(federation.world, sent, outcomes),
+        "loss": _weighted_loss(list(outcomes.values()), losses),
+        "by_tier": {tier: {**row, **accuracies.get(tier, {})} for tier, row in by_tier.items()},
         "bytes_up": up,
         "bytes_down": down,
         "bytes_up_total": totals.bytes_up,
         "bytes_down_total": totals.bytes_down,
-        **{name: int(events[name]) for name in ("refused", "late", "dropped")},
+        **counts,
         "clock_seconds": totals.clock_seconds,
         "energy_joules": totals.energy_joules,
+        **tested,
     }
-    if number % federation.evaluate_every == 0 or number == federation.rounds:
-        tested = evaluate(federation.method, federation.world, federation.bench)
-        for tier, values in tested.pop("by_tier").items():
-            metrics["by_tier"][tier].update(values)
-        metrics.update(tested)
-    return metrics
 
 
-def _tier_losses(world: World, sent: dict[int, _Sent], outcomes: dict[int, Outcome]) -> dict[str, Metrics]:
-    rows = {}
-    for tier in world.plans:
-        own = [o for client, o in outcomes.items() if sent[client].device.tier == tier]
-        rows[tier] = {"global_accuracy": None, "personal_accuracy": None, "loss": _weighted_loss(own), "clients": len(own)}
-    return rows
+def _tier_losses(
+    world: World, sent: dict[int, _Sent], outcomes: dict[int, Outcome], losses: dict[int, float]
+) -> dict[str, Metrics]:
+    own: dict[str, list[Outcome]] = {tier: [] for tier in world.plans}
+    for client, outcome in outcomes.items():
+        own[sent[client].device.tier].append(outcome)
+    return {
+        tier: {
+            "global_accuracy": None,
+            "personal_accuracy": None,
+            "loss": _weighted_loss(found, losses),
+            "clients": len(found),
+        }
+        for tier, found in own.items()
+    }
 
 
-def _weighted_loss(outcomes: list[Outcome]) -> float | None:
-    samples = sum(o.samples for o in outcomes)
-    return sum(o.loss * o.samples for o in outcomes) / samples if samples else None
+def _weighted_loss(outcomes: list[Outcome], losses: dict[int, float]) -> float | None:
+    samples = sum([o.samples for o in outcomes])
+    return sum([losses[o.client] * o.samples for o in outcomes]) / samples if samples else None

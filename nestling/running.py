@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +30,9 @@ from nestling.store import ClientStore
 from nestling.version import __version__
 from nestling.world import Model
 
+CHECKPOINT_SECONDS = 1.0
+"""Rounds that take longer are checkpointed one by one; of shorter ones at most this much work is done again after a crash."""
+
 
 @dataclass
 class Watcher:
@@ -37,6 +42,7 @@ class Watcher:
     client: Callable[[int, int], None] = lambda done, of: None
     round: Callable[[Metrics], None] = lambda metrics: None
     refusal: Callable[[int, int, str], None] = lambda client, round, reason: None
+    note: Callable[[str], None] = lambda text: None
 
 
 @dataclass
@@ -89,7 +95,8 @@ def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple
             store.resume(saved[1].round if saved else 0)
             settled, federation = assemble(experiment, store)
             if saved:
-                federation.method.restore(saved[0])
+                place = federation.world.place
+                federation.method.restore({k: {n: t.to(place) for n, t in part.items()} for k, part in saved[0].items()})
                 federation.totals = saved[1]
             if overrides:
                 home.write("experiment.toml", settled.to_toml())
@@ -116,12 +123,21 @@ def _play(
                 metrics = home.metrics()
             watcher.started(experiment, description, done)
             federation.engine.open(experiment.make_method(), site_of(federation))
+            saved, told = time.monotonic(), 0
+            # What exists by now stays: the collector need not walk through it again and again.
+            gc.freeze()
             for row in play(federation):
                 metrics.append(row)
                 if home:
                     home.log(row)
-                    checkpoint.save(home.path, federation.method.state(), federation.totals)
-                    federation.world.store.covered(federation.totals.round)
+                    due = time.monotonic() - saved >= CHECKPOINT_SECONDS or row["round"] == experiment.rounds
+                    if due and not federation.ahead:
+                        _save(home, federation)
+                        saved, due = time.monotonic(), False
+                    federation.settle = due
+                for note in federation.engine.notes[told:]:
+                    watcher.note(note)
+                told = len(federation.engine.notes)
                 watcher.round(row)
             summary = summarise(experiment, federation, metrics)
             if home:
@@ -131,16 +147,23 @@ def _play(
             home.remove()
         raise
     finally:
+        gc.unfreeze()
         federation.engine.close()
         if home:
             home.close()
     return Result(summary, metrics, home.path if home else None, federation)
 
 
+def _save(home: RunFolder, federation: Federation) -> None:
+    federation.world.store.sync()
+    checkpoint.save(home.path, federation.method.state(), federation.totals)
+    federation.world.store.covered(federation.totals.round)
+
+
 def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:
     model = federation.method.global_model()
     if model is not None:
-        home.write("global.safetensors", save({name: t.contiguous() for name, t in model.state.items()}))
+        home.write("global.safetensors", save({name: t.detach().cpu().contiguous().clone() for name, t in model.state.items()}))
     home.write("summary.json", json.dumps(summary, indent=1))
     write_report(home.path)
 

@@ -13,6 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+# The constants of the splitmix64 finaliser.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
 
 def derive(seed: int, *purpose: str | int) -> int:
     """A 63-bit seed for one purpose: `derive(seed, "batches", client, round)`."""
@@ -24,6 +28,17 @@ def derive(seed: int, *purpose: str | int) -> int:
 def stream(seed: int, *purpose: str | int) -> np.random.Generator:
     """A NumPy generator for one purpose."""
     return np.random.Generator(np.random.PCG64(derive(seed, *purpose)))
+
+
+def numbers(keys: int | np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """Random 64-bit numbers by counting: each is a hash of its key and its counter, so that any of them can be had without the others
+    and many at once. Keys and counters are broadcast against each other."""
+    base = np.asarray(keys, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = base + (counters + np.uint64(1)) * _GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * _FIRST
+        z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return z ^ (z >> np.uint64(31))
 
 
 @contextlib.contextmanager

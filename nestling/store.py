@@ -1,25 +1,32 @@
 """What clients keep between rounds: in memory while it fits, else on disk.
 
-Every version on disk carries its round. After a crash the run goes on from its last checkpoint, and the store gives each client
-what it had then: later versions are forgotten, and an older one is only removed once a checkpoint covers a newer.
+In a run folder every state is written at once, under its client and round. After a crash the run goes on from its last checkpoint,
+and the store gives each client what it had then: later versions are forgotten, and an older one is only removed once a checkpoint
+covers a newer. A version counts only once a checkpoint covers it, so it is written plainly and flushed with the others of its round.
+Without a run folder only what no longer fits is written, to a temporary folder that goes with the store.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import tempfile
+import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nestling.errors import InputError
-from nestling.files import write_atomic
 from nestling.message import Message, payload
 from nestling.views import State
 
 _FILE = re.compile(r"(\d+)\.(\d+)\.safetensors")
+_FLUSHERS = 16  # disks join flushes that wait at the same time
 
 
 class ClientStore:
-    """Client number → named tensors. Without a folder everything stays in memory."""
+    """Client number → named tensors. `limit_bytes` of them are held in memory, those used last."""
 
     def __init__(self, folder: Path | None = None, limit_bytes: int = 256 * 2**20) -> None:
         self.folder, self.limit = folder, limit_bytes
@@ -27,6 +34,9 @@ class ClientStore:
         self._bytes = 0
         self._versions: dict[int, list[int]] = {}  # rounds on disk, oldest first
         self._covered = 0  # the round of the last checkpoint
+        self._unflushed: list[Path] = []
+        self._unwritten: set[int] = set()  # without a run folder: those whose state is in memory only
+        self._temporary: Path | None = None
 
     def get(self, client: int) -> State:
         """What the client kept; nothing at first."""
@@ -42,25 +52,36 @@ class ClientStore:
         if not state:
             return
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._path(client, round), Message({"memory": state}).to_bytes())
+            self._unflushed.append(self._write(client, state, round))
             self._versions[client] = [*self._prune(client, round), round]
+        else:
+            self._unwritten.add(client)
         self._remember(client, state)
 
     def clients(self) -> list[int]:
         """Who has kept anything."""
         return sorted({*self._versions, *self._recent})
 
+    def sync(self) -> None:
+        """Flushes what was put to the disk, so that a checkpoint may rely on it."""
+        if not self._unflushed:
+            return
+        paths = [*self._unflushed, self._home()]
+        with ThreadPoolExecutor(min(_FLUSHERS, len(paths))) as flushers:
+            list(flushers.map(_flush, paths))
+        self._unflushed = []
+
     def covered(self, round: int) -> None:
         """A checkpoint of `round` is on disk: what only older checkpoints needed may go."""
+        self.sync()
         self._covered = round
 
     def resume(self, round: int) -> None:
         """Goes back to what clients had after `round`."""
         self._recent.clear()
         self._bytes, self._covered = 0, round
-        self._versions = {}
-        for path in sorted(self.folder.glob("*.safetensors")) if self.folder is not None else []:
+        self._versions, self._unflushed, self._unwritten = {}, [], set()
+        for path in self.folder.glob("*.safetensors") if self.folder is not None else []:
             match = _FILE.fullmatch(path.name)
             if match is None:
                 continue
@@ -80,9 +101,23 @@ class ClientStore:
             self._path(client, version).unlink(missing_ok=True)
         return [*covered[-1:], *(v for v in old if v > self._covered)]
 
+    def _home(self) -> Path:
+        """Where states are written; made when the first one is."""
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return self.folder
+        if self._temporary is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="nestling-"))
+            weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
+        return self._temporary
+
     def _path(self, client: int, round: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{client}.{round}.safetensors"
+        return self._home() / f"{client}.{round}.safetensors"
+
+    def _write(self, client: int, state: State, round: int) -> Path:
+        path = self._path(client, round)
+        path.write_bytes(Message({"memory": state}).to_bytes())
+        return path
 
     def _read(self, client: int, round: int) -> State:
         path = self._path(client, round)
@@ -94,10 +129,26 @@ class ClientStore:
     def _remember(self, client: int, state: State) -> None:
         self._bytes += _size(state) - _size(self._recent.pop(client, {}))
         self._recent[client] = state
-        while self.folder is not None and self._bytes > self.limit and len(self._recent) > 1:
-            _, oldest = self._recent.popitem(last=False)
-            self._bytes -= _size(oldest)
+        while self._bytes > self.limit and len(self._recent) > 1:
+            oldest, let_go = self._recent.popitem(last=False)
+            self._bytes -= _size(let_go)
+            if oldest in self._unwritten:
+                self._spill_over(oldest, let_go)
+
+    def _spill_over(self, client: int, state: State) -> None:
+        """Writes what only memory held. Nobody resumes from it, so that one version, of no round, is enough."""
+        self._write(client, state, 0)
+        self._versions[client] = [0]
+        self._unwritten.discard(client)
 
 
 def _size(state: State) -> int:
     return sum(payload(t) for t in state.values())
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

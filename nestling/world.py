@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 
 from nestling.data.split import Split
-from nestling.devices import Budget, Cost, Fit, Fleet, Profile, Tier, cost_of, fit
+from nestling.devices import Budget, Cost, Fit, Fleet, Profile, Tier, Timing, cost_of, fit, round_time
 from nestling.devices.fit import RATIOS
 from nestling.errors import InputError
 from nestling.store import ClientStore
@@ -31,7 +33,11 @@ class Piece:
     view: View
 
     def spec(self) -> dict[str, object]:
-        """The view as plain data."""
+        """The view as plain data, the same object every time."""
+        return self._spec
+
+    @cached_property
+    def _spec(self) -> dict[str, object]:
         return to_spec(self.view)
 
 
@@ -84,17 +90,23 @@ class World:
     store: ClientStore = field(default_factory=ClientStore)
     _pieces: dict[tuple[str, int], Piece] = field(default_factory=dict, init=False, repr=False)
     _costs: dict[tuple[str, bytes], Cost] = field(default_factory=dict, init=False, repr=False)
+    _devices: dict[int, Device] = field(default_factory=dict, init=False, repr=False)
+    _timings: dict[Hashable, Timing] = field(default_factory=dict, init=False, repr=False)
 
     def device(self, client: int, round: int = 0) -> Device:
         """A client in a round; its piece shrinks with its free memory. Round 0 is its piece at rest."""
-        tier = self.fleet.tier_of(client)
-        plan = self.plans[tier.name]
-        piece = plan.piece if round == 0 else self._piece_now(plan, client, round)
-        return Device(client, tier.name, piece, self.split.size(client))
+        known = self._devices.get(client)
+        if known is not None:
+            return known
+        plan = self.plans[self.fleet.tier_of(client).name]
+        changes = plan.tier.memory_mean < 100 or any(plan.tier.memory_std)
+        piece = self._piece_now(plan, client, round) if changes and round else plan.piece
+        device = Device(client, plan.tier.name, piece, self.split.size(client))
+        if not changes and len(self._devices) < 2**16:
+            self._devices[client] = device
+        return device
 
     def _piece_now(self, plan: Plan, client: int, round: int) -> Piece:
-        if plan.tier.memory_mean >= 100 and not any(plan.tier.memory_std):
-            return plan.piece
         free = self.fleet.free_memory(client, round)
         step = max(0, min(MEMORY_STEPS, math.floor(free / 100 * MEMORY_STEPS)))
         return plan.piece if step == MEMORY_STEPS else self._smaller(plan.tier.name, step)
@@ -104,12 +116,28 @@ class World:
             self._pieces[tier, step] = _piece_in(self.plans[tier], step / MEMORY_STEPS)
         return self._pieces[tier, step]
 
+    @property
+    def place(self) -> torch.device:
+        """The device that weights and data live on; what a method makes itself must be there too."""
+        return next(iter(self.main.initial.values())).device
+
     def cost(self, piece: Piece) -> Cost:
         """What a piece costs, remembered."""
         key = (piece.reference.name, piece.view.key())
         if key not in self._costs:
             self._costs[key] = piece_cost(piece)
         return self._costs[key]
+
+    def timing(self, tier: str, piece: Piece, samples: int, down: int, up: int, slowdown: float) -> Timing:
+        """What a round takes on a tier's device that trains on so many samples and moves so many bytes, remembered."""
+        key = (tier, piece.reference.name, piece.view.key(), samples, down, up, slowdown)
+        if key not in self._timings:
+            if len(self._timings) >= 4096:
+                self._timings.clear()
+            plan = self.plans[tier]
+            budget = Budget(batch=self.train.batch, samples=samples, epochs=1, optimizer=plan.budget.optimizer)
+            self._timings[key] = round_time(plan.profile, self.cost(piece), budget, down, up, slowdown)
+        return self._timings[key]
 
     def refuse_own_networks(self, method: str) -> None:
         """For methods that merge weights: every tier must hold a view of the one network."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,58 @@ def test_it_spills_to_disk_beyond_its_limit(tmp_path: Path) -> None:
         store.put(client, kept(client), 1)
     assert store._bytes <= 10_000 and len(store._recent) <= 2
     assert all(float(store.get(c)["w"][0]) == c for c in range(20))
+
+
+def test_without_a_folder_it_spills_to_one_that_goes_with_it() -> None:
+    store = ClientStore(limit_bytes=10_000)
+    for round in (1, 2):
+        for client in range(20):
+            store.put(client, kept(100 * round + client), round)
+    assert store._bytes <= 10_000 and len(store._recent) <= 2 and store.clients() == list(range(20))
+    for _ in range(2):  # what is read back and pushed out again is the same
+        assert all(float(store.get(c)["w"][0]) == 200 + c for c in range(20))
+    store.put(0, kept(7), 3)  # newer than what lies on disk
+    assert float(store.get(0)["w"][0]) == 7
+    assert all(float(store.get(c)["w"][0]) == (7 if c == 0 else 200 + c) for c in range(20))
+    folder = store._temporary
+    assert folder is not None and len(list(folder.iterdir())) == 20  # one version each
+    del store
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_what_fits_is_not_written_without_a_folder() -> None:
+    store = ClientStore()
+    for client in range(20):
+        store.put(client, kept(client), 1)
+    assert store._temporary is None and store.clients() == list(range(20))
+
+
+def test_a_round_is_flushed_once_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    flush = os.fsync
+    monkeypatch.setattr("os.fsync", lambda handle: flushed.append(handle) or flush(handle))
+    store = ClientStore(tmp_path / "clients")
+    for client in range(10):
+        store.put(client, kept(client), 1)
+    assert not flushed  # a state counts only once a checkpoint says so
+    store.sync()
+    assert len(flushed) == 11  # every file, and the folder that names them
+    store.covered(1)
+    assert len(flushed) == 11
+    store.put(3, kept(0), 2)
+    store.covered(2)
+    assert len(flushed) == 13
+
+
+def test_half_a_file_of_an_unfinished_round_does_no_harm(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path)
+    store.put(1, kept(1), 1)
+    store.covered(1)
+    (tmp_path / "1.2.safetensors").write_bytes(b"half")
+    again = ClientStore(tmp_path)
+    again.resume(1)
+    assert float(again.get(1)["w"][0]) == 1
 
 
 def test_a_resumed_run_sees_what_was_there_at_the_checkpoint(tmp_path: Path) -> None:

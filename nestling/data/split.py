@@ -119,18 +119,31 @@ class DrawnSplit(Split):
     def __init__(self, config: SplitConfig, clients: int, y: np.ndarray, classes: int, seed: int) -> None:
         super().__init__(clients, y, classes, config.holdout)
         self._config, self._seed, self._groups = config, seed, partition.class_rows(y)
+        self._held = min(config.classes, len(self._groups))
+        most = config.size if config.kind == "dirichlet" else math.ceil(config.size / self._held)
+        # Whether no client can meet a row twice, whatever it draws.
+        self._distinct = config.kind == "iid" or most <= min(len(rows) for rows in self._groups)
+        self._last: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def size(self, client: int) -> int:
         """How many training rows one client has."""
         self._known(client)
-        return super().size(client) if self._holdout else self._config.size
+        if self._holdout and not self._distinct:
+            return super().size(client)
+        return self._config.size - _kept(self._config.size, self._holdout)
 
     def _rows(self, client: int) -> np.ndarray:
+        # Rows and class counts of one client are asked for in a row, and drawing costs more than all the rest.
+        if self._last[0] != client:
+            self._last = (client, self._drawn(client))
+        return self._last[1].copy()
+
+    def _drawn(self, client: int) -> np.ndarray:
         rng = stream(self._seed, "split", "draw", client)
         if self._config.kind == "iid":
             return rng.choice(len(self._y), self._config.size, replace=False)
         takes = self._takes(rng)
-        drawn = [_draw(self._groups[group], int(takes[group]), rng) for group in np.flatnonzero(takes)]
+        drawn = [_draw(rows, take, rng) for rows, take in zip(self._groups, takes.tolist(), strict=True) if take]
         return rng.permutation(np.concatenate(drawn))
 
     def _takes(self, rng: np.random.Generator) -> np.ndarray:
@@ -139,11 +152,12 @@ class DrawnSplit(Split):
         if self._config.kind == "dirichlet":
             return rng.multinomial(size, partition.proportions(self._config.alpha, present, rng))
         takes = np.zeros(present, np.int64)
-        held = min(self._config.classes, present)
-        takes[rng.choice(present, held, replace=False)] = np.diff(size * np.arange(held + 1) // held)
+        takes[rng.choice(present, self._held, replace=False)] = np.diff(size * np.arange(self._held + 1) // self._held)
         return takes
 
     def _parts(self, client: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._distinct:
+            return super()._parts(client)
         rows = self._rows(self._known(client))
         if not self._holdout:
             return rows, rows[:0]

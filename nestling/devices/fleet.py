@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, count
 from statistics import NormalDist
+
+import numpy as np
 
 from nestling.devices.catalogue import REFERENCE, Profile
 from nestling.devices.tiers import DEFAULT_TIERS, FleetConfig, Tier, check_fleet, devices_of, read_fleet, size_of
 from nestling.errors import InputError, unknown
-from nestling.seeds import derive, stream
+from nestling.seeds import derive, numbers, stream
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 DRAWS = 200_000  # the most devices `choose` looks at beyond a multiple of what was asked for
+CHUNK = 1024  # draws made at once
 NORMAL = NormalDist()
+FEW = 4096  # up to so many devices it is faster to shuffle all of them than to draw some
 
 
 class Fleet:
@@ -31,6 +35,8 @@ class Fleet:
         self.tiers, self.counts, self.profiles = tuple(tiers), tuple(counts), tuple(profiles)
         self.deadline, self.seed = deadline, seed
         self.size = sum(counts)
+        self._any_drops, self._any_slow = any(t.dropout for t in tiers), any(t.slow for t in tiers)
+        self._all_there = all(t.availability >= 1 for t in tiers)
         self._ends = list(accumulate(counts))
         # Steps of the golden ratio spread every tier evenly over the numbers, whatever the tiers' sizes.
         near = max(1, round(self.size * GOLDEN))
@@ -77,39 +83,56 @@ class Fleet:
 
     def available(self, i: int, round: int) -> bool:
         """Whether device `i` can be reached in this round."""
-        return self._uniform("available", i, round) < self.tier_of(i).availability
+        return self._all_there or self._happens("available", self.tier_of(i).availability, i, round)
 
     def drops(self, i: int, round: int) -> bool:
         """Whether device `i` vanishes in the middle of this round."""
-        return self._uniform("drops", i, round) < self.tier_of(i).dropout
+        return self._any_drops and self._happens("drops", self.tier_of(i).dropout, i, round)
 
     def free_memory(self, i: int, round: int) -> float:
         """Percent free on device `i` now: of its RAM, or of the full model's size where its tier names no device."""
         tier = self.tier_of(i)
-        std = tier.memory_std[derive(self.seed, "memory std", i) % len(tier.memory_std)]
-        return max(0.0, tier.memory_mean - abs(std * self._normal("memory", i, round)))
+        kinds = tier.memory_std
+        std = kinds[derive(self.seed, "memory std", i) % len(kinds)] if len(kinds) > 1 else kinds[0]
+        return max(0.0, tier.memory_mean - (abs(std * self._normal("memory", i, round)) if std else 0.0))
+
+    @property
+    def steady(self) -> bool:
+        """Whether no device ever slows down by chance."""
+        return not self._any_slow
 
     def slowdown(self, i: int, round: int) -> float:
         """The factor on device `i`'s time in this round: log-normal with median 1."""
-        sigma = self.tier_of(i).slow
+        sigma = self._any_slow and self.tier_of(i).slow
         return math.exp(sigma * self._normal("slowdown", i, round)) if sigma else 1.0
 
     def choose(self, round: int, n: int) -> list[int]:
         """`n` distinct reachable devices, uniformly drawn, in order; fewer (or none) when no more were found."""
         if n < 0:
             raise InputError(f"{n} devices", field="n", fix="choose at least 0")
-        rng = stream(self.seed, "choose", round)
-        moved: dict[int, int] = {}  # a shuffle of all numbers of which only the touched ones exist
         found: list[int] = []
-        for step in range(self._draws(n)):
-            if len(found) == n:
-                break
-            other = int(rng.integers(step, self.size))
-            candidate = moved.get(other, other)
-            moved[other] = moved.pop(step, step)
+        if n == 0:
+            return found
+        for candidate in self._few_shuffled(round) if self.size <= FEW else self._shuffled(round, n):
             if self.available(candidate, round):
                 found.append(candidate)
+                if len(found) == n:
+                    break
         return sorted(found)
+
+    def _few_shuffled(self, round: int) -> list[int]:
+        """All numbers of a small fleet in random order."""
+        return numbers(derive(self.seed, "choose", round), np.arange(self.size, dtype=np.uint64)).argsort(kind="stable").tolist()
+
+    def _shuffled(self, round: int, n: int) -> Iterator[int]:
+        """All numbers in random order, of which only the touched ones ever exist; as many as `n` reachable ones may need."""
+        rng, moved, limit = stream(self.seed, "choose", round), dict[int, int](), self._draws(n)
+        for start in range(0, limit, CHUNK):
+            steps = np.arange(start, min(start + CHUNK, limit))
+            # Many draws in one call: the generator is the same, and a call costs as much as a hundred draws.
+            for step, other in zip(steps.tolist(), rng.integers(steps, self.size).tolist(), strict=True):
+                yield moved.get(other, other)
+                moved[other] = moved.pop(step, step)
 
     def _draws(self, n: int) -> int:
         """How many devices to look at for `n` reachable ones: many times the expected number, but bounded."""
@@ -117,6 +140,10 @@ class Fleet:
         if not n or not reachable:
             return 0
         return min(self.size, 8 * n + math.ceil(min(DRAWS, 8 * (n + 8) / reachable)))
+
+    def _happens(self, purpose: str, probability: float, i: int, round: int) -> bool:
+        # What is certain needs no hash, and most tiers are certain.
+        return probability >= 1 or (probability > 0 and self._uniform(purpose, i, round) < probability)
 
     def _uniform(self, purpose: str, i: int, round: int) -> float:
         return derive(self.seed, purpose, i, round) / 2**63

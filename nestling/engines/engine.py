@@ -13,7 +13,14 @@ class ClientError(RuntimeError):
 
 
 class Engine(Protocol):
-    """Runs tasks. Outcomes may come in any order; equal tasks give equal outcomes on every engine."""
+    """Runs tasks. Outcomes may come in any order; equal tasks give equal outcomes on every engine.
+
+    notes:     what the engine has to say of how it runs things (what could not be stacked, and why).
+    lookahead: how many rounds may be started before the results of one are looked at; above 0 only where work is asynchronous.
+    """
+
+    notes: list[str]
+    lookahead: int
 
     def open(self, method: ClientSide, site: Site) -> None:
         """Gets ready to work for a site."""
@@ -28,3 +35,8 @@ class Engine(Protocol):
 def failed(task: Task, reason: object) -> ClientError:
     """The error of a task, with the client it happened on."""
     return ClientError(f"client {task.client} failed in round {task.round}: {reason}")
+
+
+def blame(task: Task, error: Exception) -> Exception:
+    """Any error as one that says which client it happened on."""
+    return error if isinstance(error, ClientError) else failed(task, f"{type(error).__name__}: {error}")

@@ -11,6 +11,11 @@ from nestling.training.client import ClientSide, Outcome, Site, Task, work
 class Inline:
     """Runs every task where it stands. The plainest engine, and the one that all others must equal."""
 
+    lookahead = 0
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
     def open(self, method: ClientSide, site: Site) -> None:
         self.method, self.site = method, site
 

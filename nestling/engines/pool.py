@@ -1,34 +1,69 @@
 """A pool of worker processes, spawned once.
 
-Each worker has one torch thread and the data by shared memory; tasks and outcomes travel as bytes. Which worker takes which task
-does not matter, since all chance is derived from (seed, client, round): the result is bit for bit that of the in-process engine.
+Each worker has one torch thread and the data by shared memory. The tasks of a round are cut into chunks; a worker has one chunk at
+work and one waiting, and tensors travel in blocks of memory that both sides see (see `shared_memory`). Which worker takes which
+chunk does not matter, since all chance is derived from (seed, client, round): the result is bit for bit that of the in-process
+engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from nestling.engines.engine import failed
-from nestling.message import Message
+from nestling.engines.engine import ClientError, failed
+from nestling.engines.shared_memory import Block, Channel, Packet, Page, Spare
+from nestling.message import Message, payload
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
+
+Do = Callable[[ClientSide, Sequence[Task], Site], "list[Outcome]"]
+"""What a worker does with a chunk: a function of a module, since the worker imports it. It must not write to what the tasks hold, nor
+keep any of it; an error that is a `ClientError` says itself whom it is about."""
+
+Cut = Callable[[Sequence[Task], Site], "list[list[Task]]"]
+"""How a round is cut into chunks: every task in one of them."""
+
+DEPTH = 2
+"""Chunks a worker has at a time: one at work, one waiting."""
+
+
+def each(method: ClientSide, tasks: Sequence[Task], site: Site) -> list[Outcome]:
+    """One client after another."""
+    outcomes = []
+    for task in tasks:
+        try:
+            outcomes.append(work(method, task, site))
+        except Exception as error:
+            raise failed(task, f"{type(error).__name__}: {error}") from error
+    return outcomes
+
+
+def singly(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
+    """Every task a chunk of its own."""
+    return [[task] for task in tasks]
 
 
 class Pool:
-    """`workers` processes (0: one a core)."""
+    """`workers` processes (0: one a core) that do `do` with the chunks that `chunks` makes of a round."""
 
-    def __init__(self, workers: int = 0) -> None:
+    lookahead = 0
+
+    def __init__(self, workers: int = 0, do: Do = each, chunks: Cut = singly) -> None:
         self.workers = workers or cores()
+        self.notes: list[str] = []
+        self._do, self._cut = do, chunks
         self._members: list[_Worker] = []
 
     def open(self, method: ClientSide, site: Site) -> None:
@@ -36,104 +71,220 @@ class Pool:
             if tensor is not None:
                 tensor.share_memory_()
         self._method, self._site = method, site
+        self._common, self._spare = Block(DEPTH), Spare()
         self._members = [self._spawn() for _ in range(self.workers)]
 
     def _spawn(self) -> _Worker:
-        return _Worker(self._method, self._site)
+        return _Worker(self._method, self._site, self._do)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        chunks = self._chunks(tasks)
+        common = _Common(self._common, chunks)
         # The longest work first, so that no worker is left alone with it at the end.
-        waiting = deque(sorted(tasks, key=lambda t: -t.message.nbytes * self._site.split.size(t.client)))
-        tried: dict[int, int] = {}
-        while waiting or any(m.task for m in self._members):
-            for member in self._members:
-                if member.task is None and waiting:
-                    member.give(waiting.popleft())
-            busy = {m.connection: m for m in self._members if m.task is not None}
+        waiting = deque(sorted(chunks, key=lambda c: -c.cost))
+        wanted = set(chunks)  # a worker may still be busy with a chunk of a round that nobody waits for any more
+        while wanted:
+            if not self._members:
+                raise RuntimeError("the pool is not open")
+            self._hand_out(waiting, common)
+            busy = {m.channel.connection: m for m in self._members if m.given}
             for connection in wait(list(busy)):
                 member = busy[connection]  # type: ignore[index]
-                task = member.task
-                assert task is not None
+                chunk = member.given[0]
                 try:
-                    yield member.take()
+                    answer = member.take(self._spare)
                 except (EOFError, OSError) as error:
-                    # The process is gone (killed, out of memory). A fresh one gets the task once more.
-                    self._members[self._members.index(member)] = self._spawn()
-                    member.end()
-                    tried[task.client] = tried.get(task.client, 0) + 1
-                    if tried[task.client] > 1:
-                        raise failed(task, f"its worker process died twice (exit code {member.process.exitcode})") from error
-                    waiting.appendleft(task)
+                    again = [c for c in self._replace(member) if c in wanted]
+                    if chunk in wanted and chunk.deaths > 1:
+                        raise _died(chunk, member) from error
+                    waiting.extendleft(reversed(again))
+                    continue
+                if chunk not in wanted:
+                    continue
+                if isinstance(answer, str):
+                    raise ClientError(answer)
+                wanted.discard(chunk)
+                self._hand_out(waiting, common)  # the caller may take his time with what he gets
+                yield from answer
 
     def close(self) -> None:
+        for member in self._members:
+            member.channel.connection.close()  # all of them first, so that they end at the same time
         for member in self._members:
             member.end()
         self._members = []
 
+    def _chunks(self, tasks: Sequence[Task]) -> list[_Chunk]:
+        sizes = {id(task.message): task.message.nbytes for task in tasks}
+
+        def cost(task: Task) -> int:
+            held = sizes[id(task.message)] + sum(payload(t) for t in task.memory.values())
+            return (1 + held) * self._site.split.size(task.client)
+
+        return [_Chunk(part, sum(map(cost, part))) for part in self._cut(tasks, self._site) if part]
+
+    def _hand_out(self, waiting: deque[_Chunk], common: _Common) -> None:
+        """Gives every worker something to do and something to do next, the next chunk always to whoever has least before him."""
+        while waiting and (free := [m for m in self._members if len(m.given) < DEPTH]):
+            least = min(free, key=lambda m: (sum(c.cost for c in m.given), len(m.given)))
+            least.give(waiting.popleft(), common)
+
+    def _replace(self, member: _Worker) -> list[_Chunk]:
+        """A fresh worker in the place of one whose process is gone (killed, out of memory). Gives the chunks it had."""
+        self._members[self._members.index(member)] = self._spawn()
+        member.end()
+        member.given[0].deaths += 1
+        return list(member.given)
+
+
+@dataclass(eq=False)
+class _Chunk:
+    tasks: list[Task]
+    cost: int
+    deaths: int = 0
+
+
+class _Common:
+    """The messages that several chunks of a round share. They are written once, when the first of these chunks is given away."""
+
+    def __init__(self, block: Block, chunks: Sequence[_Chunk]) -> None:
+        self._page = Page(block)
+        self._uses = Counter(number for c in chunks for number in {id(task.message) for task in c.tasks})
+        self._packets: dict[int, Packet] = {}
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Where they lie; nothing as long as there are none."""
+        return (self._page.block,) if self._packets else ()
+
+    def packet(self, message: Message, page: Page) -> Packet:
+        """Where the message lies: among those shared, or on a chunk's own page."""
+        if self._uses[id(message)] < 2:
+            return page.add(message.parts)
+        if id(message) not in self._packets:
+            self._packets[id(message)] = self._page.add(message.parts)
+            self._page.flush()
+        return self._packets[id(message)]
+
 
 class _Worker:
-    def __init__(self, method: ClientSide, site: Site) -> None:
+    def __init__(self, method: ClientSide, site: Site, do: Do) -> None:
         context = mp.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, method, site), daemon=True)
+        ours, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, method, site, do), daemon=True)
         with _main_script_hidden():
             self.process.start()
         theirs.close()
-        self.task: Task | None = None
+        self.channel = Channel(ours, DEPTH)
+        self.given: deque[_Chunk] = deque()
 
-    def give(self, task: Task) -> None:
-        self.task = task
-        with contextlib.suppress(OSError):  # a dead worker is noticed when its answer is awaited
-            self.connection.send(_pack_task(task))
+    def give(self, chunk: _Chunk, common: _Common) -> None:
+        page = self.channel.page()
+        page.finish(_pack_tasks(chunk.tasks, page, common))
+        self.given.append(chunk)
+        with contextlib.suppress(OSError), self._in_step():  # a dead worker is noticed when its answer is awaited
+            self.channel.post(page, *common.blocks)
 
-    def take(self) -> Outcome:
-        answer = self.connection.recv()
-        task, self.task = self.task, None
-        assert task is not None
-        if "error" in answer:
-            raise failed(task, answer["error"])
-        return Outcome(**{**answer, "reply": Message.from_bytes(answer["reply"]), "memory": _unpack(answer["memory"])})
+    def take(self, spare: Spare) -> list[Outcome] | str:
+        """The outcomes of the oldest chunk, or what went wrong with it."""
+        with self._in_step():
+            answer = self.channel.fetch()
+            found = answer if isinstance(answer, str) else [_unpack_outcome(one, self.channel, spare) for one in answer]
+            self.given.popleft()
+            return found
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Whatever breaks off an exchange leaves it unclear what was said: then the worker goes, and a fresh one will be taken."""
+        try:
+            yield
+        except BaseException:
+            self.process.kill()
+            raise
 
     def end(self) -> None:
-        self.connection.close()
+        self.channel.connection.close()
+        if self.given:
+            self.process.kill()  # nobody waits for what it does
         self.process.join(timeout=2)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
 
 
-def _serve(connection: Connection, method: ClientSide, site: Site) -> None:
+def _serve(connection: Connection, method: ClientSide, site: Site, do: Do) -> None:
     torch.set_num_threads(1)
     # Ctrl-C belongs to the main process; a worker ends when its pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        try:
-            packed = connection.recv()
-        except EOFError:
-            return
-        try:
-            outcome = work(method, _unpack_task(packed), site)
-            connection.send({**vars(outcome), "reply": outcome.reply.to_bytes(), "memory": _pack(outcome.memory)})
-        except OSError:
-            return
-        except Exception as error:
-            connection.send({"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"})
+    _keep_freed_memory()
+    channel = Channel(connection, DEPTH)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            tasks = _unpack_tasks(channel.fetch(), channel)
+            channel.post(_answer(tasks, channel, method, site, do))
 
 
-def _pack(state: dict[str, torch.Tensor]) -> bytes:
-    return Message({"memory": state}).to_bytes() if state else b""
+def _answer(tasks: list[Task], channel: Channel, method: ClientSide, site: Site, do: Do) -> Page:
+    page = channel.page()
+    try:
+        outcomes = do(method, tasks, site)
+        if sorted(o.client for o in outcomes) != sorted(t.client for t in tasks):
+            raise RuntimeError(f"the outcomes are those of clients {[o.client for o in outcomes]}")
+        page.finish([_pack_outcome(outcome, page) for outcome in outcomes])
+    except Exception as error:
+        named = error if isinstance(error, ClientError) else _blame(tasks, f"{type(error).__name__}: {error}")
+        page = channel.page()
+        page.finish(f"{named}\n{''.join(traceback.format_exception(error.__cause__ or error))}")
+    return page
 
 
-def _unpack(data: bytes) -> dict[str, torch.Tensor]:
-    return dict(Message.from_bytes(data)["memory"]) if data else {}
+def _pack_tasks(tasks: Sequence[Task], page: Page, common: _Common) -> dict[str, Any]:
+    messages = {id(task.message): task.message for task in tasks}
+    return {
+        "messages": {number: (common.packet(m, page), dict(m.facts)) for number, m in messages.items()},
+        "tasks": [{**vars(t), "message": id(t.message), "memory": page.add({"memory": t.memory})} for t in tasks],
+    }
 
 
-def _pack_task(task: Task) -> dict[str, Any]:
-    return {**vars(task), "message": task.message.to_bytes(), "memory": _pack(task.memory)}
+def _unpack_tasks(header: dict[str, Any], channel: Channel) -> list[Task]:
+    """The tasks, their tensors where they lie; tasks that shared a message share one here."""
+    messages = {number: Message(channel.look(packet), facts) for number, (packet, facts) in header["messages"].items()}
+    return [
+        Task(**{**one, "message": messages[one["message"]], "memory": dict(channel.look(one["memory"])["memory"])})
+        for one in header["tasks"]
+    ]
 
 
-def _unpack_task(packed: dict[str, Any]) -> Task:
-    return Task(**{**packed, "message": Message.from_bytes(packed["message"]), "memory": _unpack(packed["memory"])})
+def _pack_outcome(outcome: Outcome, page: Page) -> dict[str, Any]:
+    reply = (page.add(outcome.reply.parts), dict(outcome.reply.facts))
+    memory = page.add({"memory": outcome.memory})
+    return {**vars(outcome), "reply": reply, "memory": memory, "loss": float(outcome.loss)}
+
+
+def _unpack_outcome(packed: dict[str, Any], channel: Channel, spare: Spare) -> Outcome:
+    """The outcome in memory of its own: the reply and what stays on the client apart, since one is kept longer than the other."""
+    parts, facts = packed["reply"]
+    memory = dict(channel.copy(packed["memory"], spare)["memory"])
+    return Outcome(**{**packed, "reply": Message(channel.copy(parts, spare), facts), "memory": memory})
+
+
+def _died(chunk: _Chunk, member: _Worker) -> ClientError:
+    return _blame(chunk.tasks, f"its worker process died twice (exit code {member.process.exitcode})")
+
+
+def _blame(tasks: Sequence[Task], reason: str) -> ClientError:
+    """The error of a chunk, where it is not known which of its clients it happened on."""
+    if len(tasks) == 1:
+        return failed(tasks[0], reason)
+    return ClientError(f"one of the clients {', '.join(str(t.client) for t in tasks)} failed in round {tasks[0].round}: {reason}")
+
+
+def _keep_freed_memory() -> None:
+    """Has the allocator hold on to what one client's work gave back: the next one's needs as much, and fresh pages are dear."""
+    with contextlib.suppress(OSError, AttributeError):  # where the C library is another one
+        change = ctypes.CDLL(None).mallopt
+        for setting, size in ((-1, 2**28), (-3, 2**25)):  # from which free size to trim; from which size to map apart
+            change(setting, size)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.method import Info, Method, Reply
 from nestling.training.client import Client
-from nestling.views import State
 from nestling.world import Device, Model, Piece, World
 
 
@@ -48,7 +49,7 @@ class Local(Method):
         kept = self.world.store.get(device.id)
         return Model(device.piece.reference, device.piece.view, kept or device.piece.view.extract(device.piece.reference.initial))
 
-    def start(self, client: Client, received: Message) -> State:
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
         return client.memory or client.view.extract(client.reference.initial)
 
     def reply(self, client: Client, received: Message) -> Message:

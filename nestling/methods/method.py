@@ -12,6 +12,7 @@ from nestling.message import Message
 from nestling.training.client import Client
 from nestling.training.phase import Phase
 from nestling.views import Contribution, State, merge
+from nestling.views.flat import only, pack
 from nestling.world import Device, Model, Piece, World
 
 
@@ -30,7 +31,7 @@ class Info:
     personal: bool = False  # whether two clients of one tier end up with different models
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Reply:
     """A client's reply as the server sees it: from whom, for which piece, to what message."""
 
@@ -89,9 +90,9 @@ class Method:
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> State:
-        """The weights a client starts its round with."""
-        return dict(received["weights"])
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        """The weights a client starts its round with; they are read, never written to."""
+        return received["weights"]
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         """What the client does; unless the method decides otherwise, plain local training."""
@@ -99,7 +100,7 @@ class Method:
 
     def reply(self, client: Client, received: Message) -> Message:
         """What goes back; unless the method decides otherwise, the weights."""
-        return Message({"weights": {name: client.weights[name] for name in client.view.names}}, {"samples": client.samples})
+        return Message({"weights": only(client.weights, client.view.names)}, {"samples": client.samples})
 
 
 @dataclass
@@ -108,14 +109,24 @@ class SharedWeights(Method):
 
     world: World = field(init=False, repr=False, compare=False)
     weights: State = field(init=False, repr=False, compare=False)
+    _sent: tuple[State, dict[bytes, Message]] = field(init=False, repr=False, compare=False)
 
     def setup(self, world: World) -> None:
         world.refuse_own_networks(self.info.title)
         self.world = world
-        self.weights = dict(world.main.initial)
+        self.weights = world.main.initial.copy()
+        self._sent = (self.weights, {})
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message({"weights": piece.view.extract(self.weights)})
+        """The device's part of the weights; devices with the same part get the same message."""
+        if piece.view.masks:
+            return Message({"weights": piece.view.extract(self.weights)})
+        if self._sent[0] is not self.weights:
+            self._sent = (self.weights, {})
+        messages, key = self._sent[1], piece.view.key()
+        if key not in messages:
+            messages[key] = Message({"weights": piece.view.extract(self.weights)})
+        return messages[key]
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])
@@ -135,4 +146,4 @@ class SharedWeights(Method):
         return {"weights": self.weights}
 
     def restore(self, state: Mapping[str, State]) -> None:
-        self.weights = dict(state["weights"])
+        self.weights = pack(state["weights"])

@@ -13,10 +13,10 @@ from nestling.message import Message
 from nestling.methods.method import Info, SharedWeights
 from nestling.schema import require
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Given, Net
+from nestling.training.objectives import Batch, Given, Net, cross_entropy
 from nestling.training.phase import Phase
 from nestling.views import Reference, View, to_spec
-from nestling.views.nested import forward, nested_masks
+from nestling.views.nested import forward, nested_masks, prepare
 from nestling.world import Device, Piece, World
 
 
@@ -72,6 +72,7 @@ class SharedAverage(SharedWeights):
         levels = [client.reference.view(spec) for spec in received.facts["levels"]]
         masks = nested_masks(client.reference.axes, levels) if self.nested else {}
         smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []
+        prepare(client.reference, smaller)
         objective = partial(_with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)
         given = {name: client.view.cut(name, mask) for name, mask in masks.items()}
         return [client.train.phase(client.round, objective=objective, given=given, rule=_keep_nested if masks else None)]
@@ -80,11 +81,12 @@ class SharedAverage(SharedWeights):
 def _with_inner(
     net: Net, batch: Batch, given: Given, *, reference: Reference, own: View, smaller: Sequence[View], weight: float
 ) -> Tensor:
-    loss = F.cross_entropy(net(batch.x), batch.y)
+    loss = cross_entropy(net, batch, given)
     if not smaller:
         return loss
     part = smaller[batch.number % len(smaller)]
-    inner = F.cross_entropy(forward(reference, part, net.state(), batch.x, inside=own), batch.y)
+    logits = forward(reference, part, net.state(), batch.x, inside=own)
+    inner = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     return (loss + weight * inner) / (1 + weight)
 
 

@@ -81,7 +81,7 @@ class SharedDistill(Method):
 
     def setup(self, world: World) -> None:
         self.world = world
-        self.weights = {name: dict(reference.initial) for name, reference in world.references.items()}
+        self.weights = {name: reference.initial.copy() for name, reference in world.references.items()}
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         return Message({"weights": piece.view.extract(self.weights[piece.reference.name])})

@@ -5,21 +5,28 @@ It is the same function in every engine and on every machine: it reads the task,
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, SupportsFloat
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nestling.data.split import Split
 from nestling.message import Message
 from nestling.training.phase import Phase, Train
-from nestling.training.trainer import train
+from nestling.training.trainer import Trained, train
 from nestling.views import Reference, State, View
 
 
-@dataclass(frozen=True)
+MOST_ROWS = 2**22
+"""How many numbers of rows a site remembers."""
+
+
+@dataclass(eq=False)
 class Task:
     """One client's work in one round, as it leaves the server.
 
@@ -35,48 +42,74 @@ class Task:
     memory: State = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Outcome:
-    """What came of a task: the reply that travels, and what stays on the client."""
+    """What came of a task: the reply that travels, and what stays on the client. The mean loss over its samples may be one
+    that a device is still computing."""
 
     client: int
     reply: Message
     memory: State
-    loss: float
+    loss: SupportsFloat
     steps: int
     samples: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Client:
-    """A client at work. `weights` is its network's state now; `memory` survives to its next round."""
+    """A client at work. `weights` is its network's state now; `memory` survives to its next round. Its data is only touched when
+    somebody asks for it: engines that hold all data on a device never do."""
 
     id: int
     round: int
     reference: Reference
     view: View
-    x: Tensor
-    y: Tensor
-    classes: int
-    train: Train
-    public: Tensor | None
-    weights: State
+    site: Site
+    weights: Mapping[str, Tensor]
     memory: State
+
+    @property
+    def classes(self) -> int:
+        return self.site.classes
+
+    @property
+    def train(self) -> Train:
+        return self.site.train
+
+    @property
+    def public(self) -> Tensor | None:
+        """The inputs that the server shares with everybody, if any."""
+        return self.site.public
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Which rows of the training data are the client's."""
+        return self.site.rows_of(self.id)
+
+    @cached_property
+    def x(self) -> Tensor:
+        """Its inputs."""
+        return self.site.x[torch.from_numpy(self.rows).to(self.site.x.device)]
+
+    @cached_property
+    def y(self) -> Tensor:
+        """Its labels."""
+        return self.site.y[torch.from_numpy(self.rows).to(self.site.y.device)]
 
     @property
     def samples(self) -> int:
         """How many rows the client trains on."""
-        return len(self.y)
+        return len(self.site.rows_of(self.id))
 
     def class_counts(self) -> Tensor:
         """Its rows by class."""
-        return torch.bincount(self.y, minlength=self.classes)
+        return torch.from_numpy(self.site.split.counts(self.id)).to(self.site.y.device)
 
 
 class ClientSide(Protocol):
     """What a method does on a client."""
 
-    def start(self, client: Client, received: Message) -> State: ...
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]: ...
     def phases(self, client: Client, received: Message) -> Sequence[Phase]: ...
     def reply(self, client: Client, received: Message) -> Message: ...
 
@@ -93,45 +126,56 @@ class Site:
     train: Train
     seed: int
     public: Tensor | None = None
+    _rows: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)
+    _held: int = field(default=0, init=False, repr=False, compare=False)
+
+    def rows_of(self, client: int) -> np.ndarray:
+        """A client's rows of the training data; those of recent clients are remembered, since drawing them can cost more than using
+        them."""
+        if client not in self._rows:
+            self._rows[client] = self.split.indices(client)
+            self._held += len(self._rows[client])
+            while self._held > MOST_ROWS and len(self._rows) > 1:
+                self._held -= len(self._rows.popitem(last=False)[1])
+        return self._rows[client]
 
 
 def work(method: ClientSide, task: Task, site: Site) -> Outcome:
     """One client's round."""
-    client = _client(task, site)
+    client = client_of(task, site)
     client.weights = method.start(client, task.message)
     loss = steps = samples = 0.0
     for number, phase in enumerate(method.phases(client, task.message)):
-        module = client.reference.network(client.view, client.weights)
-        x, y = _source(phase, client)
-        done = train(module, phase, x, y, site.seed, task.client, task.round, number)
-        client.weights = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        done = train_client(client, phase, number)
         loss, steps, samples = loss + done.loss * done.samples, steps + done.steps, samples + done.samples
     reply = method.reply(client, task.message)
     return Outcome(task.client, reply, client.memory, loss / max(samples, 1), int(steps), int(samples))
 
 
-def _client(task: Task, site: Site) -> Client:
+def client_of(task: Task, site: Site) -> Client:
+    """The client that a task is for."""
     reference = site.references[task.network]
-    view = reference.view(task.spec)
-    rows = torch.from_numpy(site.split.indices(task.client))
-    return Client(
-        id=task.client,
-        round=task.round,
-        reference=reference,
-        view=view,
-        x=site.x[rows],
-        y=site.y[rows],
-        classes=site.classes,
-        train=site.train,
-        public=site.public,
-        weights={},
-        memory=dict(task.memory),
-    )
+    return Client(task.client, task.round, reference, reference.view(task.spec), site, {}, dict(task.memory))
+
+
+def train_client(client: Client, phase: Phase, number: int) -> Trained:
+    """One phase of one client; its weights are those after it."""
+    module = client.reference.network(client.view, client.weights)
+    x, y = _source(phase, client)
+    done = train(module, phase, x, y, client.site.seed, client.id, client.round, number)
+    client.weights = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    return done
 
 
 def _source(phase: Phase, client: Client) -> tuple[Tensor, Tensor]:
     if phase.source == "private":
         return client.x, client.y
-    if client.public is None:
+    public = public_of(client.site)
+    return public, torch.zeros(len(public), dtype=torch.int64, device=public.device)
+
+
+def public_of(site: Site) -> Tensor:
+    """The public inputs, which a phase asked for."""
+    if site.public is None:
         raise ValueError("the phase trains on public data and there is none")
-    return client.public, torch.zeros(len(client.public), dtype=torch.int64)
+    return site.public

@@ -2,6 +2,9 @@
 
 An objective is a pure function of (net, batch, given): it reads the network, one batch and the tensors that came with the phase,
 and returns the batch's mean loss. It keeps nothing, so an engine may run it eagerly, for many clients at once, or elsewhere.
+
+Where an engine fills up a short batch to keep all batches equal, `batch.mask` says which rows count: an objective that takes its
+mean with `batch.mean` is then still exact. (One that does not is noticed, and its short batches run on their own.)
 """
 
 from __future__ import annotations
@@ -16,17 +19,26 @@ from torch import Tensor, nn
 Given = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Batch:
-    """One batch: inputs, labels, which rows of the phase's data they are, and the how-manieth of the phase it is (from 0)."""
+    """One batch: inputs, labels, which rows of the phase's data they are, the how-manieth of the phase it is (from 0), and where it
+    was filled up, which rows count."""
 
     x: Tensor
     y: Tensor
     rows: Tensor
     number: int = 0
+    mask: Tensor | None = None
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over the rows that count; `values` has one entry (or one row) a sample."""
+        if self.mask is None:
+            return values.mean()
+        each = values.reshape(len(values), -1).mean(1)
+        return torch.where(self.mask, each, 0.0).sum() / self.mask.sum()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Net:
     """A network as an objective sees it: callable, with its parameters by name."""
 
@@ -50,16 +62,17 @@ Objective = Callable[[Net, Batch, Given], Tensor]
 
 def cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
     """Plain supervised training."""
-    return F.cross_entropy(net(batch.x), batch.y)
+    return batch.mean(F.cross_entropy(net(batch.x), batch.y, reduction="none"))
 
 
 def present_cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
     """Cross-entropy with the logits of classes the client does not hold set to 0 (not −∞): `given["present"]` flags its classes."""
-    return F.cross_entropy(net(batch.x) * given["present"], batch.y)
+    return batch.mean(F.cross_entropy(net(batch.x) * given["present"], batch.y, reduction="none"))
 
 
-def distillation(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
+def distillation(teacher: Tensor, student: Tensor, temperature: float = 1.0, batch: Batch | None = None) -> Tensor:
     """τ²·KL(softmax(teacher/τ) ‖ softmax(student/τ)), mean over the batch: the one convention of all distilling methods."""
     log_q = F.log_softmax(student / temperature, dim=-1)
     log_p = F.log_softmax(teacher / temperature, dim=-1)
-    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True) * temperature**2
+    each = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
+    return each.mean() if batch is None else batch.mean(each)

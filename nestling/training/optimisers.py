@@ -1,13 +1,14 @@
 """Optimisers as plain functions on lists of tensors, fused over the list.
 
 Their state is a list of buffers made fresh for every phase: momentum does not survive a round. The same functions serve one client
-and, with one more leading dimension, a batch of clients.
+and, with one more leading dimension, a stack of clients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,32 +31,63 @@ class Optim:
 
 @dataclass
 class Buffers:
-    """What an optimiser remembers within a phase."""
+    """What an optimiser remembers within a phase. `steps` may be a tensor where the update is recorded once and replayed."""
 
-    steps: int = 0
+    steps: int | Tensor = 0
     first: list[Tensor] = field(default_factory=list)
     second: list[Tensor] = field(default_factory=list)
 
+    @staticmethod
+    def zeros(optim: Optim, params: Sequence[Tensor]) -> Buffers:
+        """Buffers that exist before the first step."""
+        need_first = optim.name == "adam" or optim.momentum > 0
+        need_second = optim.name == "adam"
+        return Buffers(
+            torch.zeros((), dtype=torch.float64, device=params[0].device),
+            [torch.zeros_like(p) for p in params] if need_first else [],
+            [torch.zeros_like(p) for p in params] if need_second else [],
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All that is remembered, less the count."""
+        return [*self.first, *self.second]
+
 
 @torch.no_grad()
-def step(optim: Optim, params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Buffers) -> None:
-    """One update of `params`, in place."""
+def step(
+    optim: Optim,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Buffers,
+    *,
+    lr: Tensor | None = None,
+    stacked: bool = False,
+) -> None:
+    """One update of `params`, in place. `lr` overrides the optimiser's; `stacked` says that dimension 0 counts clients, whose
+    gradients are clipped one by one."""
     params, grads = list(params), list(grads)
     if optim.clip > 0:
-        grads = clip(grads, optim.clip)
+        grads = clip(grads, optim.clip, stacked)
+    if optim.name == "sgd" and isinstance(lr, Tensor) and lr.is_cuda and stacked:
+        buffers.steps += 1
+        return _fused_sgd(optim, params, grads, buffers, lr)
     if optim.weight_decay > 0:
         grads = list(torch._foreach_add(grads, params, alpha=optim.weight_decay))
-    buffers.steps += 1
-    (_adam if optim.name == "adam" else _sgd)(optim, params, grads, buffers)
+    buffers.steps = buffers.steps + 1 if isinstance(buffers.steps, int) else buffers.steps.add_(1)
+    (_adam if optim.name == "adam" else _sgd)(optim, params, grads, buffers, optim.lr if lr is None else lr)
 
 
-def clip(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
-    """The gradients scaled so that their joint norm is at most `limit`."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads))))
-    return list(torch._foreach_mul(list(grads), (limit / (norm + 1e-6)).clamp(max=1.0)))
+def clip(grads: Sequence[Tensor], limit: float, stacked: bool = False) -> list[Tensor]:
+    """The gradients scaled so that their joint norm is at most `limit`; of a stack, each client's for itself."""
+    if not stacked:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads))))
+        return list(torch._foreach_mul(list(grads), (limit / (norm + 1e-6)).clamp(max=1.0)))
+    squares = torch.stack([g.reshape(len(g), -1).square().sum(1) for g in grads])
+    scale = (limit / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
+    return [g * scale.reshape(-1, *[1] * (g.dim() - 1)) for g in grads]
 
 
-def _sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers) -> None:
+def _sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: float | Tensor) -> None:
     if optim.momentum > 0:
         if not buffers.first:
             buffers.first = [g.clone() for g in grads]
@@ -63,10 +95,26 @@ def _sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffe
             torch._foreach_mul_(buffers.first, optim.momentum)
             torch._foreach_add_(buffers.first, grads)
         grads = buffers.first
-    torch._foreach_add_(params, grads, alpha=-optim.lr)
+    _move(params, grads, lr)
 
 
-def _adam(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers) -> None:
+def _fused_sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: Tensor) -> None:
+    """Decay, momentum and update in one pass over memory."""
+    torch._fused_sgd_(
+        params,
+        [g.contiguous() for g in grads],
+        buffers.first,
+        weight_decay=optim.weight_decay,
+        momentum=optim.momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def _adam(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: float | Tensor) -> None:
     if not buffers.first:
         buffers.first = [torch.zeros_like(p) for p in params]
         buffers.second = [torch.zeros_like(p) for p in params]
@@ -75,6 +123,19 @@ def _adam(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buff
     torch._foreach_mul_(buffers.second, two)
     torch._foreach_addcmul_(buffers.second, grads, grads, 1 - two)
     root = torch._foreach_sqrt(buffers.second)
-    torch._foreach_div_(root, (1 - two**buffers.steps) ** 0.5)
+    steps: Any = buffers.steps
+    torch._foreach_mul_(root, _scalar((1 - two**steps) ** -0.5, params))
     torch._foreach_add_(root, optim.eps)
-    torch._foreach_addcdiv_(params, buffers.first, root, -optim.lr / (1 - one**buffers.steps))
+    _move(params, torch._foreach_div(buffers.first, root), lr / (1 - one**steps))
+
+
+def _move(params: list[Tensor], direction: Sequence[Tensor], lr: float | Tensor) -> None:
+    if isinstance(lr, Tensor):
+        torch._foreach_sub_(params, torch._foreach_mul(list(direction), _scalar(lr, params)))
+    else:
+        torch._foreach_add_(params, list(direction), alpha=-lr)
+
+
+def _scalar(value: float | Tensor, like: Sequence[Tensor]) -> Any:
+    """A tensor factor in the type of what it multiplies, lest everything is promoted to float64."""
+    return value.to(like[0].dtype) if isinstance(value, Tensor) else value

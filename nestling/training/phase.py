@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,11 +96,17 @@ class Train:
 
     def phase(self, round: int, **changes: Any) -> Phase:
         """The phase of plain local training in a round; `changes` are fields of `Phase`."""
-        settings = {
-            "optim": self.optim(round),
-            "epochs": self.epochs,
-            "batch": self.batch,
-            "drop_last": self.drop_last,
-            "augment": self.augment,
-        }
-        return Phase(**{**settings, **changes})
+        plain = _plain_phase(self, round)
+        return replace(plain, **changes) if changes else plain
+
+
+@lru_cache(maxsize=16)
+def _plain_phase(train: Train, round: int) -> Phase:
+    """One object for all clients of a round, which also says that they do the same."""
+    return Phase(
+        optim=train.optim(round),
+        epochs=train.epochs,
+        batch=train.batch,
+        drop_last=train.drop_last,
+        augment=train.augment,
+    )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestling.seeds import stream, torch_seeded
+from nestling.seeds import numbers, torch_seeded
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.objectives import Batch, Net
 from nestling.training.optimisers import Buffers, step
+from nestling.training.order import Schedule, counters, keys, schedule
 from nestling.training.phase import Phase
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -28,43 +28,68 @@ class Trained:
     samples: int
 
 
-def train(module: nn.Module, phase: Phase, x: Tensor, y: Tensor, seed: int, *purpose: str | int) -> Trained:
-    """Trains `module` in place. All chance (order of rows, dropout) comes from (seed, purpose)."""
+def train(
+    module: nn.Module, phase: Phase, x: Tensor, y: Tensor, seed: int, client: int = 0, round: int = 0, number: int = 0
+) -> Trained:
+    """Trains `module` in place. All chance (order of rows, augmentation, dropout) comes from (seed, client, round, number of phase)."""
     module.train()
-    params = {n: p for n, p in module.named_parameters() if not any(n == f or n.startswith(f + ".") for f in phase.freeze)}
-    net, buffers = Net(module, params), Buffers()
-    leaves, augmented = list(params.values()), AUGMENTATIONS[phase.augment]
+    net, buffers = Net(module, trained(module, phase)), Buffers()
     total, samples = torch.zeros((), device=x.device), 0
-    with torch_seeded(seed, "noise", *purpose), _hooked(module, phase):
-        for number, rows in enumerate(batches(len(x), phase, module, seed, *purpose)):
+    augment = AUGMENTATIONS[phase.augment]
+    chance = keys("augment", seed, [client], round, number)
+    with torch_seeded(seed, "noise", client, round, number), hooked(module, phase):
+        for step_number, rows in enumerate(batches(len(x), phase, module, seed, client, round, number)):
             rows = rows.to(x.device)
-            loss = phase.objective(net, Batch(augmented(x[rows]), y[rows], rows, number), phase.given)
-            raw = torch.autograd.grad(loss, leaves, allow_unused=True)
-            grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, raw, strict=True)]
-            if phase.rule is not None:
-                ruled = phase.rule(params, dict(zip(params, grads, strict=True)), phase.given)
-                grads = [ruled[name] for name in params]
-            step(phase.optim, leaves, grads, buffers)
-            total += loss.detach() * len(rows)
+            inputs = x[rows]
+            if augment is not None:
+                drawn = augment.draws(numbers(chance, counters(step_number * phase.batch, len(rows))))
+                inputs = augment.change(inputs, torch.from_numpy(drawn).to(x.device))
+            loss = train_step(net, phase, Batch(inputs, y[rows], rows, step_number), buffers)
+            total += loss * len(rows)
             samples += len(rows)
     return Trained(float(total) / max(samples, 1), buffers.steps, samples)
 
 
-def batches(rows: int, phase: Phase, module: nn.Module, seed: int, *purpose: str | int) -> Iterator[Tensor]:
+def train_step(net: Net, phase: Phase, batch: Batch, buffers: Buffers, lr: Tensor | None = None) -> Tensor:
+    """One update of the network on one batch; gives the loss. `lr` stands in for the optimiser's own where it must be a tensor."""
+    leaves = list(net.params.values())
+    loss = phase.objective(net, batch, phase.given)
+    raw = torch.autograd.grad(loss, leaves, allow_unused=True)
+    grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, raw, strict=True)]
+    if phase.rule is not None:
+        ruled = phase.rule(net.params, dict(zip(net.params, grads, strict=True)), phase.given)
+        grads = [ruled[name] for name in net.params]
+    step(phase.optim, leaves, grads, buffers, lr=lr)
+    return loss.detach()
+
+
+def trained(module: nn.Module, phase: Phase) -> dict[str, Tensor]:
+    """The parameters that a phase trains."""
+    return {n: p for n, p in module.named_parameters() if not any(n == f or n.startswith(f + ".") for f in phase.freeze)}
+
+
+def batches(
+    rows: int, phase: Phase, module: nn.Module, seed: int, client: int = 0, round: int = 0, number: int = 0
+) -> Iterator[Tensor]:
     """Rows in batches, in an order of its own for every epoch."""
-    least = 2 if _needs_two(module) else 1
-    done = 0
-    for epoch in range(phase.epochs):
-        order = torch.from_numpy(stream(seed, "order", *purpose, epoch).permutation(rows).astype(np.int64))
-        for start in range(0, rows, phase.batch):
-            batch = order[start : start + phase.batch]
-            short = len(batch) < min(phase.batch, rows) and phase.drop_last
-            if short or len(batch) < least:
-                continue
-            if phase.steps and done >= phase.steps:
-                return
-            done += 1
-            yield batch
+    plan = phase_schedule(phase, module, [rows], seed, [client], round, number)
+    for row, length in zip(plan.rows[0], plan.lengths[0], strict=True):
+        yield torch.from_numpy(row[:length])
+
+
+def phase_schedule(
+    phase: Phase, module: nn.Module, sizes: Sequence[int], seed: int, clients: Sequence[int], round: int, number: int
+) -> Schedule:
+    """The batches of some clients in a phase."""
+    return schedule(
+        keys("order", seed, clients, round, number),
+        sizes,
+        epochs=phase.epochs,
+        batch=phase.batch,
+        steps=phase.steps,
+        drop_last=phase.drop_last,
+        least=2 if _needs_two(module) else 1,
+    )
 
 
 def _needs_two(module: nn.Module) -> bool:
@@ -73,7 +98,8 @@ def _needs_two(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _hooked(module: nn.Module, phase: Phase) -> Iterator[None]:
+def hooked(module: nn.Module, phase: Phase) -> Iterator[None]:
+    """The module with the phase's hooks on it inside the block."""
     handles = [
         layer.register_forward_hook(lambda layer, _, out, change=hook.change: change(layer, out))
         for hook in phase.hooks

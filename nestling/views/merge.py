@@ -1,22 +1,30 @@
 """The one merge: a weighted mean over views.
 
 Every entry of the reference becomes the weighted mean of the contributions whose view holds it; entries that nobody trained keep
-their value. Sums run in float64, so that integer weights are exact (identical contributions return themselves, bit for bit), in
-the order given.
+their value. Sums run in float64, so that integer weights are exact (identical contributions return themselves, bit for bit), view
+by view in the order in which views first appear.
+
+Contributions of one view are summed as flat vectors, in pieces that stay in the cache, and the sum is put in its place once:
+the cost is one pass over what came in. Tensors of which only some entries count (masks) go one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from nestling.views.flat import Layout, Packed, Row, flat_of, layout_of
 from nestling.views.view import Index, State, View, mesh
 
+_PIECE = 2**16
+_PIECE_CUDA = 2**24
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class Contribution:
     """One party's part of a merge.
 
@@ -33,7 +41,74 @@ class Contribution:
 def merge(reference: Mapping[str, Tensor], contributions: Iterable[Contribution]) -> State:
     """The reference state after merging; the reference itself is not changed."""
     given = [c for c in contributions if c.weight > 0]
-    return {name: _merge_tensor(name, old, [c for c in given if name in c.view.shapes]) for name, old in reference.items()}
+    layout = layout_of(reference)
+    single = {*layout.others, *(name for c in given for name in (*c.view.masks, *c.present))}
+    alone = {name: _merge_tensor(name, reference[name], [c for c in given if name in c.view.shapes]) for name in single}
+    if single.issuperset(layout.names):
+        return {name: alone[name] for name in reference}
+    merged = Packed(layout, _merge_flat(reference, layout, given), {name: alone[name] for name in layout.others})
+    for name in single.difference(layout.others):
+        merged[name].copy_(alone[name])
+    return merged
+
+
+def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence[Contribution]) -> Tensor:
+    old = flat_of(reference, layout)
+    views = _by_view(given)
+    if len(views) == 1 and views[0][0].view.packing(layout, old.device)[1] is None:
+        return _sum(given, layout, old.device).div_(sum(c.weight for c in given)).to(old.dtype)
+    total = torch.zeros(layout.numel, dtype=torch.float64, device=old.device)
+    weight: Tensor | float = 0.0
+    for own in views:
+        small, index = own[0].view.packing(layout, old.device)
+        summed, share = _sum(own, small, old.device), sum(c.weight for c in own)
+        if index is None:
+            total += summed
+            weight = weight + share
+        else:
+            total.index_add_(0, index, summed)
+            weight = torch.full_like(total, weight) if isinstance(weight, float) else weight
+            weight.index_add_(0, index, torch.full_like(summed, share))
+    if isinstance(weight, float):
+        return (total / weight).to(old.dtype) if weight else old.clone()
+    return torch.where(weight > 0, total / weight, old.to(torch.float64)).to(old.dtype)
+
+
+def _by_view(given: Sequence[Contribution]) -> list[list[Contribution]]:
+    groups: dict[bytes, list[Contribution]] = {}
+    for c in given:
+        groups.setdefault(c.view.key(), []).append(c)
+    return list(groups.values())
+
+
+def _sum(own: Sequence[Contribution], layout: Layout, device: torch.device) -> Tensor:
+    """Σ weight · state in float64, as one vector."""
+    stacked = _rows(own, layout) if device.type == "cuda" else None
+    if stacked is not None:
+        weights = _weights(tuple(c.weight for c in own), device)
+        wide = max(1, _PIECE_CUDA // len(own))
+        return torch.cat([weights @ piece.double() for piece in stacked.split(wide, 1)])
+    total = torch.zeros(layout.numel, dtype=torch.float64, device=device)
+    flats = [(flat_of(c.state, layout), c.weight) for c in own]
+    for start in range(0, layout.numel, _PIECE):
+        piece = total[start : start + _PIECE]
+        for flat, weight in flats:
+            piece.add_(flat[start : start + _PIECE], alpha=weight)
+    return total
+
+
+@lru_cache(maxsize=64)
+def _weights(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(weights, dtype=torch.float64, device=device)
+
+
+def _rows(own: Sequence[Contribution], layout: Layout) -> Tensor | None:
+    """The matrix of which the contributions are rows, where they are rows of one, in order and all of it."""
+    first = own[0].state
+    if not isinstance(first, Row) or first.layout is not layout or len(own) != len(first.stack.flat):
+        return None
+    together = all(isinstance(c.state, Row) and c.state.stack is first.stack and c.state.number == k for k, c in enumerate(own))
+    return first.stack.flat if together else None
 
 
 def _merge_tensor(name: str, old: Tensor, given: list[Contribution]) -> Tensor:

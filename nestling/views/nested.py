@@ -6,7 +6,7 @@ that lead from a level's outer channels back into inner ones: every level then c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,10 +17,19 @@ from nestling.views.reference import Reference
 from nestling.views.view import Index, View, take
 
 
+def prepare(reference: Reference, views: Iterable[View]) -> None:
+    """Builds the networks of views now. A phase whose objective uses `forward` does so first: inside a batch of clients it is too
+    late."""
+    for view in views:
+        reference.network(view)
+
+
 def forward(reference: Reference, view: View, state: Mapping[str, Tensor], x: Tensor, inside: View | None = None) -> Tensor:
     """The output of the view's network, its weights cut out of `state` on the way. `inside` is the view that `state` is of (None:
     the whole reference); it must contain `view`."""
     local = {name: take(state[name], within(view, inside, name)) for name in view.members}
+    # The inner network's running statistics are its own: the outer ones must not see its batches.
+    local = {name: t if name in reference.parameters else t.clone() for name, t in local.items()}
     return torch.func.functional_call(reference.network(view).train(), local, (x,))
 
 

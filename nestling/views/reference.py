@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from nestling.views.axes import Axes, trace
+from nestling.views.flat import Packed, pack
 from nestling.views.shrink import resize
-from nestling.views.view import State, View, from_spec, full
+from nestling.views.view import View, from_spec, full
 
 _KEPT = 64
 
@@ -27,10 +29,17 @@ class Reference:
         self.name, self.module, self.shape = name, module, tuple(shape)
         self._networks: OrderedDict[bytes, nn.Module] = OrderedDict()
         self._views: OrderedDict[str, View] = OrderedDict()
+        self._specs: OrderedDict[int, tuple[Mapping[str, Any], View]] = OrderedDict()
 
     @cached_property
     def axes(self) -> Axes:
         return trace(self.module, self.shape)
+
+    def to(self, device: str) -> None:
+        """Moves the network to a device; everything made from it is there from then on."""
+        self.module.to(device)
+        self._networks.clear()
+        self.__dict__.pop("initial", None)
 
     @cached_property
     def full(self) -> View:
@@ -38,9 +47,9 @@ class Reference:
         return full(self.axes)
 
     @cached_property
-    def initial(self) -> State:
+    def initial(self) -> Packed:
         """The state the network was built with: where every run of the experiment starts."""
-        return {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        return pack({name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()})
 
     @cached_property
     def parameters(self) -> frozenset[str]:
@@ -49,16 +58,24 @@ class Reference:
 
     def view(self, spec: Mapping[str, Any]) -> View:
         """The view that a plain description stands for (see `to_spec`)."""
+        known = self._specs.get(id(spec))
+        if known is not None and known[0] is spec:
+            return known[1]
         key = json.dumps(spec, sort_keys=True)
         if key not in self._views:
             self._views[key] = from_spec(self.axes, spec)
             _forget_oldest(self._views)
+        # Holding the description keeps its id from being given to another.
+        self._specs[id(spec)] = (spec, self._views[key])
+        _forget_oldest(self._specs)
         return self._views[key]
 
     def network(self, view: View, state: Mapping[str, Any] | None = None) -> nn.Module:
         """The skeleton of a view's network, loaded with `state` when given."""
         key = view.key()
         if key not in self._networks:
+            if torch._C._functorch.maybe_current_level() is not None:
+                raise RuntimeError("the network of a view is built inside a batch of clients: call views.nested.prepare before")
             self._networks[key] = resize(self.module, {name: view.shape(name) for name in view.members}, view.dropped)
             _forget_oldest(self._networks)
         self._networks.move_to_end(key)
@@ -68,7 +85,7 @@ class Reference:
         return network
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_networks": OrderedDict(), "_views": OrderedDict()}
+        return {**self.__dict__, "_networks": OrderedDict(), "_views": OrderedDict(), "_specs": OrderedDict()}
 
 
 def _forget_oldest(kept: OrderedDict[Any, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.views.axes import Axes
+from nestling.views.flat import Layout, Packed, layout
 
 State = dict[str, Tensor]
 """Named tensors: a network's parameters and buffers, whole or sliced."""
@@ -78,7 +79,35 @@ class View:
 
     def extract(self, state: Mapping[str, Tensor]) -> State:
         """The view's part of a reference state, as fresh tensors."""
+        if isinstance(state, Packed) and state.flat is not None and state.layout is not None and not self.masks:
+            part, index = self.packing(state.layout, state.flat.device)
+            flat = state.flat.clone() if index is None else state.flat.index_select(0, index)
+            return Packed(part, flat, {name: self.cut(name, state[name]) for name in part.others})
         return {name: self.cut(name, state[name]) for name in self.names}
+
+    def packing(self, whole: Layout, device: torch.device) -> tuple[Layout, Tensor | None]:
+        """How the view lies in a flat reference state: its own layout, and where its entries stand in the reference's buffer (None:
+        it is all of it, in order)."""
+        key = (whole, str(device))
+        if key not in self._packings:
+            own = [name for name in whole.names if name in self.shapes]
+            others = tuple(name for name in whole.others if name in self.shapes)
+            part = layout(tuple(own), tuple(self.shape(name) for name in own), others)
+            same = part.names == whole.names and part.shapes == whole.shapes
+            self._packings[key] = (part, None if same else self._places(whole, own, device))
+        return self._packings[key]
+
+    def _places(self, whole: Layout, names: list[str], device: torch.device) -> Tensor:
+        pieces = [np.zeros(0, dtype=np.int64)]
+        for name in names:
+            start, end, shape = whole.offsets[name]
+            grid = np.arange(start, end).reshape(shape)
+            pieces.append(grid[np.ix_(*(_line(p) for p in self.where(name)))].reshape(-1) if shape else grid.reshape(-1))
+        return torch.from_numpy(np.concatenate(pieces)).to(device)
+
+    @cached_property
+    def _packings(self) -> dict[Any, tuple[Layout, Tensor | None]]:
+        return {}
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """The view's part of one tensor of the reference, as a fresh tensor."""
@@ -118,6 +147,10 @@ class View:
 
     def key(self) -> bytes:
         """Equal for equal views of one reference (masks aside): what caches are keyed by."""
+        return self._key
+
+    @cached_property
+    def _key(self) -> bytes:
         return (
             np.packbits(self.keep).tobytes()
             + "|".join(sorted(self.dropped)).encode()
@@ -214,6 +247,10 @@ def _positions(dim: np.ndarray | None, size: int, flags: np.ndarray) -> slice | 
     return slice(int(positions[0]), int(positions[-1]) + 1) if contiguous else positions
 
 
+def _line(place: slice | np.ndarray) -> np.ndarray:
+    return np.arange(place.start, place.stop) if isinstance(place, slice) else place
+
+
 def take(tensor: Tensor, index: Index) -> Tensor:
     """The entries of a tensor that an index addresses."""
     part = tensor[tuple(p if isinstance(p, slice) else slice(None) for p in index)]
@@ -234,5 +271,5 @@ def _put(tensor: Tensor, index: Index, local: Tensor, mask: Tensor | None) -> No
 
 def mesh(index: Index, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
     """Index tensors that address the outer product of the positions on all dimensions at once."""
-    lines = [torch.arange(p.start, p.stop) if isinstance(p, slice) else torch.from_numpy(p) for p in index]
+    lines = [torch.from_numpy(_line(p)) for p in index]
     return tuple(line.reshape([-1 if k == d else 1 for k in range(len(lines))]).to(device) for d, line in enumerate(lines))

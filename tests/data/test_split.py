@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nestling.data import partition
 from nestling.data.dataset import Dataset
-from nestling.data.split import KINDS, SplitConfig, make_split, take_public
+from nestling.data.split import KINDS, DrawnSplit, SplitConfig, make_split, take_public
 from nestling.errors import InputError
 
 DIVIDED = [kind for kind in KINDS if kind != "natural"]
@@ -312,6 +312,15 @@ def test_a_million_clients_take_no_memory_of_their_own():
     assert large_bytes < 1.1 * small_bytes
     assert large.size(999_999) == len(large.indices(999_999)) == 50
     assert np.array_equal(large.indices(7), small.indices(7)), "a client's rows do not depend on how many others there are"
+
+
+def test_a_size_needs_no_draw_and_one_draw_answers_for_a_client(monkeypatch):
+    y, draws = np.arange(1000) % 10, []
+    split = make_split(SplitConfig(size=20, holdout=0.2), y=y, classes=10, clients=1_000_000, seed=0)
+    drawing = DrawnSplit._drawn
+    monkeypatch.setattr(DrawnSplit, "_drawn", lambda self, client: draws.append(client) or drawing(self, client))
+    assert [split.size(client) for client in (3, 999_999)] == [16, 16] and draws == []
+    assert (len(split.indices(3)), len(split.holdout(3)), split.counts(3).sum()) == (16, 4, 16) and draws == [3]
 
 
 def test_clients_out_of_range_are_an_error():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nestling.devices import DEFAULT_TIERS, Fleet, FleetConfig, Tier, catalogue, make_fleet, read_fleet
 from nestling.errors import InputError
-from nestling.seeds import stream
+from nestling.seeds import derive, stream
 
 
 def fleet_of(*tiers: Tier, size: int = 20, seed: int = 0) -> Fleet:
@@ -124,6 +124,44 @@ def test_a_million_devices_cost_what_the_chosen_cost() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 300_000
+
+
+@pytest.mark.parametrize("size", [5000, 1_000_000])
+def test_choose_is_a_shuffle_drawn_one_by_one(size: int) -> None:
+    """Draws are made many at a time; the numbers are those of one draw after another."""
+    fleet, wanted = half_and_half(size, seed=3), min(size, 2500)
+    rng, moved, found = stream(3, "choose", 8), dict[int, int](), []
+    for step in range(wanted):
+        other = int(rng.integers(step, size))
+        found.append(moved.get(other, other))
+        moved[other] = moved.pop(step, step)
+    assert fleet.choose(8, wanted) == sorted(found)
+
+
+@pytest.mark.parametrize("size", [5, 3000])
+def test_a_small_fleet_is_shuffled_whole(size: int) -> None:
+    fleet = half_and_half(size, seed=3)
+    assert fleet.choose(8, size) == list(range(size))
+    counts = np.zeros(size)
+    for round in range(400):
+        chosen = fleet.choose(round, max(1, size // 5))
+        assert len(set(chosen)) == len(chosen) and chosen == sorted(chosen)
+        counts[chosen] += 1
+    # Everybody is drawn about equally often: 80 times, give or take five standard deviations.
+    assert abs(counts - 80).max() < 5 * np.sqrt(80 * 0.8)
+
+
+def test_what_is_certain_costs_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    certain, uncertain = half_and_half(1000), half_and_half(1000, availability=0.5, dropout=0.5, slow=0.5)
+    hashed: list[object] = []
+    monkeypatch.setattr("nestling.devices.fleet.derive", lambda *purpose: hashed.append(purpose) or derive(*purpose))
+    for fleet in (certain, uncertain):
+        chosen = fleet.choose(1, 100)
+        assert len(chosen) == 100
+        hashed.clear()  # one for the whole choice
+        for i in chosen:
+            fleet.drops(i, 1), fleet.slowdown(i, 1), fleet.free_memory(i, 1)
+        assert (fleet is certain) == (not hashed)
 
 
 def test_probabilities_come_out() -> None:

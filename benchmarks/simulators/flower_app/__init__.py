@@ -1,0 +1,1 @@
+"""The task as a Flower app: its clients and its server."""

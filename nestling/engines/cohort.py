@@ -1,0 +1,92 @@
+"""The cohort engine: clients that do the same are trained as one.
+
+The clients of a round are grouped by network and phase, and each group is trained as a stack of networks. On a CPU that pays for
+small networks only, so a rule by arithmetic decides (a rule and not a stop-watch, so that a command gives the same bits twice), and
+stacks have a fixed greatest height, so that the number of workers changes nothing. What cannot be stacked runs one by one, and
+`notes` says why. Against the in-process engine results differ by rounding only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from nestling.devices import cost_of
+from nestling.engines.engine import blame
+from nestling.engines.pool import Pool
+from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.training.group import Group
+from nestling.training.stacked import CannotStack, train_stack
+from nestling.training.together import Losses, train_one_by_one, work_together
+from nestling.views import Reference, View
+
+HEIGHT = 10
+"""The most clients in one stack on a CPU."""
+
+SMALL_STEP = 2e7
+"""Multiply-accumulates of a forward pass over one batch up to which a stack beats the plain loop on a CPU core."""
+
+
+class Cohort:
+    """Stacks on the CPU, over `workers` processes (1: in this one)."""
+
+    lookahead = 0
+
+    def __init__(self, workers: int = 1) -> None:
+        self.workers, self.notes = workers, list[str]()
+        self._pool = Pool(workers, do=work_chunk, chunks=chunks) if workers > 1 else None
+
+    def open(self, method: ClientSide, site: Site) -> None:
+        self._method, self._site = method, site
+        if self._pool is not None:
+            self._pool.open(method, site)
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        if self._pool is not None:
+            yield from self._pool.run(tasks)
+        else:
+            for chunk in chunks(tasks, self._site):
+                yield from work_chunk(self._method, chunk, self._site)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def chunks(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
+    """The tasks by network and view, at most `HEIGHT` together; where stacks would not pay, each for itself."""
+    kinds: dict[tuple[str, bytes], list[Task]] = {}
+    for task in tasks:
+        reference = site.references[task.network]
+        kinds.setdefault((task.network, reference.view(task.spec).key()), []).append(task)
+    found = []
+    for (network, _), own in kinds.items():
+        reference = site.references[network]
+        small = macs_of(reference, reference.view(own[0].spec)) * site.train.batch <= SMALL_STEP
+        height = HEIGHT if small else 1
+        found += [own[k : k + height] for k in range(0, len(own), height)]
+    return found
+
+
+def work_chunk(method: ClientSide, tasks: Sequence[Task], site: Site) -> list[Outcome]:
+    """A chunk of tasks, stacked where that pays."""
+    return work_together(method, tasks, site, _train, blame)
+
+
+def _train(found: list[Group]) -> list[Losses]:
+    return [_train_group(group) for group in found]
+
+
+def _train_group(group: Group) -> Losses:
+    client = group.clients[0]
+    if len(group.clients) > 1 and macs_of(client.reference, client.view) * group.phase.batch <= SMALL_STEP:
+        with contextlib.suppress(CannotStack):
+            return train_stack(group)
+    return train_one_by_one(group)
+
+
+@lru_cache(maxsize=1024)
+def macs_of(reference: Reference, view: View) -> int:
+    """Multiply-accumulates of one sample's forward pass."""
+    return cost_of(reference.network(view), reference.shape).macs

@@ -1,0 +1,215 @@
+"""States in one piece of memory.
+
+A state of many small tensors is copied, cut, summed and sent fastest as one flat buffer. `Packed` is a state whose floating-point
+tensors are views of such a buffer; `Stack` holds the states of several clients as rows of one matrix, and `Row` is one of them.
+Both read like any other state, so nobody has to know; the merge and the engines do, and are fast.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT = torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where each tensor lies in a flat buffer. `others` are the names kept beside it (counters and other types)."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    others: tuple[str, ...] = ()
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
+
+    @cached_property
+    def offsets(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+        """Name → (start, end, shape)."""
+        ends = list(itertools.accumulate(self.sizes))
+        return {n: (e - k, e, s) for n, e, k, s in zip(self.names, ends, self.sizes, self.shapes, strict=True)}
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def all_names(self) -> frozenset[str]:
+        return frozenset((*self.names, *self.others))
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The tensors in a buffer of shape (…, numel), as views with the leading dimensions kept."""
+        lead = flat.shape[:-1]
+        return [part.view(*lead, *shape) for part, shape in zip(flat.split(self.sizes, -1), self.shapes, strict=True)]
+
+
+def layout_of(state: Mapping[str, Tensor]) -> Layout:
+    """The layout of a state, tensors in its own order."""
+    kept: Layout | None = getattr(state, "layout", None)
+    if kept is not None:
+        return kept
+    floats = [(name, tuple(t.shape)) for name, t in state.items() if t.dtype == FLOAT]
+    return layout(
+        tuple(name for name, _ in floats),
+        tuple(shape for _, shape in floats),
+        tuple(name for name, t in state.items() if t.dtype != FLOAT),
+    )
+
+
+@lru_cache(maxsize=1024)
+def layout(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], others: tuple[str, ...]) -> Layout:
+    """The one layout object with these fields: equal layouts are the same object, which is how they are compared."""
+    return Layout(names, shapes, others)
+
+
+class Packed(dict[str, Tensor]):
+    """A state whose float32 tensors lie in `flat`. As soon as an entry is replaced it is an ordinary state."""
+
+    flat: Tensor | None
+    layout: Layout | None
+
+    def __init__(self, layout: Layout, flat: Tensor, others: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(zip(layout.names, layout.split(flat), strict=True))
+        super().update(others or {})
+        self.layout, self.flat = layout, flat
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self.layout = self.flat = None
+        super().__setitem__(name, tensor)
+
+    def __delitem__(self, name: str) -> None:
+        self.layout = self.flat = None
+        super().__delitem__(name)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        self.layout = self.flat = None
+        super().update(*given, **named)
+
+    def pop(self, *given: Any) -> Any:
+        self.layout = self.flat = None
+        return super().pop(*given)
+
+    def copy(self) -> Packed:
+        """The same tensors in a state of its own, whose entries may be replaced."""
+        fresh = Packed.__new__(Packed)
+        dict.update(fresh, self)
+        fresh.layout, fresh.flat = self.layout, self.flat
+        return fresh
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def pack(state: Mapping[str, Tensor]) -> Packed:
+    """The state in one fresh buffer (or as it is, where it already lies in one)."""
+    if isinstance(state, Packed) and state.flat is not None:
+        return state
+    layout = layout_of(state)
+    return Packed(layout, flat_of(state, layout).clone(), {name: state[name] for name in layout.others})
+
+
+def flat_of(state: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """The state's float32 tensors as one vector in the order of a layout; a fresh one only where it must be."""
+    if getattr(state, "layout", None) is layout:
+        return state.flat  # type: ignore[attr-defined]
+    if not layout.names:
+        return torch.zeros(0)
+    return torch.cat([state[name].reshape(-1) for name in layout.names])
+
+
+class Fetched:
+    """A small tensor on its way to the host. Reading it waits for what was queued before it, and for nothing queued since."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def values(self) -> list[Any]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+@dataclass(eq=False)
+class Stack:
+    """The states of several clients: a matrix of one row each, and what is not float32 stacked tensor by tensor."""
+
+    layout: Layout
+    flat: Tensor
+    others: dict[str, Tensor]
+    _finite: Fetched | None = None
+
+    def rows(self) -> list[Row]:
+        return [Row(self, k) for k in range(len(self.flat))]
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row's tensors (0 where flags among them would have to be packed first)."""
+        kept = self.others.values()
+        if any(t.dtype == torch.bool for t in kept):
+            return 0
+        return 4 * self.layout.numel + sum(t[0].nbytes for t in kept)
+
+    def look(self) -> None:
+        """Has the device find out which rows are finite, without waiting for it."""
+        if self._finite is None:
+            self._finite = Fetched(torch.isfinite(self.flat.sum(1)))
+
+    @cached_property
+    def finite(self) -> list[bool]:
+        """One flag a row: whether all its values are finite."""
+        self.look()
+        return self._finite.values()  # type: ignore[union-attr]
+
+
+class Row(Mapping[str, Tensor]):
+    """One client's state in a stack; its tensors are made when asked for."""
+
+    __slots__ = ("layout", "number", "stack")
+
+    def __init__(self, stack: Stack, number: int) -> None:
+        self.stack, self.number, self.layout = stack, number, stack.layout
+
+    @property
+    def flat(self) -> Tensor:
+        return self.stack.flat[self.number]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors (0 where flags among them would have to be packed first)."""
+        return self.stack.row_bytes
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self.layout.offsets.get(name)
+        if place is None:
+            return self.stack.others[name][self.number]
+        start, end, shape = place
+        return self.stack.flat[self.number, start:end].view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.layout.names
+        yield from self.layout.others
+
+    def __len__(self) -> int:
+        return len(self.layout.names) + len(self.layout.others)
+
+
+def only(state: Mapping[str, Tensor], names: Sequence[str]) -> Mapping[str, Tensor]:
+    """The named tensors of a state; the state itself where that is all of it."""
+    layout = getattr(state, "layout", None)
+    if layout is not None and len(names) == len(state) and layout.all_names.issuperset(names):
+        return state
+    return {name: state[name] for name in names}

@@ -1,0 +1,300 @@
+"""The cohort engine: stacks of clients give what the clients give one by one, up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nestling
+from nestling import EngineConfig, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling.assemble import assemble, site_of
+from nestling.engines import Cohort, Inline
+from nestling.engines.cohort import chunks
+from nestling.engines.cuda_cohort import CudaCohort
+from nestling.engines.engine import ClientError
+from nestling.engines.programs import Settings, StackProgram, program_makers
+from nestling.methods import METHODS
+from nestling.rounds import Federation
+from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.training.group import Group, groups, token
+from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.phase import Hook, Phase
+from nestling.training.stacked import CannotStack, honours_masks, reads_number, train_stack
+from nestling.training.together import Losses, work_together
+from nestling.views.flat import Row
+from tests.small import small
+
+TIERS = (Tier(name="small", ratio=0.25, count=4), Tier(name="large", ratio=1.0, count=3))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5)},
+    "unequal sizes": {"split": SplitConfig(kind="quantity", alpha=8.0, min_size=5), "train": Train(epochs=1, batch=90, lr=0.01)},
+    "adam, decay, clipping": {"train": Train(epochs=1, batch=16, optimizer="adam", lr=1e-3, weight_decay=1e-2, clip=1.0)},
+    "batch norm, short batches": {
+        "model": Named("tinycnn", {"channels": [8, 16, 16], "norm": "tracked"}),
+        "train": Train(epochs=1, batch=25, lr=0.005, momentum=0.0),
+    },
+}
+WAYS = ("step by step", "stack", "stack of matrices", "streams", "streams, channels last")
+
+
+def federation_of(method: Any, **changes: Any) -> tuple[ClientSide, Federation, Site]:
+    settings = {"fleet": FleetConfig(tiers=TIERS), "participants": 7, **changes}
+    experiment, federation = assemble(small(method, **settings))
+    return experiment.make_method(), federation, site_of(federation)
+
+
+def tasks_of(federation: Federation, clients: int = 7) -> list[Task]:
+    world, method = federation.world, federation.method
+    found = []
+    for client in range(clients):
+        device = world.device(client)
+        piece = method.piece(device, 1)
+        found.append(Task(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1)))
+    return found
+
+
+def alone(method: ClientSide, tasks: list[Task], site: Site) -> list[Outcome]:
+    engine = Inline()
+    engine.open(method, site)
+    return list(engine.run(tasks))
+
+
+def tensors(outcome: Outcome) -> dict[str, Tensor]:
+    parts = {f"{kind}/{n}": t for kind, part in outcome.reply.parts.items() for n, t in part.items()}
+    return {**parts, **{f"memory/{n}": t for n, t in outcome.memory.items()}}
+
+
+def assert_same(expected: list[Outcome], got: list[Outcome], tolerance: float = 1e-4) -> None:
+    assert [o.client for o in expected] == [o.client for o in got]
+    for one, other in zip(expected, got, strict=True):
+        mine, theirs = tensors(one), tensors(other)
+        assert (
+            mine.keys() == theirs.keys() and mine.keys() | {"steps"} and one.steps == other.steps and one.samples == other.samples
+        )
+        assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-4, abs=1e-6)
+        flat = [torch.cat([state[n].double().reshape(-1) for n in sorted(mine)] or [torch.zeros(1)]) for state in (mine, theirs)]
+        assert float((flat[0] - flat[1]).norm()) <= tolerance * float(flat[0].norm())
+
+
+def trainer(way: str) -> Callable[[list[Group]], list[Losses]]:
+    if way == "step by step":
+        return lambda found: [train_stack(group) for group in found]
+    kept: dict[Any, Any] = {}
+
+    def one(group: Group) -> Losses:
+        makers = program_makers(group, Settings())
+        program = kept.get(group.key)
+        if program is None:
+            program = kept[group.key] = makers[way if way in makers else "streams"]()
+        assert program.fits(group)
+        return program.run(group)
+
+    return lambda found: [one(group) for group in found]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_same_in_a_stack(method: str) -> None:
+    made, federation, site = federation_of(method, **SETTINGS["plain"])
+    tasks = tasks_of(federation)
+    got = work_together(made, tasks, site, trainer("step by step"))
+    assert_same(alone(made, tasks, site), got)
+    if method != "local":
+        assert all(isinstance(o.reply["weights"], Row) for o in got)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("method", ["shared-average", "heterofl"])
+def test_every_way_to_train_gives_the_same(method: str, setting: str, way: str) -> None:
+    made, federation, site = federation_of(method, **SETTINGS[setting])
+    tasks, train = tasks_of(federation), trainer(way)
+    expected = alone(made, tasks, site)
+    for _ in range(2):  # a program is made once and used again
+        assert_same(expected, work_together(made, tasks, site, train))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_engine_plays_whole_rounds(method: str) -> None:
+    changes: dict[str, Any] = {
+        "participants": 6,
+        "fleet": FleetConfig(tiers=TIERS),
+        "train": Train(epochs=1, batch=20, lr=0.01, momentum=0.0),
+    }
+    plain, stacked = (nestling.run(small(method, rounds=1, **changes, engine=EngineConfig(e, 1))) for e in ("inline", "cohort"))
+    before, after = (r.federation.method.state() for r in (plain, stacked))
+    for kind, part in before.items():
+        for name, tensor in part.items():
+            assert float((tensor - after[kind][name]).norm()) <= 1e-4 * float(tensor.norm()) + 1e-7, (kind, name)
+    assert stacked.metrics[0]["loss"] == pytest.approx(plain.metrics[0]["loss"], rel=1e-4)
+    assert stacked.metrics[0]["bytes_up"] == plain.metrics[0]["bytes_up"]
+
+
+def test_workers_change_nothing() -> None:
+    made, federation, site = federation_of("shared-average", **SETTINGS["plain"])
+    tasks, found = tasks_of(federation), []
+    for workers in (1, 2):
+        engine = Cohort(workers)
+        engine.open(made, site)
+        try:
+            found.append({o.client: tensors(o) for o in engine.run(tasks)})
+        finally:
+            engine.close()
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(t, found[1][client][name]) for client, state in found[0].items() for name, t in state.items())
+
+
+def test_large_networks_are_not_stacked_on_a_cpu() -> None:
+    _, federation, site = federation_of("all-large", model=Named("cnn", {"channels": [64, 128]}))
+    assert [len(chunk) for chunk in chunks(tasks_of(federation), site)] == [1] * 7
+    _, federation, site = federation_of("all-large")
+    assert [len(chunk) for chunk in chunks(tasks_of(federation), site)] == [7]
+
+
+def test_an_error_in_a_stack_names_a_client() -> None:
+    made, federation, site = federation_of("all-large")
+    engine = Cohort(1)
+    engine.open(made, site)
+    broken = replace(tasks_of(federation)[2], message=nestling.message.Message({}))
+    with pytest.raises(ClientError, match="client 2 failed in round 1"):
+        list(engine.run([broken]))
+
+
+# -- what a stack must notice ----------------------------------------------------------------------------------------------------
+
+
+def group_with(**changes: Any) -> Group:
+    made, federation, site = federation_of("all-large")
+    held: list[Group] = []
+
+    class Method(type(made)):  # type: ignore[misc]
+        def phases(self, client: Any, received: Any) -> list[Phase]:
+            return [client.train.phase(1, augment="none", **changes)]
+
+    def keep(found: list[Group]) -> list[Losses]:
+        held.extend(found)
+        return [train_stack(group) for group in found]
+
+    tasks = tasks_of(federation, 2)
+    work_together(Method(), tasks, site, lambda found: (held.extend(found), [Losses(torch.zeros(2), [0, 0], [1, 1])])[1])
+    return held[0]
+
+
+def mean_of_all(net: Net, batch: Batch, given: Given) -> Tensor:
+    return F.cross_entropy(net(batch.x), batch.y)
+
+
+def by_number(net: Net, batch: Batch, given: Given) -> Tensor:
+    return cross_entropy(net, batch, given) * (1 + batch.number % 2)
+
+
+def test_an_objective_that_ignores_masks_is_noticed() -> None:
+    assert honours_masks(group_with(objective=cross_entropy))
+    assert not honours_masks(group_with(objective=mean_of_all))
+
+
+def test_an_objective_that_reads_its_number_is_noticed() -> None:
+    assert reads_number(group_with(objective=by_number))
+    assert not reads_number(group_with(objective=cross_entropy))
+
+
+def test_dropout_is_refused() -> None:
+    group = group_with()
+    group.module.add_module("drop", nn.Dropout(0.5))
+    try:
+        with pytest.raises(CannotStack, match="dropout"):
+            train_stack(group)
+    finally:
+        del group.module.drop
+
+
+def test_functions_are_compared_by_what_they_do() -> None:
+    def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: x * factor
+
+    assert token(scaled(2.0)) == token(scaled(2.0)) != token(scaled(3.0))
+    assert token(partial(mean_of_all, weight=1)) == token(partial(mean_of_all, weight=1)) != token(partial(mean_of_all, weight=2))
+    assert token(object()) != token(object())
+
+
+def test_clients_with_other_hooks_or_given_shapes_are_other_groups() -> None:
+    group = group_with()
+    one, other = group.clients
+    same = Phase(given={"a": torch.zeros(2)})
+    assert len(groups([(one, same), (other, replace(same, given={"a": torch.ones(2)}))], 0)) == 1
+    assert len(groups([(one, same), (other, replace(same, given={"a": torch.ones(3)}))], 0)) == 2
+    hooked = replace(same, hooks=(Hook((nn.Conv2d,), partial(divide, rate=0.5)),))
+    assert len(groups([(one, same), (other, hooked)], 0)) == 2
+    assert len(groups([(one, hooked), (other, replace(same, hooks=(Hook((nn.Conv2d,), partial(divide, rate=0.5)),)))], 0)) == 1
+
+
+def divide(layer: nn.Module, out: Tensor, *, rate: float) -> Tensor:
+    return out / rate
+
+
+def test_the_received_weights_are_never_written_to() -> None:
+    for way in WAYS:
+        made, federation, site = federation_of("all-large", **SETTINGS["plain"])
+        tasks = tasks_of(federation, 1)
+        before = {name: t.clone() for name, t in tasks[0].message["weights"].items()}
+        work_together(made, tasks, site, trainer(way))
+        assert all(torch.equal(t, tasks[0].message["weights"][name]) for name, t in before.items()), way
+
+
+# -- the engine for a GPU, where there is none: the same decisions, without graphs -----------------------------------------------------
+
+
+def test_work_seen_again_is_recorded_and_gives_the_same() -> None:
+    made, federation, site = federation_of("heterofl", **SETTINGS["plain"])
+    tasks, engine = tasks_of(federation), CudaCohort()
+    expected = alone(made, tasks, site)
+    engine._method, engine._site = made, site
+    for round in range(3):
+        assert_same(expected, list(engine.run(tasks)))
+        assert bool(engine._programs) == (round > 0)
+    assert any("stack" in note and "ms" in note for note in engine.notes)
+
+
+def test_a_group_that_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, federation, site = federation_of("all-large", **SETTINGS["plain"])
+    tasks, engine = tasks_of(federation), CudaCohort()
+    engine._method, engine._site = made, site
+    run = StackProgram.run
+
+    def small_memory(self: StackProgram, group: Group) -> Losses:
+        if len(group.clients) > 2:
+            raise torch.OutOfMemoryError("too large")
+        return run(self, group)
+
+    monkeypatch.setattr(StackProgram, "run", small_memory)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(engine, "_fastest", lambda group: "stack")
+    expected = alone(made, tasks, site)
+    for _ in range(2):
+        assert_same(expected, list(engine.run(tasks)))
+    assert any("do not fit" in note for note in engine.notes)
+
+
+def test_what_cannot_be_stacked_runs_and_says_why() -> None:
+    made, federation, site = federation_of("all-large", **SETTINGS["plain"])
+
+    class Stubborn(type(made)):  # type: ignore[misc]
+        def phases(self, client: Any, received: Any) -> list[Phase]:
+            return [client.train.phase(1, objective=looks_at_values)]
+
+    stubborn = Stubborn()
+    tasks, engine = tasks_of(federation), CudaCohort()
+    engine._method, engine._site = stubborn, site
+    assert_same(alone(stubborn, tasks, site), list(engine.run(tasks)))
+    assert any("not stacked" in note for note in engine.notes)
+
+
+def looks_at_values(net: Net, batch: Batch, given: Given) -> Tensor:
+    loss = cross_entropy(net, batch, given)
+    return loss * 2 if loss.item() > 100 else loss
