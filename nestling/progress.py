@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nestling.experiment import Experiment
@@ -26,7 +27,7 @@ def quiet_watcher() -> Iterator[Watcher]:
 @contextmanager
 def json_watcher() -> Iterator[Watcher]:
     """A JSON line a round on standard output."""
-    yield Watcher(round=lambda metrics: print(json.dumps(metrics), flush=True), refusal=_tell_refusal)
+    yield Watcher(round=lambda metrics: print(json.dumps(metrics), flush=True), refusal=_tell_refusal, note=_tell_note)
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def _follow(console: Console, bar: Progress) -> Watcher:
     def refusal(client: int, round: int, reason: str) -> None:
         console.print(f"[yellow]round {round}: the reply of client {client} was refused: {reason}[/yellow]")
 
-    return Watcher(started, client, round_, refusal)
+    return Watcher(started, client, round_, refusal, lambda text: console.print(f"[dim]{escape(text)}[/dim]"))
 
 
 def show_result(result: Result) -> None:
@@ -101,3 +102,7 @@ def _megabytes(count: int) -> str:
 
 def _tell_refusal(client: int, round: int, reason: str) -> None:
     print(f"round {round}: the reply of client {client} was refused: {reason}", file=sys.stderr)
+
+
+def _tell_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

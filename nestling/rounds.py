@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from nestling.devices import Timing
 from nestling.engines import Engine
 from nestling.evaluation import Bench, evaluate

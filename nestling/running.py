@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import math
 import platform
 import subprocess
 import time
@@ -123,7 +124,7 @@ def _play(
                 metrics = home.metrics()
             watcher.started(experiment, description, done)
             federation.engine.open(experiment.make_method(), site_of(federation))
-            saved, told = time.monotonic(), 0
+            saved, told = -math.inf, 0
             # What exists by now stays: the collector need not walk through it again and again.
             gc.freeze()
             for row in play(federation):

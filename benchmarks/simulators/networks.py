@@ -8,13 +8,13 @@ from torch import nn
 
 
 def cnn9k(shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Module:
-    """Two padded convolutions and a linear layer: 9098 parameters on 28x28 digits."""
+    """Two convolutions of stride 2 and a linear layer: 9098 parameters on 28x28 digits, and little arithmetic."""
     channels, high, wide = shape
     return nn.Sequential(
-        *_convolution(channels, 8, padding=1),
-        nn.MaxPool2d(2),
-        *_convolution(8, 16, padding=1),
-        nn.MaxPool2d(2),
+        nn.Conv2d(channels, 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
         nn.Flatten(),
         nn.Linear(16 * (high // 4) * (wide // 4), classes),
     )
@@ -41,8 +41,8 @@ def vgg16(shape: tuple[int, ...] = (3, 32, 32), classes: int = 10) -> nn.Module:
     return build("vgg16", shape=shape, classes=classes, norm="batch", hidden=(512, 512), dropout=0.0)
 
 
-def _convolution(before: int, after: int, padding: int = 0) -> tuple[nn.Module, nn.Module]:
-    return nn.Conv2d(before, after, 3, padding=padding), nn.ReLU()
+def _convolution(before: int, after: int) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(before, after, 3), nn.ReLU()
 
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {"cnn9k": cnn9k, "cifar_cnn": cifar_cnn, "vgg16": vgg16}

@@ -1,18 +1,21 @@
 """The cohort engine: clients that do the same are trained as one.
 
 The clients of a round are grouped by network and phase, and each group is trained as a stack of networks. On a CPU that pays for
-small networks only, so a rule by arithmetic decides (a rule and not a stop-watch, so that a command gives the same bits twice), and
-stacks have a fixed greatest height, so that the number of workers changes nothing. What cannot be stacked runs one by one, and
-`notes` says why. Against the in-process engine results differ by rounding only.
+small networks only, so a rule by arithmetic decides (a rule and not a stop-watch, so that a command gives the same bits twice). How
+high a stack is changes no bit of a client's result, as long as it is higher than one: a group may be shared out between any number
+of workers, in parts of two or more. What cannot be stacked runs one by one. Against the in-process engine results differ by
+rounding only.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 
 from nestling.devices import cost_of
+from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import blame
 from nestling.engines.pool import Pool
 from nestling.training.client import ClientSide, Outcome, Site, Task
@@ -21,10 +24,10 @@ from nestling.training.stacked import CannotStack, train_stack
 from nestling.training.together import Losses, train_one_by_one, work_together
 from nestling.views import Reference, View
 
-HEIGHT = 10
+HEIGHT = 32
 """The most clients in one stack on a CPU."""
 
-SMALL_STEP = 2e7
+SMALL_STEP = 1.5e7
 """Multiply-accumulates of a forward pass over one batch up to which a stack beats the plain loop on a CPU core."""
 
 
@@ -35,12 +38,14 @@ class Cohort:
 
     def __init__(self, workers: int = 1) -> None:
         self.workers, self.notes = workers, list[str]()
-        self._pool = Pool(workers, do=work_chunk, chunks=chunks) if workers > 1 else None
+        self._pool = Pool(workers, do=work_chunk, chunks=partial(chunks, workers=workers)) if workers > 1 else None
 
     def open(self, method: ClientSide, site: Site) -> None:
         self._method, self._site = method, site
         if self._pool is not None:
             self._pool.open(method, site)
+        else:
+            keep_freed_memory()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
         if self._pool is not None:
@@ -54,8 +59,8 @@ class Cohort:
             self._pool.close()
 
 
-def chunks(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
-    """The tasks by network and view, at most `HEIGHT` together; where stacks would not pay, each for itself."""
+def chunks(tasks: Sequence[Task], site: Site, workers: int = 1) -> list[list[Task]]:
+    """The tasks by network and view, shared out between the workers; where stacks would not pay, each for itself."""
     kinds: dict[tuple[str, bytes], list[Task]] = {}
     for task in tasks:
         reference = site.references[task.network]
@@ -64,9 +69,14 @@ def chunks(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
     for (network, _), own in kinds.items():
         reference = site.references[network]
         small = macs_of(reference, reference.view(own[0].spec)) * site.train.batch <= SMALL_STEP
-        height = HEIGHT if small else 1
-        found += [own[k : k + height] for k in range(0, len(own), height)]
+        found += _parts(own, max(-(-len(own) // HEIGHT), min(workers, len(own) // 2), 1) if small else len(own))
     return found
+
+
+def _parts(own: list[Task], count: int) -> list[list[Task]]:
+    """The tasks in so many parts of nearly the same size."""
+    ends = [round(len(own) * k / count) for k in range(count + 1)]
+    return [own[start:end] for start, end in pairwise(ends)]
 
 
 def work_chunk(method: ClientSide, tasks: Sequence[Task], site: Site) -> list[Outcome]:

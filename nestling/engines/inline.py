@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import failed
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
 
@@ -17,6 +18,7 @@ class Inline:
         self.notes: list[str] = []
 
     def open(self, method: ClientSide, site: Site) -> None:
+        keep_freed_memory()
         self.method, self.site = method, site
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:

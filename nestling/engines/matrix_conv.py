@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 class _MatrixConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
-        (high, wide), (down, right), (top, left) = self.kernel_size, self.stride, self.padding  # type: ignore[misc]
+        assert isinstance(self.padding, tuple)
+        (high, wide), (down, right), (top, left) = self.kernel_size, self.stride, self.padding
         padded = F.pad(x, (left, left, top, top)).transpose(0, 1)
         rows, columns = (padded.shape[2] - high) // down + 1, (padded.shape[3] - wide) // right + 1
         shifted = [

@@ -9,7 +9,6 @@ engine.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import ClientError, failed
 from nestling.engines.shared_memory import Block, Channel, Packet, Page, Spare
 from nestling.message import Message, payload
@@ -216,7 +216,7 @@ def _serve(connection: Connection, method: ClientSide, site: Site, do: Do) -> No
     torch.set_num_threads(1)
     # Ctrl-C belongs to the main process; a worker ends when its pipe closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _keep_freed_memory()
+    keep_freed_memory()
     channel = Channel(connection, DEPTH)
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -277,14 +277,6 @@ def _blame(tasks: Sequence[Task], reason: str) -> ClientError:
     if len(tasks) == 1:
         return failed(tasks[0], reason)
     return ClientError(f"one of the clients {', '.join(str(t.client) for t in tasks)} failed in round {tasks[0].round}: {reason}")
-
-
-def _keep_freed_memory() -> None:
-    """Has the allocator hold on to what one client's work gave back: the next one's needs as much, and fresh pages are dear."""
-    with contextlib.suppress(OSError, AttributeError):  # where the C library is another one
-        change = ctypes.CDLL(None).mallopt
-        for setting, size in ((-1, 2**28), (-3, 2**25)):  # from which free size to trim; from which size to map apart
-            change(setting, size)
 
 
 @contextlib.contextmanager

@@ -47,8 +47,8 @@ class Settings:
 
 
 class StackProgram:
-    """`height` clients as one stack. With `matrices` its convolutions are matrix products. Clients short of a full batch or of a step are masked; idle places train on anything and are
-    not read."""
+    """`height` clients as one stack; with `matrices` its convolutions are matrix products. Clients short of a full batch or of a step
+    are masked; idle places train on anything and are not read."""
 
     def __init__(self, group: Group, height: int, settings: Settings, matrices: bool = False) -> None:
         self.height, self.layout = height, group.layout
@@ -78,7 +78,7 @@ class StackProgram:
         """Whether the program can train this group."""
         same = self.plan.steps >= group.schedule.steps and self.plan.wide == group.schedule.rows.shape[2]
         same = same and self.together == _together(group)
-        shared = self.state._shared == frozenset(n for n in group.phase.given if group.shared(n))
+        shared = self.state.shared == frozenset(n for n in group.phase.given if group.shared(n))
         return len(group.clients) <= self.height and same and shared and (group.schedule.even or not self.even)
 
     def run(self, group: Group) -> Losses:
@@ -108,7 +108,7 @@ class StackProgram:
             for k, client in enumerate(group.clients):
                 self.state.rest[name][k].copy_(client.weights[name])
         for name, kept in self.state.given.items():
-            if name in self.state._shared:
+            if name in self.state.shared:
                 kept.copy_(group.phase.given[name])
             else:
                 kept[: len(group.clients)].copy_(torch.stack([p.given[name] for p in group.phases]))
@@ -170,8 +170,7 @@ class StackProgram:
         return [
             *state.params.values(),
             *state.rest.values(),
-            *self.memory.tensors(),
-            self.memory.steps,
+            *self.memory.everything(),
             self.losses,
             self.plan.now,
         ]
@@ -295,7 +294,7 @@ class _Slot:
         if key not in self._steps:
             if len(self._steps) >= MANY_NUMBERS:
                 return partial(self._train, length, number)
-            keep = [*self.module.state_dict().values(), *self.memory.tensors(), self.memory.steps, self.losses, self.plan.now]
+            keep = [*self.module.state_dict().values(), *self.memory.everything(), self.losses, self.plan.now]
             self._steps[key] = _recorded(partial(self._train, length, number), self.module, self.phase, keep)
         return self._steps[key]
 
@@ -408,9 +407,8 @@ _LANES = _Lanes()
 
 
 def _zero(memory: Buffers, *tensors: Tensor) -> None:
-    for tensor in (*memory.tensors(), memory.steps, *tensors):
-        if isinstance(tensor, Tensor):
-            tensor.zero_()
+    for tensor in (*memory.everything(), *tensors):
+        tensor.zero_()
 
 
 def _in_precision(phase: Phase, settings: Settings) -> Phase:

@@ -121,8 +121,7 @@ class Page:
             self._waiting += [(start + plan.offsets[name][0] * FLOAT.itemsize, part[name]) for name in plan.names]
         others = {name: self._place(part[name]) for name in plan.others}
         order = tuple(part)
-        # A single number has no length by which `Packed` could cut it out.
-        whole = order == (*plan.names, *plan.others) and () not in plan.shapes
+        whole = order == (*plan.names, *plan.others)
         return Part(start, plan.names, plan.shapes, others, None if whole else order)
 
     def _place(self, tensor: Tensor) -> Place:

@@ -20,7 +20,7 @@ from nestling.message import Message
 from nestling.training.phase import Phase, Train
 from nestling.training.trainer import Trained, train
 from nestling.views import Reference, State, View
-
+from nestling.views.flat import pack
 
 MOST_ROWS = 2**22
 """How many numbers of rows a site remembers."""
@@ -163,7 +163,7 @@ def train_client(client: Client, phase: Phase, number: int) -> Trained:
     module = client.reference.network(client.view, client.weights)
     x, y = _source(phase, client)
     done = train(module, phase, x, y, client.site.seed, client.id, client.round, number)
-    client.weights = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    client.weights = pack(module.state_dict())
     return done
 
 

@@ -52,6 +52,10 @@ class Buffers:
         """All that is remembered, less the count."""
         return [*self.first, *self.second]
 
+    def everything(self) -> list[Tensor]:
+        """All that is remembered, the count included where it is a tensor."""
+        return [*self.tensors(), self.steps] if isinstance(self.steps, Tensor) else self.tensors()
+
 
 @torch.no_grad()
 def step(
@@ -68,12 +72,12 @@ def step(
     params, grads = list(params), list(grads)
     if optim.clip > 0:
         grads = clip(grads, optim.clip, stacked)
+    buffers.steps = buffers.steps + 1 if isinstance(buffers.steps, int) else buffers.steps.add_(1)
     if optim.name == "sgd" and isinstance(lr, Tensor) and lr.is_cuda and stacked:
-        buffers.steps += 1
-        return _fused_sgd(optim, params, grads, buffers, lr)
+        _fused_sgd(optim, params, grads, buffers, lr)
+        return
     if optim.weight_decay > 0:
         grads = list(torch._foreach_add(grads, params, alpha=optim.weight_decay))
-    buffers.steps = buffers.steps + 1 if isinstance(buffers.steps, int) else buffers.steps.add_(1)
     (_adam if optim.name == "adam" else _sgd)(optim, params, grads, buffers, optim.lr if lr is None else lr)
 
 

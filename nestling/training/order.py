@@ -1,7 +1,7 @@
 """The order of rows and all other chance in batches, by counting.
 
-A random number is a hash of (key, counter) (see `seeds.numbers`), and a key belongs to one client's phase in one round. Nothing has to be drawn in
-sequence, so the draws of a whole group of clients are made at once and equal those of each client alone.
+A random number is a hash of (key, counter) (see `seeds.numbers`), and a key belongs to one client's phase in one round. Nothing has
+to be drawn in sequence, so the draws of a whole group of clients are made at once and equal those of each client alone.
 """
 
 from __future__ import annotations

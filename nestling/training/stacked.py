@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,14 +45,15 @@ class Stacked:
     rest: Tensors
     moving: tuple[str, ...]  # names of the rest that the network itself changes: running statistics
     given: Tensors
+    shared: frozenset[str] = frozenset()  # names of what is given to all alike, and not stacked
 
     def at(self, which: Tensor | None) -> Stacked:
         """Some of the clients, as copies (None: all of them, as they are)."""
         if which is None:
             return self
-        taken = [{n: t[which] for n, t in part.items()} for part in (self.params, self.rest)]
-        given = {n: t if n in self._shared else t[which] for n, t in self.given.items()}
-        return Stacked(*taken, self.moving, given, self._shared)
+        params, rest = ({n: t[which] for n, t in part.items()} for part in (self.params, self.rest))
+        given = {n: t if n in self.shared else t[which] for n, t in self.given.items()}
+        return Stacked(params, rest, self.moving, given, self.shared)
 
     def put(self, which: Tensor | None, part: Stacked) -> None:
         """Puts back what `at` gave, after training."""
@@ -61,8 +62,6 @@ class Stacked:
                 tensor[which] = part.params[name]
             for name in self.moving:
                 self.rest[name][which] = part.rest[name]
-
-    _shared: frozenset[str] = field(default=frozenset())
 
 
 def train_stack(group: Group) -> Losses:
@@ -134,7 +133,7 @@ def gradients(module: nn.Module, phase: Phase, part: Stacked, *, masked: bool, n
             grads = phase.rule(params, grads, batch[-1])
         return grads, loss, moved
 
-    given = {name: None if name in part._shared else 0 for name in part.given}
+    given = {name: None if name in part.shared else 0 for name in part.given}
     return vmap(one, in_dims=(0, 0, 0, 0, 0, 0 if masked else None, given), randomness=noise)
 
 

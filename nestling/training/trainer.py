@@ -47,7 +47,7 @@ def train(
             loss = train_step(net, phase, Batch(inputs, y[rows], rows, step_number), buffers)
             total += loss * len(rows)
             samples += len(rows)
-    return Trained(float(total) / max(samples, 1), buffers.steps, samples)
+    return Trained(float(total) / max(samples, 1), int(buffers.steps), samples)
 
 
 def train_step(net: Net, phase: Phase, batch: Batch, buffers: Buffers, lr: Tensor | None = None) -> Tensor:

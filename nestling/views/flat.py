@@ -49,7 +49,7 @@ class Layout:
     def split(self, flat: Tensor) -> list[Tensor]:
         """The tensors in a buffer of shape (…, numel), as views with the leading dimensions kept."""
         lead = flat.shape[:-1]
-        return [part.view(*lead, *shape) for part, shape in zip(flat.split(self.sizes, -1), self.shapes, strict=True)]
+        return [part.view((*lead, *shape)) for part, shape in zip(flat.split(self.sizes, -1), self.shapes, strict=True)]
 
 
 def layout_of(state: Mapping[str, Tensor]) -> Layout:
@@ -114,7 +114,10 @@ def pack(state: Mapping[str, Tensor]) -> Packed:
     if isinstance(state, Packed) and state.flat is not None:
         return state
     layout = layout_of(state)
-    return Packed(layout, flat_of(state, layout).clone(), {name: state[name] for name in layout.others})
+    flat = torch.cat([state[name].detach().reshape(-1) for name in layout.names]) if layout.names else torch.zeros(0)
+    # One tensor's `cat` may be the tensor itself.
+    flat = flat.clone() if len(layout.names) == 1 else flat
+    return Packed(layout, flat, {name: state[name].detach().clone() for name in layout.others})
 
 
 def flat_of(state: Mapping[str, Tensor], layout: Layout) -> Tensor:
