@@ -10,9 +10,11 @@ the cost is one pass over what came in. Tensors of which only some entries count
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ from torch import Tensor
 from nestling.views.flat import Layout, Packed, Row, flat_of, layout_of
 from nestling.views.view import Index, State, View, mesh
 
-_PIECE = 2**16
+_PIECE = 2**17
+_MANY = 256  # pieces from which several threads sum them faster than one
 _PIECE_CUDA = 2**24
 
 
@@ -90,11 +93,21 @@ def _sum(own: Sequence[Contribution], layout: Layout, device: torch.device) -> T
         return torch.cat([weights @ piece.double() for piece in stacked.split(wide, 1)])
     total = torch.zeros(layout.numel, dtype=torch.float64, device=device)
     flats = [(flat_of(c.state, layout), c.weight) for c in own]
-    for start in range(0, layout.numel, _PIECE):
-        piece = total[start : start + _PIECE]
-        for flat, weight in flats:
-            piece.add_(flat[start : start + _PIECE], alpha=weight)
+    starts = range(0, layout.numel, _PIECE)
+    if len(starts) * len(flats) < _MANY:
+        for start in starts:
+            _sum_piece(total, flats, start)
+    else:
+        # The clients' cores are idle now. Every entry is still summed in the same order, so no bit depends on their number.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) as threads:
+            list(threads.map(partial(_sum_piece, total, flats), starts))
     return total
+
+
+def _sum_piece(total: Tensor, flats: Sequence[tuple[Tensor, float]], start: int) -> None:
+    piece = total[start : start + _PIECE]
+    for flat, weight in flats:
+        piece.add_(flat[start : start + _PIECE], alpha=weight)
 
 
 @lru_cache(maxsize=64)
