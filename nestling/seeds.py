@@ -45,7 +45,10 @@ def numbers(keys: int | np.ndarray, counters: np.ndarray) -> np.ndarray:
 def torch_seeded(seed: int, *purpose: str | int) -> Iterator[None]:
     """Torch's global generator seeded for one purpose inside the block, and put back afterwards."""
     before = torch.get_rng_state()
-    torch.manual_seed(derive(seed, *purpose))
+    # torch.manual_seed would also note where a GPU that is not in use yet was seeded, which takes longer than a small client's work.
+    torch.default_generator.manual_seed(derive(seed, *purpose))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(derive(seed, *purpose))
     try:
         yield
     finally:

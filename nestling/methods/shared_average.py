@@ -58,7 +58,7 @@ class SharedAverage(SharedWeights):
 
     def setup(self, world: World) -> None:
         super().setup(world)
-        self.masks = nested_masks(world.main.axes, self._levels()) if self.nested else {}
+        self.masks = nested_masks(world.main.axes, self._levels(), world.place) if self.nested else {}
         self.weights.update({name: self.weights[name] * mask for name, mask in self.masks.items()})
 
     def _levels(self) -> list[View]:
@@ -70,7 +70,7 @@ class SharedAverage(SharedWeights):
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         levels = [client.reference.view(spec) for spec in received.facts["levels"]]
-        masks = nested_masks(client.reference.axes, levels) if self.nested else {}
+        masks = nested_masks(client.reference.axes, levels, client.place) if self.nested else {}
         smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []
         prepare(client.reference, smaller)
         objective = partial(_with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)

@@ -126,7 +126,7 @@ class SharedDistill(Method):
         if self.world.public is not None:
             return self.world.public
         with torch_seeded(self.world.seed, "noise proxy", round):
-            return torch.randn(self.noise, *self.world.main.shape)
+            return torch.randn(self.noise, *self.world.main.shape).to(self.world.place)
 
     def model_for(self, device: Device) -> Model:
         piece = device.piece

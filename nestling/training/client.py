@@ -81,6 +81,11 @@ class Client:
         """The inputs that the server shares with everybody, if any."""
         return self.site.public
 
+    @property
+    def place(self) -> torch.device:
+        """The device that its data and weights are on."""
+        return self.site.x.device
+
     @cached_property
     def rows(self) -> np.ndarray:
         """Which rows of the training data are the client's."""
@@ -155,7 +160,8 @@ def work(method: ClientSide, task: Task, site: Site) -> Outcome:
 def client_of(task: Task, site: Site) -> Client:
     """The client that a task is for."""
     reference = site.references[task.network]
-    return Client(task.client, task.round, reference, reference.view(task.spec), site, {}, dict(task.memory))
+    memory = {name: t.to(site.x.device) for name, t in task.memory.items()}
+    return Client(task.client, task.round, reference, reference.view(task.spec), site, {}, memory)
 
 
 def train_client(client: Client, phase: Phase, number: int) -> Trained:

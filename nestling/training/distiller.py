@@ -52,7 +52,7 @@ def combine(logits: Sequence[Tensor], samples: Sequence[int], weighting: str = "
         weight = stack.var(dim=-1, keepdim=True)
     else:
         sizes = [float(n) if weighting == "samples" else 1.0 for n in samples]
-        weight = torch.tensor(sizes, dtype=stack.dtype).reshape(-1, 1, 1)
+        weight = torch.tensor(sizes, dtype=stack.dtype, device=stack.device).reshape(-1, 1, 1)
     return (stack * weight).sum(0) / weight.sum(0)
 
 

@@ -47,7 +47,7 @@ def _place(inner: slice | np.ndarray, around: slice | np.ndarray) -> slice | np.
     return np.searchsorted(every, positions)
 
 
-def nested_masks(axes: Axes, levels: Sequence[View]) -> dict[str, Tensor]:
+def nested_masks(axes: Axes, levels: Sequence[View], device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """For every weight between two axes, flags of the entries that may be used when each level must stand on its own: a channel
     reads no channel of a larger level. `levels` are nested, in any order."""
     smallest = np.full(axes.channels + 1, len(levels))
@@ -58,5 +58,5 @@ def nested_masks(axes: Axes, levels: Sequence[View]) -> dict[str, Tensor]:
     for name, dims in axes.dims.items():
         if len(dims) >= 2 and dims[0] is not None and dims[1] is not None:
             allowed = torch.from_numpy(smallest[dims[0]][:, None] >= smallest[dims[1]][None, :])
-            masks[name] = allowed.reshape(*allowed.shape, *[1] * (len(dims) - 2)).expand(axes.shapes[name]).clone()
+            masks[name] = allowed.reshape(*allowed.shape, *[1] * (len(dims) - 2)).expand(axes.shapes[name]).clone().to(device)
     return masks
