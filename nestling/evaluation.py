@@ -6,13 +6,14 @@ in the client's own data; with `split.holdout` it is measured on the client's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
 from nestling.methods import Method
 from nestling.models.norm import calibrate
@@ -32,6 +33,10 @@ class Bench:
     panel: list[int]
 
 
+Tested = dict[Any, list[tuple[Model, Tensor]]]
+"""Models that were tested and which rows they got right, by network and view."""
+
+
 def panel(world: World, clients: int) -> list[int]:
     """At most that many clients, spread over the tiers, at least one of each."""
     fleet = world.fleet
@@ -41,7 +46,9 @@ def panel(world: World, clients: int) -> list[int]:
 
 def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
     """Accuracies now: global, personal, and both by tier."""
-    tested: dict[Any, tuple[Model, Tensor]] = {}
+    tested: Tested = {}
+    if method.info.personal and bench.x_test.is_cuda:
+        _test_together(method, world, bench, tested)
     rows = [_test_client(method, world, bench, world.device(client), tested) for client in bench.panel]
     whole = method.global_model()
     by_tier = {}
@@ -57,28 +64,42 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
     }
 
 
-def _known_hits(model: Model, tested: dict[Any, tuple[Model, Tensor]], world: World, bench: Bench) -> Tensor:
-    """The model's hits, those of a client's model where that is the very same."""
-    known = tested.get((model.reference.name, model.view.key()))
-    if known is not None and all(
-        torch.equal(known[0].state[name], t) for name, t in model.state.items() if name in known[0].state
-    ):
-        return known[1]
-    return _hits(model, world, bench)
+def _test_together(method: Method, world: World, bench: Bench, tested: Tested) -> None:
+    """Tests the clients' own models, those of one network as one stack."""
+    kinds: dict[Any, list[Model]] = {}
+    for client in bench.panel:
+        model = method.model_for(world.device(client))
+        kinds.setdefault((model.reference.name, model.view.key()), []).append(model)
+    for key, models in kinds.items():
+        if len(models) > 1 and not _calibrated(models[0].reference.network(models[0].view)):
+            tested[key] = list(zip(models, stacked_hits(models, bench), strict=True))
 
 
-def _test_client(
-    method: Method, world: World, bench: Bench, device: Device, tested: dict[Any, tuple[Model, Tensor]]
-) -> dict[str, Any]:
-    key = device.id if method.info.personal else (device.piece.reference.name, device.piece.view.key())
-    model = None
-    if key not in tested:
-        model = method.model_for(device)
-        tested[key] = (model, _hits(model, world, bench))
-    hits = tested[key][1]
+@torch.no_grad()
+def stacked_hits(models: Sequence[Model], bench: Bench) -> Tensor:
+    """(models, test rows) whether each model of one network is right about each row."""
+    module = models[0].reference.network(models[0].view).eval()
+    stacked = {name: torch.stack([m.state[name].to(bench.x_test.device) for m in models]) for name in models[0].state}
+    forward = vmap(lambda state, x: functional_call(module, state, (x,)).argmax(-1), in_dims=(0, None))
+    return torch.cat([forward(stacked, x) for x in bench.x_test.split(bench.batch)], 1) == bench.y_test
+
+
+def _known_hits(model: Model, tested: Tested, world: World, bench: Bench) -> Tensor:
+    """The model's hits; a model with the very same weights is not tested again."""
+    known = tested.setdefault((model.reference.name, model.view.key()), [])
+    for other, hits in known:
+        if other is model or all(torch.equal(other.state[name], t) for name, t in model.state.items()):
+            return hits
+    known.append((model, _hits(model, world, bench)))
+    return known[-1][1]
+
+
+def _test_client(method: Method, world: World, bench: Bench, device: Device, tested: Tested) -> dict[str, Any]:
+    model = method.model_for(device)
+    hits = _known_hits(model, tested, world, bench)
     held_out = world.split.holdout(device.id)
     if len(held_out):
-        module = _ready(model or method.model_for(device), world, bench)
+        module = _ready(model, world, bench)
         index = torch.from_numpy(np.asarray(held_out)).to(bench.x.device)
         personal = float((_predict(module, bench.x[index], bench.batch) == bench.y[index]).float().mean())
     else:
@@ -92,9 +113,14 @@ def _hits(model: Model, world: World, bench: Bench) -> Tensor:
 
 def _ready(model: Model, world: World, bench: Bench) -> nn.Module:
     module = model.reference.network(model.view, model.state)
-    if any(getattr(layer, "kind", "") == "sbn" for layer in module.modules()):
+    if _calibrated(module):
         module = calibrate(module, (bench.x[rows] for rows in bench.calibration.split(bench.batch)))
     return module.eval()
+
+
+def _calibrated(module: nn.Module) -> bool:
+    """Whether a network needs statistics of training rows before it is tested."""
+    return any(getattr(layer, "kind", "") == "sbn" for layer in module.modules())
 
 
 @torch.no_grad()

@@ -25,6 +25,8 @@ from nestling.training.together import Losses, train_one_by_one, work_together
 Program = StackProgram | StreamsProgram
 PLAIN, STEP_BY_STEP = "one by one", "step by step"
 TRIALS = 3
+MOST_PROGRAMS = 4
+"""How many programs of one kind of work are kept: for other heights, and for other numbers of steps."""
 
 
 class CudaCohort:
@@ -81,9 +83,15 @@ class CudaCohort:
             if height == 1:
                 raise
             self._make_room([group], [starts])
-            self._heights[group.key] = (height + 1) // 2
-            self._note(group, f"{height} at once do not fit into the device's memory: {(height + 1) // 2} are trained at a time")
+            self._halved(group)
             return self._train_group(group, way)
+
+    def _halved(self, group: Group) -> Group:
+        """Half of the clients, and no more of their kind at once from now on."""
+        half = (len(group.clients) + 1) // 2
+        self._heights[group.key] = half
+        self._note(group, f"so many at once do not fit into the device's memory: {half} are trained at a time")
+        return group.part(0, half)
 
     def _cut(self, group: Group) -> bool:
         return self._heights.get(group.key, len(group.clients)) < len(group.clients)
@@ -121,29 +129,33 @@ class CudaCohort:
             if program.fits(group):
                 return program
         made = program_makers(group, self.settings).get(way) or program_makers(group, self.settings)["streams"]
-        self._programs[group.key].append(made())
+        self._programs[group.key] = [*self._programs[group.key], made()][-MOST_PROGRAMS:]
         return self._programs[group.key][-1]
 
     def _fastest(self, group: Group) -> str:
         """Tries every way once on the group at hand."""
         times: dict[str, float] = {}
         made: dict[str, Program] = {}
+        full = False
         starts = [client.weights for client in group.clients]
         for way, make in program_makers(group, self.settings).items():
             try:
                 made[way], times[way] = self._measure(group, make)
             except torch.OutOfMemoryError:
-                made.pop(way, None)
+                full = True
+                made.clear()
                 torch.cuda.empty_cache()
             except Exception as error:
                 self._note(group, f"not as {way} ({_first_line(error)})")
             for client, weights in zip(group.clients, starts, strict=True):
                 client.weights = weights
+        if not times and full and len(group.clients) > 1:
+            return self._fastest(self._halved(group))
         if not times:
             self._note(group, "trained one by one")
             return PLAIN
         best = min(times, key=lambda way: times[way])
-        self._programs[group.key] = [made[best]]
+        self._programs[group.key] = [made[best]] if best in made else []
         self._note(group, f"{best} ({', '.join(f'{way} {1e3 * t:.2f} ms' for way, t in times.items())})")
         return best
 

@@ -1,9 +1,10 @@
-"""Client training recorded once and replayed: CUDA graphs of one step.
+"""Client training recorded once and replayed, as CUDA graphs.
 
 Launching the kernels of a small step costs far more than running them. A program keeps weights, optimiser state and the order of
-batches in tensors that never move, records one training step on them as a CUDA graph, and replays it as often as clients have
-steps; the graph itself gathers each batch by index from the data on the device. There are two kinds: `StackProgram` trains K clients
-as one stack of networks, `StreamsProgram` trains each client for itself, several at a time on streams of their own.
+batches in tensors that never move, records one training step on them (or a short phase as a whole) as a CUDA graph, and replays it
+as often as clients have steps; the graph itself gathers each batch by index from the data on the device. There are two kinds:
+`StackProgram` trains K clients as one stack of networks, `StreamsProgram` trains each client for itself, several at a time on streams
+of their own.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class StackProgram:
         same = self.plan.steps >= group.schedule.steps and self.plan.wide == group.schedule.rows.shape[2]
         same = same and self.together == _together(group)
         shared = self.state.shared == frozenset(n for n in group.phase.given if group.shared(n))
-        return len(group.clients) <= self.height and same and shared and (group.schedule.even or not self.even)
+        # In a stack of more than twice the height most places would train for nothing.
+        high = self.height // 2 <= len(group.clients) <= self.height
+        return high and same and shared and (group.schedule.even or not self.even)
 
     def run(self, group: Group) -> Losses:
         count = len(group.clients)
@@ -117,9 +120,9 @@ class StackProgram:
 
     def _spread(self) -> None:
         """From the matrix of states into the network's own tensors; everything else back to its start."""
+        both = {**self.state.rest, **self.state.params}
         for name, part in zip(self.layout.names, self.layout.split(self.flat), strict=True):
-            own = self.state.params.get(name)
-            (self.state.rest[name] if own is None else own).copy_(part.expand_as(self.state.rest[name] if own is None else own))
+            both[name].copy_(part.expand_as(both[name]))
         _zero(self.memory, self.losses, self.plan.now)
 
     def _whole(self, steps: int) -> Callable[[], None]:

@@ -1,0 +1,37 @@
+"""Models of one network tested as a stack give what each gives alone."""
+
+from __future__ import annotations
+
+import torch
+
+import nestling
+from nestling.evaluation import _hits, stacked_hits
+from tests.small import small
+
+
+def test_a_stack_of_models_is_tested_like_each_of_them() -> None:
+    result = nestling.run(small("local", rounds=1, participants=0))
+    world, method, bench = result.federation.world, result.federation.method, result.federation.bench
+    models = [method.model_for(world.device(client)) for client in range(4) if world.device(client).tier == "small"]
+    assert len(models) == 2
+    together = stacked_hits(models, bench)
+    alone = torch.stack([_hits(model, world, bench) for model in models])
+    assert torch.equal(together, alone) and not torch.equal(alone[0], alone[1])
+
+
+def test_the_global_model_is_not_tested_twice(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    seen = []
+    monkeypatch.setattr("nestling.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
+    nestling.run(small("all-large", rounds=1))
+    assert len(seen) == 1
+    seen.clear()
+    nestling.run(small("heterofl", rounds=1))
+    assert len(seen) == 3  # the widest part is the global model
+
+
+def test_equal_parts_with_other_weights_are_tested_each(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    seen = []
+    monkeypatch.setattr("nestling.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
+    tiers = (nestling.Tier(name="one", ratio=1.0, count=2), nestling.Tier(name="other", ratio=1.0, count=2))
+    nestling.run(small("decoupled", rounds=1, participants=0, fleet=nestling.FleetConfig(tiers=tiers)))
+    assert len(seen) == 2  # two tiers with the same network and two models
