@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling.rounds import Federation
+from nestling.training.client import Task
 
 TIERS = (
     Tier(name="small", ratio=0.25, count=2),
@@ -27,3 +29,13 @@ def small(method: Any = "shared-average", **changes: Any) -> Experiment:
         "evaluate": Evaluation(clients=4),
     }
     return Experiment(**{**settings, **changes})
+
+
+def tasks_of(federation: Federation, clients: int = 3) -> list[Task]:
+    """What the first clients would get in round 1."""
+    world, method, found = federation.world, federation.method, []
+    for client in range(clients):
+        device = world.device(client)
+        piece = method.piece(device, 1)
+        found.append(Task(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1)))
+    return found

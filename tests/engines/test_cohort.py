@@ -29,7 +29,7 @@ from nestling.training.phase import Hook, Phase
 from nestling.training.stacked import CannotStack, honours_masks, reads_number, train_stack
 from nestling.training.together import Losses, work_together
 from nestling.views.flat import Row
-from tests.small import small
+from tests.small import small, tasks_of
 
 TIERS = (Tier(name="small", ratio=0.25, count=4), Tier(name="large", ratio=1.0, count=3))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -48,16 +48,6 @@ def federation_of(method: Any, **changes: Any) -> tuple[ClientSide, Federation, 
     settings = {"fleet": FleetConfig(tiers=TIERS), "participants": 7, **changes}
     experiment, federation = assemble(small(method, **settings))
     return experiment.make_method(), federation, site_of(federation)
-
-
-def tasks_of(federation: Federation, clients: int = 7) -> list[Task]:
-    world, method = federation.world, federation.method
-    found = []
-    for client in range(clients):
-        device = world.device(client)
-        piece = method.piece(device, 1)
-        found.append(Task(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1)))
-    return found
 
 
 def alone(method: ClientSide, tasks: list[Task], site: Site) -> list[Outcome]:
@@ -102,7 +92,7 @@ def trainer(way: str) -> Callable[[list[Group]], list[Losses]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_same_in_a_stack(method: str) -> None:
     made, federation, site = federation_of(method, **SETTINGS["plain"])
-    tasks = tasks_of(federation)
+    tasks = tasks_of(federation, 7)
     got = work_together(made, tasks, site, trainer("step by step"))
     assert_same(alone(made, tasks, site), got)
     if method != "local":
@@ -114,7 +104,7 @@ def test_every_method_gives_the_same_in_a_stack(method: str) -> None:
 @pytest.mark.parametrize("method", ["shared-average", "heterofl"])
 def test_every_way_to_train_gives_the_same(method: str, setting: str, way: str) -> None:
     made, federation, site = federation_of(method, **SETTINGS[setting])
-    tasks, train = tasks_of(federation), trainer(way)
+    tasks, train = tasks_of(federation, 7), trainer(way)
     expected = alone(made, tasks, site)
     for _ in range(2):  # a program is made once and used again
         assert_same(expected, work_together(made, tasks, site, train))
@@ -138,7 +128,7 @@ def test_the_engine_plays_whole_rounds(method: str) -> None:
 
 def test_workers_change_nothing() -> None:
     made, federation, site = federation_of("shared-average", **SETTINGS["plain"])
-    tasks, found = tasks_of(federation), []
+    tasks, found = tasks_of(federation, 7), []
     for workers in (1, 2):
         engine = Cohort(workers)
         engine.open(made, site)
@@ -152,16 +142,16 @@ def test_workers_change_nothing() -> None:
 
 def test_large_networks_are_not_stacked_on_a_cpu() -> None:
     _, federation, site = federation_of("all-large", model=Named("cnn", {"channels": [64, 128]}))
-    assert [len(chunk) for chunk in chunks(tasks_of(federation), site)] == [1] * 7
+    assert [len(chunk) for chunk in chunks(tasks_of(federation, 7), site)] == [1] * 7
     _, federation, site = federation_of("all-large")
-    assert [len(chunk) for chunk in chunks(tasks_of(federation), site)] == [7]
+    assert [len(chunk) for chunk in chunks(tasks_of(federation, 7), site)] == [7]
 
 
 def test_an_error_in_a_stack_names_a_client() -> None:
     made, federation, site = federation_of("all-large")
     engine = Cohort(1)
     engine.open(made, site)
-    broken = replace(tasks_of(federation)[2], message=nestling.message.Message({}))
+    broken = replace(tasks_of(federation, 7)[2], message=nestling.message.Message({}))
     with pytest.raises(ClientError, match="client 2 failed in round 1"):
         list(engine.run([broken]))
 
@@ -177,12 +167,12 @@ def group_with(**changes: Any) -> Group:
         def phases(self, client: Any, received: Any) -> list[Phase]:
             return [client.train.phase(1, augment="none", **changes)]
 
-    def keep(found: list[Group]) -> list[Losses]:
+    def only_look(found: list[Group]) -> list[Losses]:
         held.extend(found)
-        return [train_stack(group) for group in found]
+        return [Losses(torch.zeros(2), [0, 0], [1, 1]) for _ in found]
 
     tasks = tasks_of(federation, 2)
-    work_together(Method(), tasks, site, lambda found: (held.extend(found), [Losses(torch.zeros(2), [0, 0], [1, 1])])[1])
+    work_together(Method(), tasks, site, only_look)
     return held[0]
 
 
@@ -252,7 +242,7 @@ def test_the_received_weights_are_never_written_to() -> None:
 
 def test_work_seen_again_is_recorded_and_gives_the_same() -> None:
     made, federation, site = federation_of("heterofl", **SETTINGS["plain"])
-    tasks, engine = tasks_of(federation), CudaCohort()
+    tasks, engine = tasks_of(federation, 7), CudaCohort()
     expected = alone(made, tasks, site)
     engine._method, engine._site = made, site
     for round in range(3):
@@ -263,7 +253,7 @@ def test_work_seen_again_is_recorded_and_gives_the_same() -> None:
 
 def test_a_group_that_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     made, federation, site = federation_of("all-large", **SETTINGS["plain"])
-    tasks, engine = tasks_of(federation), CudaCohort()
+    tasks, engine = tasks_of(federation, 7), CudaCohort()
     engine._method, engine._site = made, site
     run = StackProgram.run
 
@@ -289,7 +279,7 @@ def test_what_cannot_be_stacked_runs_and_says_why() -> None:
             return [client.train.phase(1, objective=looks_at_values)]
 
     stubborn = Stubborn()
-    tasks, engine = tasks_of(federation), CudaCohort()
+    tasks, engine = tasks_of(federation, 7), CudaCohort()
     engine._method, engine._site = stubborn, site
     assert_same(alone(stubborn, tasks, site), list(engine.run(tasks)))
     assert any("not stacked" in note for note in engine.notes)

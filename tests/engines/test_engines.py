@@ -17,7 +17,7 @@ from nestling.engines import ClientError, Inline, Pool, make_engine
 from nestling.errors import InputError
 from nestling.methods import METHODS
 from nestling.training.client import Task
-from tests.small import small
+from tests.small import small, tasks_of
 
 
 def states(experiment: nestling.Experiment) -> dict[str, torch.Tensor]:
@@ -38,16 +38,6 @@ def test_the_pool_equals_the_plain_loop(method: str) -> None:
 def test_the_number_of_workers_does_not_matter() -> None:
     one, three = (states(small(engine=EngineConfig("pool", n), participants=4)) for n in (1, 3))
     assert all(torch.equal(one[k], three[k]) for k in one)
-
-
-def tasks_of(federation: nestling.rounds.Federation) -> list[Task]:
-    world, method = federation.world, federation.method
-    found = []
-    for client in range(3):
-        device = world.device(client)
-        piece = method.piece(device, 1)
-        found.append(Task(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1)))
-    return found
 
 
 def test_a_killed_worker_is_replaced_and_its_task_done() -> None:

@@ -27,7 +27,7 @@ from nestling.message import Message
 from nestling.methods.shared_average import SharedAverage
 from nestling.training.client import Client, Outcome, Task
 from nestling.training.phase import Phase
-from tests.small import small
+from tests.small import small, tasks_of
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (nestling[ray])")
 ROOT = Path(__file__).parents[2]
@@ -50,20 +50,10 @@ def states(experiment: nestling.Experiment) -> dict[str, torch.Tensor]:
     return {**{f"{kind}/{n}": t for kind, part in method.state().items() for n, t in part.items()}, **kept}
 
 
-def tasks_of(federation: nestling.rounds.Federation) -> list[Task]:
-    world, method = federation.world, federation.method
-    found = []
-    for client in range(4):
-        device = world.device(client)
-        piece = method.piece(device, 1)
-        found.append(Task(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1)))
-    return found
-
-
 def opened(engine: Any, method: Any = "shared-average") -> list[Task]:
     experiment, federation = assemble(small(method))
     engine.open(experiment.make_method(), site_of(federation))
-    return tasks_of(federation)
+    return tasks_of(federation, 4)
 
 
 def same(got: Sequence[Outcome], wanted: Sequence[Outcome]) -> bool:
