@@ -149,13 +149,16 @@ def test_dark_follows_the_system(page: Any) -> None:
 
 
 def test_the_button_switches_and_is_remembered(driver: Any, made: dict[str, Path]) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
     show(driver, made["run"])
     light = background(driver)
     driver.find_element("id", "theme").click()
     dark = background(driver)
     assert dark != light
     driver.refresh()
-    assert background(driver) == dark
+    # The browser may answer before the page's script has run.
+    WebDriverWait(driver, 10).until(lambda it: background(it) == dark)
     driver.find_element("id", "theme").click()
     emulate(driver, "dark")
     assert background(driver) == light
