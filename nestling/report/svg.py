@@ -174,7 +174,8 @@ def shade(value: float, most: float) -> float:
 
 def ticks(low: float, high: float, *, count: int, integers: bool = False) -> list[float]:
     """About `count` round numbers that cover low … high."""
-    if high <= low:
+    # A span too small to be cut into steps is no span.
+    if high - low <= 1e-12 * max(1.0, abs(low)):
         high = low + (abs(low) * 0.1 or 1.0)
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nestling.report.svg import INK, Axis, Bar, Group, Series, bars, heat_map, line_chart, style_class, swatch, thin, ticks
@@ -19,6 +19,7 @@ def draw(series: list[Series]) -> ET.Element:
     return ET.fromstring(line_chart(series, title="T", desc="D", x=X, y=Y, ident="c"))
 
 
+@example([(1, 0.0), (2, 5e-324)])
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 1)), min_size=1, max_size=60, unique_by=lambda p: p[0]))
 def test_every_line_stays_inside_the_chart(points: list[tuple[float, float]]) -> None:
     root = draw([Series("a", sorted(points), 0)])
