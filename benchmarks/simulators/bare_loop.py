@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from contest import Stopwatch, arguments, report
-from local_training import accuracy, train
-from networks import NETWORKS
-from plan import Plan, read
+from contest import Stopwatch
+from entry import enter
+from local_training import train
+from plan import Plan
 from torch import nn
 
 
@@ -35,17 +35,5 @@ def fedavg(network: nn.Module, plan: Plan, watch: Stopwatch) -> None:
         torch._foreach_copy_(weights, common)
 
 
-def main() -> None:
-    """Runs the plan of a folder."""
-    options = arguments()
-    watch = Stopwatch(options.device)
-    plan = read(options.folder).on(options.device)
-    network = NETWORKS[plan.network]().to(options.device)
-    network.load_state_dict(plan.start)
-    fedavg(network, plan, watch)
-    test = accuracy(network, plan.x_test, plan.y_test)
-    report(watch, options.folder, "bare", test, network.state_dict(), watch.seconds())
-
-
 if __name__ == "__main__":
-    main()
+    enter("bare", fedavg)

@@ -9,10 +9,10 @@ import os
 
 import torch
 import torch.nn.functional as F
-from contest import Stopwatch, arguments, report
-from local_training import TEST_BATCH, accuracy
-from networks import NETWORKS
-from plan import Plan, read
+from contest import Stopwatch
+from entry import enter
+from local_training import TEST_BATCH
+from plan import Plan
 from torch import Tensor, nn
 
 
@@ -82,16 +82,5 @@ def run(network: nn.Module, plan: Plan, watch: Stopwatch) -> None:
     )
 
 
-def main() -> None:
-    """Runs the plan of a folder."""
-    options = arguments()
-    watch = Stopwatch(options.device)
-    plan = read(options.folder).on(options.device)
-    network = NETWORKS[plan.network]().to(options.device)
-    network.load_state_dict(plan.start)
-    run(network, plan, watch)
-    report(watch, options.folder, "pfl", accuracy(network, plan.x_test, plan.y_test), network.state_dict(), watch.seconds())
-
-
 if __name__ == "__main__":
-    main()
+    enter("pfl", run)

@@ -200,6 +200,9 @@ class _Worker:
             yield
         except BaseException:
             self.process.kill()
+            self.process.join(
+                timeout=10
+            )  # once it is gone the next round sees so at once, and not in the middle of something else
             raise
 
     def end(self) -> None:
