@@ -188,13 +188,12 @@ _NOT_FINITE = "values that are not finite"
 def _faults(method: Method, s: _Sent, reply: Message, found: _Round) -> str | None:
     """Why a reply is refused. Rows of a stack are known to be well-formed by their layout; whether they are finite is asked later."""
     expected = method.expects(s.piece, s.message)
-    rows = [
-        k for k, part in reply.parts.items() if isinstance(part, Row) and k in expected and part.layout is layout_of(expected[k])
-    ]
-    for kind in rows:
-        row: Any = reply.parts[kind]
-        row.stack.look()
-        found.unsure.append((s.device.id, row))
+    rows = []
+    for kind, part in reply.parts.items():
+        if isinstance(part, Row) and kind in expected and part.layout is layout_of(expected[kind]):
+            part.stack.look()
+            found.unsure.append((s.device.id, part))
+            rows.append(kind)
     if len(rows) < len(reply.parts) or len(rows) < len(expected):
         rest = Message({kind: part for kind, part in reply.parts.items() if kind not in rows}, reply.facts)
         reason = faults(rest, {kind: like for kind, like in expected.items() if kind not in rows})

@@ -170,7 +170,10 @@ def _measured(contestant: Contestant, folder: Path, options: argparse.Namespace)
         peak.watch(process)
     if process.returncode:
         raise SystemExit(f"{contestant.name} failed:\n{(folder / 'errors').read_text()[-4000:]}")
-    return json.loads(log.read_text().splitlines()[-1]), peak
+    *notes, last = log.read_text().splitlines()
+    if contestant.engine:
+        print(*notes, sep="\n", flush=True)
+    return json.loads(last), peak
 
 
 def _pinned(options: argparse.Namespace) -> Callable[[], None] | None:

@@ -26,6 +26,8 @@ def main() -> None:
     experiment = TASKS[plan.task](plan.rounds).experiment.with_changes(engine=engine)
     watch.start()
     result = nestling.run(experiment, watcher=nestling.Watcher(round=lambda _: watch.lap()))
+    for note in result.federation.engine.notes:
+        print(note)
     seconds = [row["seconds"] for row in result.metrics]
     model = result.federation.method.global_model()
     assert model is not None

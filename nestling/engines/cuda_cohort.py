@@ -44,9 +44,10 @@ class CudaCohort:
 
     def open(self, method: ClientSide, site: Site) -> None:
         self._method, self._site = method, site
-        tf32 = self.settings.precision != "float32"
-        self._before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        fast = self.settings.precision != "float32"
+        self._before = _switches()
+        # Shapes never change in a program, so the fastest kernel for each is worth finding; it may differ from run to run.
+        _switch(fast, fast, fast)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
         yield from work_together(self._method, tasks, self._site, self._train, blame)
@@ -54,7 +55,7 @@ class CudaCohort:
     def close(self) -> None:
         self._programs.clear()
         if hasattr(self, "_before"):
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
+            _switch(*self._before)
 
     def _train(self, found: list[Group]) -> list[Losses]:
         """All groups; those that are spread over streams at once, the others one after another."""
@@ -179,6 +180,15 @@ class CudaCohort:
         note = f"{client.reference.name} (width {share:.2f}, {len(group.clients)} clients): {text}"
         if note not in self.notes:
             self.notes.append(note)
+
+
+def _switches() -> tuple[bool, bool, bool]:
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+
+
+def _switch(tf32_products: bool, tf32_convolutions: bool, search: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32_products, tf32_convolutions
+    torch.backends.cudnn.benchmark = search
 
 
 def _wait() -> None:

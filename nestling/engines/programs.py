@@ -31,7 +31,6 @@ from nestling.training.trainer import hooked, train_step, trained
 from nestling.views.flat import Stack, flat_of
 
 WARM_UPS = 2
-STREAMS = 16
 WHOLE = 32
 """A phase of up to so many steps is recorded as a whole."""
 
@@ -220,20 +219,25 @@ class StreamsProgram:
 
 
 def run_streams(work: list[tuple[StreamsProgram, Group]]) -> list[Losses]:
-    """Some groups at once: every client on one of the streams, whatever its group."""
+    """Some groups at once: every client on its slot's stream, whatever its group."""
     for program, group in work:
         program.prepare(group)
     seats = [(program.slots[k], group.schedule.lengths[k]) for program, group in work for k in range(len(group.clients))]
     # The longest first, so that no stream is left alone with one at the end.
     seats.sort(key=lambda seat: -seat[0].flat.numel() * int(seat[1].sum()))
-    _LANES.begin()
-    for place, (slot, lengths) in enumerate(seats):
-        with _LANES.lane(place):
-            for number, length in enumerate(lengths.tolist()):
-                if length:
-                    slot.step(length, number)
+    for slot, _ in seats:
+        slot.lane.begin()
+    # Everybody's first step, then everybody's second: launching costs about as much as running, so that a client launched as a whole
+    # would be done before the next one began.
+    for number in range(max((len(lengths) for _, lengths in seats), default=0)):
+        for slot, lengths in seats:
+            if number < len(lengths) and lengths[number]:
+                with slot.lane.on():
+                    slot.step(int(lengths[number]), number)
+    for slot, _ in seats:
+        with slot.lane.on():
             slot.collect()
-    _LANES.end()
+        slot.lane.end()
     return [program.finish(group) for program, group in work]
 
 
@@ -258,7 +262,9 @@ class _Slot:
         self.buffers = dict(self.module.named_buffers())
         self._numbered = reads_number(group)
         self._steps: dict[tuple[int, int], Callable[[], None]] = {}
-        self._load, self.collect = (_recorded(f, self.module, self.phase) for f in (self._spread, self._collect))
+        self.lane = _Lane()
+        self._load = _recorded(self._spread, self.module, self.phase)
+        self.collect = _recorded(self._collect, self.module, self.phase, lane=self.lane)
 
     def take(self, group: Group) -> None:
         client = group.clients[0]
@@ -298,7 +304,7 @@ class _Slot:
             if len(self._steps) >= MANY_NUMBERS:
                 return partial(self._train, length, number)
             keep = [*self.module.state_dict().values(), *self.memory.everything(), self.losses, self.plan.now]
-            self._steps[key] = _recorded(partial(self._train, length, number), self.module, self.phase, keep)
+            self._steps[key] = _recorded(partial(self._train, length, number), self.module, self.phase, keep, self.lane)
         return self._steps[key]
 
     def _train(self, length: int, number: int) -> None:
@@ -359,7 +365,7 @@ class _Plan:
 
 
 def _recorded(
-    action: Callable[[], None], module: nn.Module, phase: Phase, keep: list[Tensor] | None = None
+    action: Callable[[], None], module: nn.Module, phase: Phase, keep: list[Tensor] | None = None, lane: _Lane | None = None
 ) -> Callable[[], None]:
     """The action as a CUDA graph. It runs a few times first, as recording demands; what that changes in `keep` is put back. Without
     CUDA it is the action itself: slow, but the same arithmetic, which is how tests reach it."""
@@ -376,7 +382,7 @@ def _recorded(
                     own.data.copy_(old)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=lane.stream if lane else None):
             action()
     return graph.replay
 
@@ -386,27 +392,27 @@ def _with_hooks(action: Callable[[], None], module: nn.Module, phase: Phase) -> 
         action()
 
 
-class _Lanes:
-    """Streams beside the current one: work on them starts after what was queued here before, and is waited for at the end."""
+class _Lane:
+    """A stream beside the current one: work on it starts after what was queued here before, and is waited for at the end.
+
+    A slot records on its lane and replays there and nowhere else. Matrix products keep counters in a workspace that belongs to the
+    stream they were recorded on, so two graphs recorded on one stream and replayed side by side spoil each other's, up to never
+    ending.
+    """
 
     def __init__(self) -> None:
-        self._streams: list[torch.cuda.Stream] = []
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def lane(self, number: int) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self._streams[number % STREAMS]) if self._streams else contextlib.nullcontext()
+    def on(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def begin(self) -> None:
-        if not self._streams and torch.cuda.is_available():
-            self._streams = [torch.cuda.Stream() for _ in range(STREAMS)]
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream())
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
 
     def end(self) -> None:
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
-
-
-_LANES = _Lanes()
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
 
 def _zero(memory: Buffers, *tensors: Tensor) -> None:

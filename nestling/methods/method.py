@@ -125,7 +125,8 @@ class SharedWeights(Method):
             self._sent = (self.weights, {})
         messages, key = self._sent[1], piece.view.key()
         if key not in messages:
-            messages[key] = Message({"weights": piece.view.extract(self.weights)})
+            whole = key == self.world.main.full.key()
+            messages[key] = Message({"weights": self.weights if whole else piece.view.extract(self.weights)})
         return messages[key]
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:

@@ -15,7 +15,7 @@ from nestling.training.client import Client, Site, public_of
 from nestling.training.order import Schedule
 from nestling.training.phase import Phase
 from nestling.training.trainer import phase_schedule
-from nestling.views.flat import Layout, layout_of
+from nestling.views.flat import Layout
 
 
 @dataclass(eq=False)
@@ -38,12 +38,13 @@ class Group:
     @cached_property
     def module(self) -> nn.Module:
         """The skeleton of the network that all of them train."""
-        return self.clients[0].reference.network(self.clients[0].view).train()
+        network = self.clients[0].reference.network(self.clients[0].view)
+        return network if network.training else network.train()
 
     @cached_property
     def layout(self) -> Layout:
         """Their states' layout, in the order of the network."""
-        return layout_of(self.module.state_dict())
+        return self.clients[0].reference.layout(self.clients[0].view)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +93,15 @@ def phase_schedule(
     )
 
 
+_NEEDS_TWO: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
 def _needs_two(module: nn.Module) -> bool:
     """Batch statistics of a single sample are undefined where the feature map is 1×1."""
-    return any(isinstance(m, _BATCH_NORMS) for m in module.modules())
+    known = _NEEDS_TWO.get(module)
+    if known is None:
+        known = _NEEDS_TWO[module] = any(isinstance(m, _BATCH_NORMS) for m in module.modules())
+    return known
 
 
 @contextlib.contextmanager

@@ -90,6 +90,8 @@ def _sum(own: Sequence[Contribution], layout: Layout, device: torch.device) -> T
     if stacked is not None:
         weights = _weights(tuple(c.weight for c in own), device)
         wide = max(1, _PIECE_CUDA // len(own))
+        if stacked.shape[1] <= wide:
+            return weights @ stacked.double()
         return torch.cat([weights @ piece.double() for piece in stacked.split(wide, 1)])
     total = torch.zeros(layout.numel, dtype=torch.float64, device=device)
     flats = [(flat_of(c.state, layout), c.weight) for c in own]

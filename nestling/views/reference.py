@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nestling.views.axes import Axes, trace
-from nestling.views.flat import Packed, pack
+from nestling.views.flat import Layout, Packed, layout_of, pack
 from nestling.views.shrink import resize
 from nestling.views.view import View, from_spec, full
 
@@ -28,6 +28,7 @@ class Reference:
     def __init__(self, name: str, module: nn.Module, shape: Sequence[int]) -> None:
         self.name, self.module, self.shape = name, module, tuple(shape)
         self._networks: OrderedDict[bytes, nn.Module] = OrderedDict()
+        self._layouts: dict[bytes, Layout] = {}
         self._views: OrderedDict[str, View] = OrderedDict()
         self._specs: OrderedDict[int, tuple[Mapping[str, Any], View]] = OrderedDict()
 
@@ -84,8 +85,16 @@ class Reference:
             network.load_state_dict(state)
         return network
 
+    def layout(self, view: View) -> Layout:
+        """The layout of the state of a view's network, in its own order."""
+        if view.key() not in self._layouts:
+            if len(self._layouts) > 16 * _KEPT:
+                self._layouts.clear()
+            self._layouts[view.key()] = layout_of(self.network(view).state_dict())
+        return self._layouts[view.key()]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_networks": OrderedDict(), "_views": OrderedDict(), "_specs": OrderedDict()}
+        return {**self.__dict__, "_networks": OrderedDict(), "_layouts": {}, "_views": OrderedDict(), "_specs": OrderedDict()}
 
 
 def _forget_oldest(kept: OrderedDict[Any, Any]) -> None:
