@@ -50,7 +50,8 @@ def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[
         reference.to(place)
     world = World(references, main, fleet, split, plans, dataset.classes, experiment.train, experiment.seed)
     world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
-    world.public = public.x.to(place) if public is not None else None
+    if public is not None:
+        world.public, world.public_labels = public.x.to(place), public.y.to(place)
     world.store = store or ClientStore()
     method = experiment.make_method()
     method.setup(world)
@@ -79,7 +80,8 @@ def reference_network(
 def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
     if experiment.model.name:
         return experiment
-    return experiment.with_changes(model=Named(default_model(dataset.shape), experiment.model.options))
+    wanted = experiment.make_method().info.model if len(dataset.shape) == 3 else ""
+    return experiment.with_changes(model=Named(wanted or default_model(dataset.shape), experiment.model.options))
 
 
 def _main_network(experiment: Experiment, dataset: Dataset) -> Reference:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nestling.devices import Timing
 from nestling.engines import Engine
+from nestling.errors import InputError
 from nestling.evaluation import Bench, evaluate
 from nestling.message import Message, faults
 from nestling.methods import Method, Reply
@@ -123,7 +124,7 @@ def _start(federation: Federation, number: int, refused: frozenset[int]) -> _Rou
 
 def _send(federation: Federation, number: int) -> dict[int, _Sent]:
     world, method = federation.world, federation.method
-    chosen = world.fleet.choose(number, federation.participants)
+    chosen = method.choose(number, federation.participants)
     sent = {}
     for client in chosen:
         device = world.device(client, number)
@@ -171,11 +172,16 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
         if deadline and spent.total_s > deadline:
             events["late"] += 1
             continue
-        reason = _NOT_FINITE if client in refused else _faults(federation.method, s, outcome.reply, found)
+        try:
+            piece = federation.method.returned(s.piece, s.message, outcome.reply.facts)
+        except InputError as error:
+            found.refusals.append((client, error.message))
+            continue
+        reason = _NOT_FINITE if client in refused else _faults(federation.method, piece, s, outcome.reply, found)
         if reason:
             found.refusals.append((client, reason))
             continue
-        replies.append(Reply(s.device, s.piece, s.message, outcome.reply))
+        replies.append(Reply(s.device, piece, s.message, outcome.reply))
     if deadline and events["dropped"]:
         events["seconds"] = deadline  # the server waited for those that never answered
     found.events = events
@@ -185,9 +191,9 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
 _NOT_FINITE = "values that are not finite"
 
 
-def _faults(method: Method, s: _Sent, reply: Message, found: _Round) -> str | None:
+def _faults(method: Method, piece: Piece, s: _Sent, reply: Message, found: _Round) -> str | None:
     """Why a reply is refused. Rows of a stack are known to be well-formed by their layout; whether they are finite is asked later."""
-    expected = method.expects(s.piece, s.message)
+    expected = method.expects(piece, s.message)
     rows = []
     for kind, part in reply.parts.items():
         if isinstance(part, Row) and kind in expected and part.layout is layout_of(expected[kind]):

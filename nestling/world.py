@@ -87,6 +87,7 @@ class World:
     seed: int
     class_names: tuple[str, ...] = ()
     public: Tensor | None = None
+    public_labels: Tensor | None = None  # for methods whose auxiliary data is labelled, and nobody else
     store: ClientStore = field(default_factory=ClientStore)
     _pieces: dict[tuple[str, int], Piece] = field(default_factory=dict, init=False, repr=False)
     _costs: dict[tuple[str, bytes], Cost] = field(default_factory=dict, init=False, repr=False)

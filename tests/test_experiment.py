@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from nestling import Data, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.methods.heterofl import HeteroFL
+from nestling.methods.submodel.heterofl import HeteroFL
 
 
 def test_the_default_reads_back_equal() -> None:

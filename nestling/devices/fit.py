@@ -81,6 +81,11 @@ def need(profile: Profile, cost: Cost, budget: Budget) -> Need:
     )
 
 
+def exceeded(profile: Profile, cost: Cost, budget: Budget) -> str:
+    """The limit that a network of `cost` exceeds most ("ram", "flash" or "time"), or nothing where it trains."""
+    return _exceeded(need(profile, cost, budget), limits_of(profile, budget))
+
+
 def ram_parts(profile: Profile, cost: Cost, budget: Budget) -> dict[str, int]:
     """Where the RAM goes, in bytes."""
     on_c = profile.runtime == "c"
@@ -102,21 +107,21 @@ def fit(profile: Profile, cost_at: Callable[[float], Cost], budget: Budget, rati
     limits = limits_of(profile, budget)
     costs: dict[float, Cost] = {}
 
-    def exceeded(place: int) -> str:
+    def over(place: int) -> str:
         ratio = ladder[place]
         costs[ratio] = costs[ratio] if ratio in costs else cost_at(ratio)
         return _exceeded(need(profile, costs[ratio], budget), limits)
 
     last = len(ladder) - 1
     # The whole model is the common case and takes one look.
-    fitting, failing = (last, last + 1) if not exceeded(last) else (-1, last)
+    fitting, failing = (last, last + 1) if not over(last) else (-1, last)
     while failing - fitting > 1:
         middle = (fitting + failing) // 2
-        if exceeded(middle):
+        if over(middle):
             failing = middle
         else:
             fitting = middle
-    binding = exceeded(failing) if failing < len(ladder) else ""
+    binding = over(failing) if failing < len(ladder) else ""
     larger = (ladder[failing], costs[ladder[failing]]) if binding else None
     if fitting < 0:
         return Fit(profile.name, 0.0, 0, None, limits, binding, _reasons(profile, None, larger, budget, limits, binding))

@@ -8,13 +8,13 @@ from nestling.errors import unknown
 from nestling.methods.method import Info, Method, Reply, SharedWeights
 
 METHODS: dict[str, str] = {
-    "all-large": "nestling.methods.all_large:AllLarge",
-    "decoupled": "nestling.methods.decoupled:Decoupled",
-    "fedavg": "nestling.methods.fedavg:FedAvg",
-    "heterofl": "nestling.methods.heterofl:HeteroFL",
-    "local": "nestling.methods.local:Local",
-    "shared-average": "nestling.methods.shared_average:SharedAverage",
-    "shared-distill": "nestling.methods.shared_distill:SharedDistill",
+    "all-large": "nestling.methods.baselines.all_large:AllLarge",
+    "decoupled": "nestling.methods.baselines.decoupled:Decoupled",
+    "fedavg": "nestling.methods.baselines.fedavg:FedAvg",
+    "heterofl": "nestling.methods.submodel.heterofl:HeteroFL",
+    "local": "nestling.methods.baselines.local:Local",
+    "shared-average": "nestling.methods.submodel.shared_average:SharedAverage",
+    "shared-distill": "nestling.methods.distill.shared_distill:SharedDistill",
 }
 """Name → where it lives."""
 

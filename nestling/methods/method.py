@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ class Info:
     evidence: str  # official code read | from paper | from memory | ours
     own_networks: bool = False  # whether tiers may bring a network of their own
     personal: bool = False  # whether two clients of one tier end up with different models
+    group: str = ""  # with which others it makes a fair column (see `groups.GROUPS`); empty: with all of them
+    model: str = ""  # the network it takes where the user names none (empty: the data's default)
 
 
 @dataclass(eq=False)
@@ -50,12 +52,17 @@ class Method:
     `phases`, `reply`) uses settings, the client and what it received, nothing else."""
 
     info: ClassVar[Info]
+    world: World
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
         """Makes the server's state for a new run."""
         raise NotImplementedError
+
+    def choose(self, round: int, clients: int) -> list[int]:
+        """Who takes part in a round; unless the method decides otherwise, reachable devices at random."""
+        return self.world.fleet.choose(round, clients)
 
     def piece(self, device: Device, round: int) -> Piece:
         """What a device trains in a round; unless the method decides otherwise, what fits it."""
@@ -64,6 +71,11 @@ class Method:
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         """The message to a device."""
         raise NotImplementedError
+
+    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """The piece that a reply with these facts is of: the one that was sent, unless clients may cut it further. Facts are a
+        client's word: what they name must be checked (an `InputError` refuses the reply)."""
+        return piece
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         """Tensors like those a reply must hold; a reply that differs is refused."""

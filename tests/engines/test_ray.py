@@ -24,7 +24,7 @@ from nestling.engines.inline import Inline
 from nestling.engines.ray import Ray, _Letters
 from nestling.errors import InputError
 from nestling.message import Message
-from nestling.methods.shared_average import SharedAverage
+from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.training.client import Client, Outcome, Task
 from nestling.training.phase import Phase
 from tests.small import small, tasks_of

@@ -13,7 +13,7 @@ import nestling
 from nestling import FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble
 from nestling.methods import METHODS, Reply, method_class
-from nestling.methods.heterofl import HeteroFL
+from nestling.methods.submodel.heterofl import HeteroFL
 from nestling.rounds import Federation
 from nestling.training.objectives import Batch, Net, present_cross_entropy
 from nestling.views import State

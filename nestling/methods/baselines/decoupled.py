@@ -35,6 +35,7 @@ class Decoupled(Method):
         paper="Chen et al. (FlexFL), 2024",
         evidence="official code read",
         own_networks=True,
+        group="A",
     )
 
     def setup(self, world: World) -> None:

@@ -59,6 +59,7 @@ class SharedDistill(Method):
         paper="TinyML model-heterogeneous FL (abstract)",
         evidence="from paper (abstract only); the design is ours",
         own_networks=True,
+        group="D",
     )
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ class AllLarge(SharedWeights):
         global_model=True,
         paper="Chen et al. (FlexFL), 2024",
         evidence="official code read",
+        group="A",
     )
 
     def piece(self, device: Device, round: int) -> Piece:

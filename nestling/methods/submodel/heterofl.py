@@ -48,6 +48,7 @@ class HeteroFL(SharedWeights):
         global_model=True,
         paper="Diao et al., ICLR 2021",
         evidence="official code read",
+        group="A",
     )
 
     def piece(self, device: Device, round: int) -> Piece:

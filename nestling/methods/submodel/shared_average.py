@@ -51,6 +51,7 @@ class SharedAverage(SharedWeights):
         global_model=True,
         paper="TinyML model-heterogeneous FL (abstract)",
         evidence="from paper (abstract only); the design is ours",
+        group="A",
     )
 
     def __post_init__(self) -> None:

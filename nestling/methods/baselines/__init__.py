@@ -1,0 +1,1 @@
+"""The methods that everything is measured against."""

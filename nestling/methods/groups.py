@@ -1,0 +1,59 @@
+"""Which methods make a fair column, and by what they are measured.
+
+Methods of one group answer the same question under the same terms. Across groups something else differs as well (what is known of
+the test, which data the server holds, whose accuracy is meant), so that a common column would credit the method with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FairGroup:
+    """Methods that may be compared: what they are, what must be equal, and what is measured."""
+
+    title: str
+    equal: str
+    metric: str
+
+
+GROUPS: dict[str, FairGroup] = {
+    "A": FairGroup(
+        "parts of one network, cut in width or in both ways",
+        "the network, the split, the tiers' actual parameters and arithmetic, participants, local steps, norm and rounds",
+        "accuracy of the global model and of every tier, bytes, arithmetic",
+    ),
+    "B": FairGroup(
+        "depth, matched by layer name",
+        "the family of depths, layer-wise averaging, the optimiser, and whether there is a proximal term",
+        "mean accuracy of the clients' models on the global test set",
+    ),
+    "C": FairGroup(
+        "personal sparse or split models",
+        "the clients' test rows, the pruning target, the local epochs, and no use of test rows to decide on pruning",
+        "mean personal accuracy, parameters kept, bytes",
+    ),
+    "D": FairGroup(
+        "distillation with public data",
+        "the public set, its size, its labels, and who holds it",
+        "personal accuracy or the server model's accuracy, never both in one column",
+    ),
+    "E": FairGroup("distillation without data", "what clients tell the server, and what the server computes", "global accuracy"),
+    "F": FairGroup(
+        "exchanged statistics of features", "the width of features, the head, and who has which classes", "personal accuracy"
+    ),
+    "G": FairGroup("networks made by a network", "the set of architectures", "personal accuracy"),
+}
+"""Group → what it is."""
+
+
+def unfair(groups: Sequence[str]) -> str:
+    """Why methods of these groups are no fair column together, or nothing where they are. An empty group (a baseline that belongs to
+    every table) disturbs nobody."""
+    found = sorted({group for group in groups if group})
+    if len(found) < 2:
+        return ""
+    parts = [f"{g} ({GROUPS[g].title}; measured by {GROUPS[g].metric})" for g in found]
+    return f"not one fair column: these methods belong to groups {' and '.join(parts)}"

@@ -1,0 +1,1 @@
+"""Methods whose clients train through masks of their own."""
