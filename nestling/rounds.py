@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from nestling.devices import Timing
 from nestling.engines import Engine
@@ -20,6 +22,7 @@ from nestling.views.flat import Row, layout_of
 from nestling.world import Device, Piece, World
 
 Metrics = dict[str, Any]
+Expected = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass
@@ -159,6 +162,7 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
     events = {"late": 0, "dropped": sum(s.dropped for s in sent.values()), "seconds": 0.0, "joules": 0.0}
     deadline = world.fleet.deadline
     seen: dict[Hashable, Timing] = {}  # clients with equal work take equally long, unless devices slow down by chance
+    expected: dict[Hashable, Expected] = {}  # clients that got the same must send the same back
     for client, outcome in found.outcomes.items():
         s = sent[client]
         same = (id(s.piece), s.device.tier, id(s.message), outcome.samples, outcome.reply.nbytes)
@@ -177,7 +181,10 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
         except InputError as error:
             found.refusals.append((client, error.message))
             continue
-        reason = _NOT_FINITE if client in refused else _faults(federation.method, piece, s, outcome.reply, found)
+        form = (piece, id(s.message))
+        if form not in expected:
+            expected[form] = federation.method.expects(piece, s.message)
+        reason = _NOT_FINITE if client in refused else _faults(expected[form], s, outcome.reply, found)
         if reason:
             found.refusals.append((client, reason))
             continue
@@ -191,9 +198,8 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
 _NOT_FINITE = "values that are not finite"
 
 
-def _faults(method: Method, piece: Piece, s: _Sent, reply: Message, found: _Round) -> str | None:
+def _faults(expected: Expected, s: _Sent, reply: Message, found: _Round) -> str | None:
     """Why a reply is refused. Rows of a stack are known to be well-formed by their layout; whether they are finite is asked later."""
-    expected = method.expects(piece, s.message)
     rows = []
     for kind, part in reply.parts.items():
         if isinstance(part, Row) and kind in expected and part.layout is layout_of(expected[kind]):

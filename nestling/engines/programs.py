@@ -28,7 +28,7 @@ from nestling.training.phase import Phase
 from nestling.training.stacked import Feed, gradients, honours_masks, load, losses_of, reads_number
 from nestling.training.together import Losses
 from nestling.training.trainer import hooked, train_step, trained
-from nestling.views.flat import Stack, flat_of
+from nestling.views.flat import Fetched, Stack, flat_of
 
 WARM_UPS = 2
 WHOLE = 32
@@ -66,13 +66,14 @@ class StackProgram:
         self.plan = _Plan(group, height)
         self.memory = Buffers.zeros(self.phase.optim, list(self.state.params.values()))
         self.lr, self.losses = torch.zeros((), device=device), torch.zeros(height, device=device)
+        self.out, self.told = torch.zeros(height, self.layout.numel, device=device), torch.zeros(2, height, device=device)
         self._compute = self._gradients(0)
         if settings.compile:
             self._compute = torch.compile(self._compute)
         self._numbered = reads_number(group)
         self._steps: dict[int, Callable[[], None]] = {}
         self._wholes: dict[int, Callable[[], None]] = {}
-        self._load = _recorded(self._spread, group.module, self.phase)
+        self._load, self._store = (_recorded(f, group.module, self.phase) for f in (self._spread, self._collect))
 
     def fits(self, group: Group) -> bool:
         """Whether the program can train this group."""
@@ -93,12 +94,14 @@ class StackProgram:
             self._load()
             for number in range(steps):
                 self._step(number)()
-        both = {**self.state.rest, **self.state.params}
-        flat = torch.cat([both[name][:count].reshape(count, -1) for name in self.layout.names], 1)
-        stack = Stack(self.layout, flat, {n: both[n][:count].clone() for n in self.layout.others})
+            self._store()
+        # What one round's clients got must outlast the next round, which writes over the program's tensors.
+        others = {n: self.state.rest[n][:count].clone() for n in self.layout.others}
+        told = Fetched(self.told[:, :count].clone())
+        stack = Stack(self.layout, self.out[:count].clone(), others, told.row(1))
         for client, row in zip(group.clients, stack.rows(), strict=True):
             client.weights = row
-        return losses_of(self.losses[:count].clone(), group.schedule)
+        return losses_of(told.tensor[0], group.schedule, told.row(0))
 
     def _take(self, group: Group) -> None:
         if self.together:
@@ -124,6 +127,13 @@ class StackProgram:
             both[name].copy_(part.expand_as(both[name]))
         _zero(self.memory, self.losses, self.plan.now)
 
+    def _collect(self) -> None:
+        """The trained states as one matrix; losses and whether states are finite as another, so that one copy tells both."""
+        both = {**self.state.rest, **self.state.params}
+        self.out.copy_(torch.cat([both[name].reshape(self.height, -1) for name in self.layout.names], 1))
+        self.told[0].copy_(self.losses)
+        self.told[1].copy_(torch.isfinite(self.out.sum(1)))
+
     def _whole(self, steps: int) -> Callable[[], None]:
         """The whole phase in one graph, for phases of few steps."""
         if steps not in self._wholes:
@@ -134,6 +144,7 @@ class StackProgram:
         self._spread()
         for number in range(steps):
             self._train(number)
+        self._collect()
 
     def _gradients(self, number: int) -> Callable[..., tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]]:
         return gradients(self.module, self.phase, self.state, masked=not self.even, number=number, noise="different")

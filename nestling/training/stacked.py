@@ -27,7 +27,7 @@ from nestling.training.order import Schedule, counters, keys
 from nestling.training.phase import Phase
 from nestling.training.together import Losses
 from nestling.training.trainer import hooked, trained
-from nestling.views.flat import Layout, Stack, flat_of
+from nestling.views.flat import FetchedRow, Layout, Stack, flat_of
 
 Tensors = dict[str, Tensor]
 Gradients = Callable[..., tuple[Tensors, Tensor, Tensors]]
@@ -90,9 +90,9 @@ def train_stack(group: Group) -> Losses:
     return losses_of(total, plan)
 
 
-def losses_of(total: Tensor, plan: Schedule) -> Losses:
+def losses_of(total: Tensor, plan: Schedule, fetched: FetchedRow | None = None) -> Losses:
     """A group's losses, given the sums over samples."""
-    return Losses(total, plan.steps_taken, plan.samples)
+    return Losses(total, plan.steps_taken, plan.samples, fetched)
 
 
 def stacked_step(

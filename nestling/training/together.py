@@ -14,7 +14,7 @@ from nestling.training.client import Client, ClientSide, Outcome, Site, Task, cl
 from nestling.training.group import Group, groups
 from nestling.training.phase import Phase
 from nestling.views import State
-from nestling.views.flat import Fetched
+from nestling.views.flat import Fetched, FetchedRow
 
 Blame = Callable[[Task, Exception], Exception]
 """The error to raise for what happened while a task was worked on."""
@@ -27,14 +27,16 @@ class Losses:
     total: Tensor
     steps: list[int]
     samples: list[int]
+    fetched: Fetched | FetchedRow | None = None  # the totals on their way to the host, where somebody has sent them already
 
     def __post_init__(self) -> None:
-        self._fetched = Fetched(self.total)
+        self.fetched = self.fetched or Fetched(self.total)
 
     @cached_property
     def values(self) -> list[float]:
         """The sums as numbers; waits for a device that is still computing them, once for all clients."""
-        return self._fetched.values()
+        assert self.fetched is not None
+        return self.fetched.values()
 
 
 @dataclass

@@ -17,8 +17,6 @@ from nestling.training.optimisers import Buffers, step
 from nestling.training.order import Schedule, counters, keys, schedule
 from nestling.training.phase import Phase
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -100,7 +98,7 @@ def _needs_two(module: nn.Module) -> bool:
     """Batch statistics of a single sample are undefined where the feature map is 1×1."""
     known = _NEEDS_TWO.get(module)
     if known is None:
-        known = _NEEDS_TWO[module] = any(isinstance(m, _BATCH_NORMS) for m in module.modules())
+        known = _NEEDS_TWO[module] = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
     return known
 
 

@@ -133,7 +133,7 @@ class Fetched:
     """A small tensor on its way to the host. Reading it waits for what was queued before it, and for nothing queued since."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._host, self._event = tensor, None
+        self.tensor, self._host, self._event = tensor, tensor, None
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
@@ -145,6 +145,21 @@ class Fetched:
             self._event.synchronize()
         return self._host.tolist()
 
+    def row(self, number: int) -> FetchedRow:
+        """One row of it, which comes with the others."""
+        return FetchedRow(self, number)
+
+
+@dataclass(frozen=True, eq=False)
+class FetchedRow:
+    """A row of what is on its way."""
+
+    whole: Fetched
+    number: int
+
+    def values(self) -> list[Any]:
+        return self.whole.values()[self.number]
+
 
 @dataclass(eq=False)
 class Stack:
@@ -153,7 +168,7 @@ class Stack:
     layout: Layout
     flat: Tensor
     others: dict[str, Tensor]
-    _finite: Fetched | None = None
+    _finite: Fetched | FetchedRow | None = None
 
     def rows(self) -> list[Row]:
         return [Row(self, k) for k in range(len(self.flat))]
@@ -175,7 +190,7 @@ class Stack:
     def finite(self) -> list[bool]:
         """One flag a row: whether all its values are finite."""
         self.look()
-        return self._finite.values()  # type: ignore[union-attr]
+        return [bool(flag) for flag in self._finite.values()]  # type: ignore[union-attr]
 
 
 class Row(Mapping[str, Tensor]):

@@ -1,0 +1,116 @@
+"""Writes docs/methods: one page a method, made from its docstring, its settings and its measured row.
+
+python docs/make_method_pages.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+from nestling.fair import GROUPS
+from nestling.methods import METHODS, Method, method_class
+
+HERE = Path(__file__).resolve().parent / "methods"
+FIELDS = ("Idea:", "Loss:", "Travels:", "Merge:", "Differs")
+
+
+def main(folder: Path) -> None:
+    """Writes every page and their index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = json.loads((HERE / "measured.json").read_text()) if (HERE / "measured.json").exists() else {}
+    for name in METHODS:
+        (folder / f"{name}.md").write_text(page(name, method_class(name), measured.get(name)))
+    (folder / "README.md").write_text(index())
+
+
+def page(name: str, method: type[Method], row: str | None) -> str:
+    """The page of one method."""
+    info = method.info
+    facts = {
+        "family": info.family,
+        "what may differ": info.heterogeneity,
+        "extra data": info.auxiliary,
+        "global model": "yes" if info.global_model else "no",
+        "paper": info.paper,
+        "evidence": info.evidence,
+        "compared with": f"group {info.group}: {GROUPS[info.group].title}" if info.group else "every group",
+    }
+    parts = [f"# {info.title}", "", *(f"- **{key}**: {value}" for key, value in facts.items()), ""]
+    told, meanings = _docstring(method)
+    parts += [told, "", "## Settings", "", *_settings(method, meanings), ""]
+    parts += ["```sh", f"nestling run --set method.name={name}", "```", "", "## Measured", "", _measured(row), ""]
+    return "\n".join(parts)
+
+
+def index() -> str:
+    """The page that lists all methods."""
+    rows = [f"| [{method_class(n).info.title}]({n}.md) | `{n}` | {_cells(method_class(n))} |" for n in METHODS]
+    head = ["| method | name | family | what may differ | extra data | group | evidence |", "|---|---|---|---|---|---|---|"]
+    text = "Made by `python docs/make_method_pages.py` from the methods' own docstrings."
+    return "\n".join(["# Methods", "", text, "", *head, *rows, "", *_groups(), ""])
+
+
+def _groups() -> list[str]:
+    lines = [
+        f"- **{key}**, {group.title}. Equal must be: {group.equal}. Measured by {group.metric}." for key, group in GROUPS.items()
+    ]
+    return ["## What may be compared", "", "`nestling compare` says so when runs of different groups meet.", "", *lines]
+
+
+def _cells(method: type[Method]) -> str:
+    info = method.info
+    return " | ".join([info.family, info.heterogeneity, info.auxiliary, info.group or "all", info.evidence])
+
+
+def _docstring(method: type[Method]) -> tuple[str, dict[str, str]]:
+    """The docstring, a paragraph for each of its fields, and what it says of each setting."""
+    settings = {f.name for f in dataclasses.fields(method)}  # type: ignore[arg-type]
+    blocks: list[list[str]] = [[]]
+    meanings: dict[str, str] = {}
+    last: list[str] = []
+    for line in inspect.cleandoc(method.__doc__ or "").splitlines():
+        names = re.match(r"([a-z_0-9, ]+):\s", line)
+        found = [n.strip() for n in names[1].split(",")] if names else []
+        if names and set(found) <= settings:
+            last = found
+            meanings |= dict.fromkeys(found, line[names.end() :].strip())
+        elif last and line.startswith(" "):
+            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in last}
+        elif not line:
+            blocks.append([])
+            last = []
+        else:
+            if line.startswith(FIELDS) and blocks[-1]:
+                blocks.append([])
+            blocks[-1].append(line.strip())
+    return "\n\n".join(" ".join(block) for block in blocks if block), meanings
+
+
+def _settings(method: type[Method], meanings: dict[str, str]) -> list[str]:
+    own = [f for f in dataclasses.fields(method) if f.init]  # type: ignore[arg-type]
+    if not own:
+        return ["None of its own."]
+    rows = [f"| `method.{f.name}` | `{_default(f)}` | {meanings.get(f.name, '').replace('|', chr(92) + '|')} |" for f in own]
+    return ["| setting | default | |", "|---|---|---|", *rows]
+
+
+def _default(field: dataclasses.Field[object]) -> str:
+    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return json.dumps(value) if not isinstance(value, tuple) else json.dumps(list(value))
+
+
+def _measured(row: str | None) -> str:
+    if row is None:
+        return "No measured row yet."
+    head = "| method | global accuracy | personal accuracy | smallest tier | parameters a tier trains | up + down a round |"
+    note = "Fashion-MNIST, Dirichlet(0.5), 100 clients, 10 a round, five tiers, 40 rounds, 3 seeds: see [the results](../results.md)."
+    return "\n".join([note, "", head, "|---|---|---|---|---|---|", row])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
