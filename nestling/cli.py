@@ -121,10 +121,30 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write a comparison.")] = None,
 ) -> None:
     """Write the HTML report of a run, or a page that compares several."""
-    from nestling.report.page import write_comparison, write_report
+    from nestling.report.page import compare_runs, write_comparison, write_report
 
-    written = write_report(folders[0]) if len(folders) == 1 else write_comparison(folders, out or Path("comparison.html"))
-    print(f"report: {written}")
+    if len(folders) == 1:
+        print(f"report: {write_report(folders[0])}")
+        return
+    print(f"report: {write_comparison(folders, out or Path('comparison.html'))}")
+    for caution in compare_runs(folders)[1]:
+        print(caution)
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders.")],
+    out: Annotated[Path | None, typer.Option(help="Also write the comparison as a page.")] = None,
+) -> None:
+    """Compare runs: mean and spread over seeds, and why they are not one fair column where they are not."""
+    from nestling.report.page import compare_runs, write_comparison
+
+    table, cautions = compare_runs(folders)
+    _print(table)
+    for caution in cautions:
+        print(caution)
+    if out is not None:
+        print(f"report: {write_comparison(folders, out)}")
 
 
 @app.command()

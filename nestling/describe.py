@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from nestling.devices.fit import need
 from nestling.experiment import Experiment
+from nestling.models import MODELS
 from nestling.rounds import Federation
 from nestling.world import Plan, World, ratio_cost
 
@@ -19,18 +21,27 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         "model": {
             "name": experiment.model.name,
             "params": ratio_cost(world.main, 1.0).params,
-            "norm": experiment.model.options.get("norm"),
+            "norm": norm_of(experiment),
             "shape": list(world.main.shape),
             "classes": world.classes,
         },
-        "tiers": [_tier(experiment, world, plan) for plan in world.plans.values()],
+        "tiers": [_tier(experiment, federation, plan) for plan in world.plans.values()],
         "split": _split(experiment, world),
     }
 
 
-def _tier(experiment: Experiment, world: World, plan: Plan) -> dict[str, Any]:
-    profile, found = plan.profile, plan.fit
-    known = bool(plan.tier.device)
+def norm_of(experiment: Experiment) -> str | None:
+    """The normalisation of the main network (None: of a network of the user's own, which may have any)."""
+    known = MODELS.get(experiment.model.name)
+    return experiment.model.options.get("norm") or (known.norm if known and experiment.own_model is None else None)
+
+
+def _tier(experiment: Experiment, federation: Federation, plan: Plan) -> dict[str, Any]:
+    """A tier: what its devices are, and what the method has them train when nothing else uses their memory."""
+    world, profile = federation.world, plan.profile
+    piece = federation.method.piece(world.device(world.fleet.member(plan.tier.name, 0)), 0)
+    planned, cost, known = piece is plan.piece, world.cost(piece), bool(plan.tier.device)
+    found = plan.fit if planned else None
     return {
         "name": plan.tier.name,
         "device": plan.tier.device or None,
@@ -39,11 +50,11 @@ def _tier(experiment: Experiment, world: World, plan: Plan) -> dict[str, Any]:
         "core": profile.core if known else None,
         "count": world.fleet.count_of(plan.tier),
         "model": plan.tier.model or experiment.model.name,
-        "ratio": plan.ratio,
-        "params": plan.cost.params,
-        "macs": plan.cost.macs,
-        "need": asdict(found.need) if found and found.need else None,
-        "limits": dict(found.limits) if found else None,
+        "ratio": plan.ratio if planned else None,
+        "params": cost.params,
+        "macs": cost.macs,
+        "need": asdict(need(profile, cost, plan.budget)) if plan.fit else None,
+        "limits": dict(plan.fit.limits) if plan.fit else None,
         "binding": found.binding if found else None,
         "reasons": list(found.reasons) if found else [],
         "sources": {name: figure.source for name, figure in profile.figures().items()} if known else {},

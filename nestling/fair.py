@@ -49,11 +49,16 @@ GROUPS: dict[str, FairGroup] = {
 """Group → what it is."""
 
 
-def unfair(groups: Sequence[str]) -> str:
-    """Why methods of these groups are no fair column together, or nothing where they are. An empty group (a baseline that belongs to
-    every table) disturbs nobody."""
-    found = sorted({group for group in groups if group})
-    if len(found) < 2:
-        return ""
-    parts = [f"{g} ({GROUPS[g].title}; measured by {GROUPS[g].metric})" for g in found]
-    return f"not one fair column: these methods belong to groups {' and '.join(parts)}"
+def unfair(groups: Sequence[str], norms: Sequence[str] = ()) -> list[str]:
+    """Why methods of these groups, with these normalisations, are no fair column together; nothing where they are. A baseline that
+    belongs to every table has an empty group and disturbs nobody."""
+    reasons, found = [], sorted({group for group in groups if group})
+    if len(found) > 1:
+        parts = [f"{g} ({GROUPS[g].title}; measured by {GROUPS[g].metric})" for g in found if g in GROUPS]
+        reasons.append(f"Not one fair column: these methods belong to the groups {' and '.join(parts)}.")
+    if len(mixed := sorted(_STATISTICS.intersection(norms))) > 1:
+        reasons.append(f"Not one fair column: accuracies with norm {' and '.join(mixed)} are taken from different statistics.")
+    return reasons
+
+
+_STATISTICS = frozenset({"batch", "tracked", "sbn", "per-width"})

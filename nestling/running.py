@@ -21,7 +21,7 @@ from torch import nn
 
 from nestling import checkpoint, folder
 from nestling.assemble import assemble, site_of
-from nestling.describe import describe
+from nestling.describe import describe, norm_of
 from nestling.errors import InputError
 from nestling.experiment import Experiment
 from nestling.folder import RunFolder
@@ -183,7 +183,9 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
         "rounds_done": totals.round,
         "data": experiment.data.name,
         "model": experiment.model.name,
+        "norm": norm_of(experiment),
         "global_model": federation.method.info.global_model,
+        "group": federation.method.info.group,
         **{kind: _last_best([(m["round"], m[kind]) for m in rows]) for kind in kinds},
         "by_tier": {t: {k: _last_best([(m["round"], m["by_tier"][t][k]) for m in rows]) for k in kinds} for t in tiers},
         "bytes_up": totals.bytes_up,

@@ -29,7 +29,7 @@ class Info:
     evidence: str  # official code read | from paper | from memory | ours
     own_networks: bool = False  # whether tiers may bring a network of their own
     personal: bool = False  # whether two clients of one tier end up with different models
-    group: str = ""  # with which others it makes a fair column (see `groups.GROUPS`); empty: with all of them
+    group: str = ""  # with which others it makes a fair column (see `nestling.fair`); empty: with all of them
     model: str = ""  # the network it takes where the user names none (empty: the data's default)
 
 

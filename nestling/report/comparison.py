@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nestling.fair import unfair
 from nestling.report.charts import ACCURACY, BYTES, ROUNDS, chart
 from nestling.report.folder import Run, last_best, summarise, tier_block, traffic_totals
 from nestling.report.markup import Cell, Column, esc, note, section, table
@@ -78,12 +79,26 @@ def spread(values: Sequence[object], form: Callable[[float], str] | None = None)
 def _header(entries: Sequence[Entry], settings: Sequence[Setting]) -> str:
     facts = [plural(len(entries), "run"), *_words(entries, "data"), *_words(entries, "model")]
     line = "".join(f"<li>{esc(fact)}</li>" for fact in facts)
-    differ = [f"{key} ({', '.join(words)})" for key in ("data", "model", "rounds") if len(words := _words(entries, key)) > 1]
-    warning = (
-        f'<p class="warning card">These runs differ in {esc(" and in ".join(differ))}: compare with care.</p>' if differ else ""
-    )
+    warning = "".join(f'<p class="warning card">{esc(text)}</p>' for text in cautions(entries))
     title = f'<p class="eyebrow">Comparison</p><h1>{esc(_heading(settings))}</h1>'
     return f'<header class="top">{title}<ul class="facts">{line}</ul></header>{warning}'
+
+
+def cautions(entries: Sequence[Entry]) -> list[str]:
+    """Why these runs are not one fair column, if they are not."""
+    differ = [f"{key} ({', '.join(words)})" for key in ("data", "model", "rounds") if len(words := _words(entries, key)) > 1]
+    found = [f"These runs differ in {' and in '.join(differ)}: compare with care."] if differ else []
+    return [*found, *unfair(_words(entries, "group"), _words(entries, "norm"))]
+
+
+def comparison_rows(entries: Sequence[Entry]) -> list[list[str]]:
+    """One line a setting: its label, seeds, the four accuracies, and what travelled."""
+    rows = []
+    for setting in settings_of(entries):
+        travelled = [spread([e.summary.get(key) for e in setting.entries], traffic).text for key in ("bytes_up", "bytes_down")]
+        accuracies = [cell.text for cell in _accuracies(setting.entries)]
+        rows.append([setting.label, str(len(setting.entries)), *accuracies, *travelled])
+    return rows
 
 
 def _results(settings: Sequence[Setting]) -> str:

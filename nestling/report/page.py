@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from rich.markup import escape
+from rich.table import Table
+
 from nestling.errors import InputError
-from nestling.report.comparison import COMPARISON_PARTS, comparison_body, comparison_title
-from nestling.report.folder import read_run
+from nestling.report.comparison import COMPARISON_PARTS, Entry, cautions, comparison_body, comparison_rows, comparison_title
+from nestling.report.folder import Run, read_run, summarise
 from nestling.report.markup import esc
 from nestling.report.run_page import RUN_PARTS, run_body, run_title
 
@@ -30,13 +33,26 @@ def write_report(folder: Path) -> Path:
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     """Write one page to the file `out` that compares the runs in `folders`, and give its path."""
-    different = {Path(folder).resolve(): Path(folder) for folder in reversed(folders)}
-    runs = [read_run(folder) for folder in reversed(different.values())]
-    if not runs:
-        raise InputError("nothing to compare", fix="give at least one run folder")
+    runs = _different_runs(folders)
     body = comparison_body(runs)
     parts = [part for part in COMPARISON_PARTS if f'<section id="{part[0]}"' in body]
     return _write(Path(out), _page(comparison_title(runs), parts, body))
+
+
+def compare_runs(folders: Sequence[Path]) -> tuple[Table, list[str]]:
+    """The runs in `folders` as a table for the terminal, and why they are not one fair column, if they are not."""
+    entries = [Entry(run, summarise(run)) for run in _different_runs(folders)]
+    table = Table("method", "seeds", "global, last", "best", "personal, last", "best", "sent up", "sent down")
+    for row in comparison_rows(entries):
+        table.add_row(*map(escape, row))
+    return table, cautions(entries)
+
+
+def _different_runs(folders: Sequence[Path]) -> list[Run]:
+    different = {Path(folder).resolve(): Path(folder) for folder in reversed(folders)}
+    if not different:
+        raise InputError("nothing to compare", fix="give at least one run folder")
+    return [read_run(folder) for folder in reversed(different.values())]
 
 
 def _page(title: str, parts: Sequence[tuple[str, str]], body: str) -> str:

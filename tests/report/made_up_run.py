@@ -118,6 +118,8 @@ def write_run(
     rate: float = 0.05,
     clients: int = 20,
     classes: int = 10,
+    group: str = "A",
+    norm: str = "group",
 ) -> Path:
     """A run folder after `done` of `rounds` rounds; an unfinished one has no summary."""
     done = rounds if done is None else done
@@ -127,7 +129,8 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "federation.json").write_text(json.dumps(_federation(seed, clients, classes)))
     if done == rounds:
-        (folder / "summary.json").write_text(json.dumps(_summary(records, method, title, seed, rounds, global_model)))
+        summary = {**_summary(records, method, title, seed, rounds, global_model), "group": group, "norm": norm}
+        (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
 

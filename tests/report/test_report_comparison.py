@@ -9,7 +9,7 @@ import pytest
 from nestling.errors import InputError
 from nestling.report.comparison import Entry, settings_of, spread
 from nestling.report.folder import read_run, summarise
-from nestling.report.page import write_comparison
+from nestling.report.page import compare_runs, write_comparison
 from tests.report.made_up_run import change, write_run
 from tests.report.test_report_page import outline
 
@@ -102,3 +102,21 @@ def test_nothing_to_compare_and_a_folder_as_target_are_refused(tmp_path: Path) -
         write_comparison([], tmp_path / "all.html")
     with pytest.raises(InputError, match="is a folder"):
         write_comparison([write_run(tmp_path / "a")], tmp_path)
+
+
+def test_methods_of_different_groups_are_no_fair_column_and_the_reason_is_said(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "a", method="heterofl", title="HeteroFL", group="A"),
+        write_run(tmp_path / "b", method="lotteryfl", title="LotteryFL", group="C"),
+        write_run(tmp_path / "c", method="fedavg", title="FedAvg", group=""),
+    ]
+    table, cautions = compare_runs(runs)
+    assert table.row_count == 3
+    assert any("groups A" in text and "C (personal" in text and "measured by" in text for text in cautions)
+    assert "Not one fair column" in outline(write_comparison(runs, tmp_path / "all.html")).text
+    assert not any("fair" in text for text in compare_runs([runs[0], runs[2]])[1])
+
+
+def test_accuracies_from_different_batch_statistics_are_no_fair_column(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / norm, norm=norm, group="A") for norm in ("batch", "tracked")]
+    assert any("batch and tracked" in text for text in compare_runs(runs)[1])
