@@ -25,7 +25,7 @@ from nestling.methods import METHODS, method_class
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BUDGETS = (1.0, 0.75, 0.5, 0.375, 0.25)
-ROUNDS = 40
+ROUNDS = 30
 BEGIN, END = "<!-- fashion table: begin -->", "<!-- fashion table: end -->"
 
 WIDE = Named("tinycnn", {"norm": "group"})

@@ -108,7 +108,7 @@ def _measured(row: str | None) -> str:
     if row is None:
         return "No measured row yet."
     head = "| method | global accuracy | personal accuracy | smallest tier | parameters a tier trains | up + down a round |"
-    note = "Fashion-MNIST, Dirichlet(0.5), 100 clients, 10 a round, five tiers, 40 rounds, 3 seeds: see [the results](../results.md)."
+    note = "Fashion-MNIST, Dirichlet(0.5), 100 clients, 10 a round, five tiers, 30 rounds, 3 seeds: see [the results](../results.md)."
     return "\n".join([note, "", head, "|---|---|---|---|---|---|", row])
 
 

@@ -26,10 +26,11 @@ def method_rows() -> Rows:
 
 def method_table(rows: Rows) -> Table:
     """The methods as a table."""
-    table = Table("method", "family", "what may differ", "extra data", "global model", "paper", "evidence")
+    table = Table("method", "family", "what may differ", "extra data", "global model", "group", "paper", "evidence")
     for r in rows:
         whole = "yes" if r["global_model"] else "no"
-        table.add_row(r["name"], r["family"], r["heterogeneity"], r["auxiliary"], whole, r["paper"], r["evidence"])
+        group = r["group"] or "all"
+        table.add_row(r["name"], r["family"], r["heterogeneity"], r["auxiliary"], whole, group, r["paper"], r["evidence"])
     return table
 
 
