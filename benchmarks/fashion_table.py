@@ -30,8 +30,10 @@ BEGIN, END = "<!-- fashion table: begin -->", "<!-- fashion table: end -->"
 
 WIDE = Named("tinycnn", {"norm": "group"})
 DEEP = Named("tinyresnet", {"norm": "group"})
-OPTIONS: dict[str, dict[str, Any]] = {name: {"cut": "depth"} for name in ("fedprox", "scaffold", "fednova", "moon")}
+OPTIONS: dict[str, dict[str, Any]] = {name: {"cut": "depth"} for name in ("heteroavg", "fedprox", "scaffold", "fednova", "moon")}
 """What a method is told to belong to its group; all else is its default."""
+
+COLUMNS = ("global accuracy", "personal accuracy", "smallest tier", "parameters a tier trains", "up + down a round")
 
 EVERYWHERE = ("fedavg", "local")
 """References that stand in every table."""
@@ -42,7 +44,7 @@ def main() -> None:
     cache = Path(options.cache)
     known: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
     wanted = [(group, name, seed) for group, name in _lines(options.methods) for seed in range(options.seeds)]
-    missing = [line for line in wanted if _key(*line) not in known]
+    missing = list({_key(*line): line for line in wanted if _key(*line) not in known}.values())
     print(f"{len(wanted)} runs, {len(missing)} to play", flush=True)
     with ProcessPoolExecutor(options.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running = {pool.submit(play, *line): line for line in missing}
@@ -80,8 +82,8 @@ def experiment(group: str, name: str, seed: int) -> Experiment:
     """The experiment of one line of the table."""
     tiers = tuple(Tier(name=f"budget-{ratio:g}", ratio=ratio, share=1 / len(BUDGETS)) for ratio in BUDGETS)
     return Experiment(
-        method=Named(name, OPTIONS.get(name, {}) if group == "B" else {}),
-        model=DEEP if group == "B" else WIDE,
+        method=Named(name, OPTIONS.get(name, {})),
+        model=_network(group, name),
         data=Data("fashion-mnist"),
         seed=seed,
         rounds=ROUNDS,
@@ -94,6 +96,12 @@ def experiment(group: str, name: str, seed: int) -> Experiment:
     )
 
 
+def _network(group: str, name: str) -> Named:
+    """The group's network, unless the method needs exits."""
+    own = method_class(name).info.model
+    return Named(own, {"norm": "group"}) if own else DEEP if group == "B" else WIDE
+
+
 def tables(rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
     """A table for every group that has lines."""
     parts = []
@@ -102,20 +110,18 @@ def tables(rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
         if not own:
             continue
         parts.append(f"**Group {group}: {fair.title}.** Measured by {fair.metric}.\n")
-        parts.append(
-            "| method | global accuracy | personal accuracy | smallest tier | parameters a tier trains | up + down a round |"
-        )
-        parts.append("|---|---|---|---|---|---|")
-        parts += [_row(name, found) for name, found in own.items()]
+        parts.append(f"| method | network | {' | '.join(COLUMNS)} |")
+        parts.append("|---|---|---|---|---|---|---|")
+        parts += [f"| {method_class(n).info.title} | {_network(group, n).name} | {_cells(found)} |" for n, found in own.items()]
         parts.append("")
     return "\n".join(parts)
 
 
-def _row(name: str, found: list[dict[str, Any]]) -> str:
+def _cells(found: list[dict[str, Any]]) -> str:
     cells = [_spread([r[key] for r in found]) for key in ("global", "personal", "smallest")]
     sizes = " / ".join(f"{count / 1000:.1f}k" for count in found[0]["params"])
     travelled = f"{statistics.mean(r['bytes'] for r in found) / 1e6:.2f} MB"
-    return f"| {method_class(name).info.title} | {' | '.join(cells)} | {sizes} | {travelled} |"
+    return " | ".join([*cells, sizes, travelled])
 
 
 def _spread(values: list[float]) -> str:
@@ -135,7 +141,7 @@ def _lines(chosen: str) -> list[tuple[str, str]]:
 
 
 def _key(group: str, name: str, seed: int) -> str:
-    return f"{group} {name} {seed}"
+    return f"{name} {_network(group, name).name} {seed}"
 
 
 def _write(text: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
@@ -143,7 +149,7 @@ def _write(text: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> None
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-    measured = {name: _row(name, found) for (_, name), found in reversed(rows.items())}
+    measured = {name: {"network": _network(g, name).name, "cells": _cells(found)} for (g, name), found in reversed(rows.items())}
     (DOCS / "methods").mkdir(exist_ok=True)
     (DOCS / "methods" / "measured.json").write_text(
         json.dumps(dict(sorted(measured.items())), indent=1, ensure_ascii=False) + "\n"

@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     (folder / "README.md").write_text(index())
 
 
-def page(name: str, method: type[Method], row: str | None) -> str:
+def page(name: str, method: type[Method], row: dict[str, str] | None) -> str:
     """The page of one method."""
     info = method.info
     facts = {
@@ -104,12 +104,12 @@ def _default(field: dataclasses.Field[object]) -> str:
     return json.dumps(value) if not isinstance(value, tuple) else json.dumps(list(value))
 
 
-def _measured(row: str | None) -> str:
+def _measured(row: dict[str, str] | None) -> str:
     if row is None:
         return "No measured row yet."
-    head = "| method | global accuracy | personal accuracy | smallest tier | parameters a tier trains | up + down a round |"
+    head = "| network | global accuracy | personal accuracy | smallest tier | parameters a tier trains | up + down a round |"
     note = "Fashion-MNIST, Dirichlet(0.5), 100 clients, 10 a round, five tiers, 30 rounds, 3 seeds: see [the results](../results.md)."
-    return "\n".join([note, "", head, "|---|---|---|---|---|---|", row])
+    return "\n".join([note, "", head, "|---|---|---|---|---|---|", f"| {row['network']} | {row['cells']} |"])
 
 
 if __name__ == "__main__":

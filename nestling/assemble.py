@@ -52,7 +52,7 @@ def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[
     world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
     if public is not None:
         world.public, world.public_labels = public.x.to(place), public.y.to(place)
-    world.store = store or ClientStore()
+    world.store, world.rounds = store or ClientStore(), experiment.rounds
     method = experiment.make_method()
     method.setup(world)
     return experiment, _federation(experiment, dataset, world, method, place)

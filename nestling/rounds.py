@@ -165,10 +165,11 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
     expected: dict[Hashable, Expected] = {}  # clients that got the same must send the same back
     for client, outcome in found.outcomes.items():
         s = sent[client]
-        same = (id(s.piece), s.device.tier, id(s.message), outcome.samples, outcome.reply.nbytes)
+        piece, reason = _returned(federation.method, s, outcome.reply)
+        same = (piece, s.device.tier, id(s.message), outcome.samples, outcome.reply.nbytes)
         spent = seen.get(same)
         if spent is None:
-            spent = _timing(world, s, outcome, found.number)
+            spent = _timing(world, s, piece, outcome, found.number)
             if world.fleet.steady:
                 seen[same] = spent
         events["joules"] += spent.energy_j
@@ -176,15 +177,10 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
         if deadline and spent.total_s > deadline:
             events["late"] += 1
             continue
-        try:
-            piece = federation.method.returned(s.piece, s.message, outcome.reply.facts)
-        except InputError as error:
-            found.refusals.append((client, error.message))
-            continue
         form = (piece, id(s.message))
         if form not in expected:
             expected[form] = federation.method.expects(piece, s.message)
-        reason = _NOT_FINITE if client in refused else _faults(expected[form], s, outcome.reply, found)
+        reason = _NOT_FINITE if client in refused else reason or _faults(expected[form], s, outcome.reply, found)
         if reason:
             found.refusals.append((client, reason))
             continue
@@ -196,6 +192,14 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
 
 
 _NOT_FINITE = "values that are not finite"
+
+
+def _returned(method: Method, s: _Sent, reply: Message) -> tuple[Piece, str | None]:
+    """The piece that a reply is of, and why it is refused where it names none that it could be."""
+    try:
+        return method.returned(s.piece, s.message, reply.facts), None
+    except InputError as error:
+        return s.piece, error.message
 
 
 def _faults(expected: Expected, s: _Sent, reply: Message, found: _Round) -> str | None:
@@ -220,9 +224,9 @@ def _bad_facts(reply: Message) -> str | None:
     return None if good else f"the number of samples is {samples!r}"
 
 
-def _timing(world: World, s: _Sent, outcome: Outcome, number: int) -> Timing:
+def _timing(world: World, s: _Sent, piece: Piece, outcome: Outcome, number: int) -> Timing:
     slowdown = world.fleet.slowdown(s.device.id, number)
-    return world.timing(s.device.tier, s.piece, outcome.samples, s.message.nbytes, outcome.reply.nbytes, slowdown)
+    return world.timing(s.device.tier, piece, outcome.samples, s.message.nbytes, outcome.reply.nbytes, slowdown)
 
 
 def _measure(federation: Federation, done: _Round) -> Metrics:

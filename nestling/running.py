@@ -185,7 +185,7 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
         "model": experiment.model.name,
         "norm": norm_of(experiment),
         "global_model": federation.method.info.global_model,
-        "group": federation.method.info.group,
+        "group": federation.method.group,
         **{kind: _last_best([(m["round"], m[kind]) for m in rows]) for kind in kinds},
         "by_tier": {t: {k: _last_best([(m["round"], m["by_tier"][t][k]) for m in rows]) for k in kinds} for t in tiers},
         "bytes_up": totals.bytes_up,

@@ -23,6 +23,7 @@ from nestling.views import State
 
 _FILE = re.compile(r"(\d+)\.(\d+)\.safetensors")
 _FLUSHERS = 16  # disks join flushes that wait at the same time
+_SERVER = 2**40  # what the server writes down of a client is stored under the client's number plus this
 
 
 class ClientStore:
@@ -60,7 +61,7 @@ class ClientStore:
 
     def clients(self) -> list[int]:
         """Who has kept anything."""
-        return sorted({*self._versions, *self._recent})
+        return sorted(client for client in {*self._versions, *self._recent} if client < _SERVER)
 
     def sync(self) -> None:
         """Flushes what was put to the disk, so that a checkpoint may rely on it."""
@@ -140,6 +141,22 @@ class ClientStore:
         self._write(client, state, 0)
         self._versions[client] = [0]
         self._unwritten.discard(client)
+
+
+class Records:
+    """What the server writes down of clients, in their store but never sent to them: it costs memory for the clients seen only, spills
+    over to disk, and a resumed run finds it as it was."""
+
+    def __init__(self, store: ClientStore) -> None:
+        self._store = store
+
+    def get(self, client: int) -> State:
+        """What is known of a client; nothing at first."""
+        return self._store.get(_SERVER + client)
+
+    def put(self, client: int, state: State, round: int) -> None:
+        """Writes down what is known of a client as of a round."""
+        self._store.put(_SERVER + client, state, round)
 
 
 def _size(state: State) -> int:

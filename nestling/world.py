@@ -88,6 +88,7 @@ class World:
     class_names: tuple[str, ...] = ()
     public: Tensor | None = None
     public_labels: Tensor | None = None  # for methods whose auxiliary data is labelled, and nobody else
+    rounds: int = 0  # how many the run is to have, for methods that change something on the way
     store: ClientStore = field(default_factory=ClientStore)
     _pieces: dict[tuple[str, int], Piece] = field(default_factory=dict, init=False, repr=False)
     _costs: dict[tuple[str, bytes], Cost] = field(default_factory=dict, init=False, repr=False)

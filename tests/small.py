@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling.methods import method_class
 from nestling.rounds import Federation
 from nestling.training.client import Task
 
@@ -15,13 +16,25 @@ TIERS = (
 )
 
 
+QUICK: dict[str, dict[str, Any]] = {
+    "distreal": {"pareto": [[0.5, 0.5, 0.5], [0.25, 0.25, 0.25], [0.0, 0.0, 0.0]]},
+    "flexfl": {"pretrain": 2},
+    "prunefl": {"stage_one": 10, "every": 2},
+}
+"""Settings that make what a method does before its first round short."""
+
+NETWORKS = {"": Named("tinycnn", {"channels": [8, 16, 16]}), "tinyexits": Named("tinyexits"), "tinyresnet": Named("tinyresnet")}
+"""The network of a test, by what the method takes where nobody names one."""
+
+
 def small(method: Any = "shared-average", **changes: Any) -> Experiment:
     """The experiment; `changes` replace its fields."""
+    wanted = method_class(method).info.model if isinstance(method, str) else ""
     settings: dict[str, Any] = {
-        "method": method,
+        "method": Named(method, QUICK[method]) if isinstance(method, str) and method in QUICK else method,
         "rounds": 2,
         "participants": 3,
-        "model": Named("tinycnn", {"channels": [8, 16, 16]}),
+        "model": NETWORKS[wanted],
         "fleet": FleetConfig(tiers=TIERS),
         "split": SplitConfig(kind="dirichlet", alpha=1.0, size=60),
         "train": Train(epochs=1, batch=20, lr=0.02),

@@ -54,6 +54,11 @@ class Method:
     info: ClassVar[Info]
     world: World
 
+    @property
+    def group(self) -> str:
+        """With which others it makes a fair column, as it is set."""
+        return self.info.group
+
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:

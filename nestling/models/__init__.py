@@ -23,6 +23,7 @@ from nestling.models import (
     resnet,
     resnet8,
     tinycnn,
+    tinyresnet,
     vgg,
 )
 from nestling.models.exits import ExitNet
@@ -92,6 +93,8 @@ MODELS: dict[str, ModelInfo] = {
     "densenet201": ModelInfo(densenet.densenet201, "DenseNet-201", "image", "group", _DRAFTFED),
     "exitcnn": ModelInfo(exits.exitcnn, "CNN with an exit a stage", "image", "group", _DEPTH),
     "exitresnet": ModelInfo(exits.exitresnet, "ResNet with an exit a stage", "image", "group", _DEPTH),
+    "tinyexits": ModelInfo(exits.tinyexits, "strided CNN with an exit a stage, for microcontrollers", "image", "group", _DEPTH),
+    "tinyresnet": ModelInfo(tinyresnet.tinyresnet, "residual CNN for microcontrollers", "image", "group", _DEPTH),
 }
 
 

@@ -1,7 +1,7 @@
 """What a client keeps of its network between rounds, though the piece it trains may change with its free memory.
 
-A kept state stands beside the view that it is of. Asked for under another view, it is cut and filled up; as long as one view holds
-the other nothing is forgotten.
+A kept state stands beside the view that it is of (as the name of an empty tensor). Asked for under another view, it is cut and filled
+up; as long as one view holds the other nothing is forgotten.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from nestling.views import Reference, State, View, to_spec
-from nestling.views.view import mesh
-
-_VIEW = "view"
+from nestling.views.view import put
 
 
 def keep(memory: State, kind: str, reference: Reference, view: View, state: Mapping[str, Tensor]) -> State:
@@ -23,11 +21,13 @@ def keep(memory: State, kind: str, reference: Reference, view: View, state: Mapp
     old = _view_of(memory, kind, reference)
     if old is not None and old.key() != view.key() and old.contains(view):
         known = _kept(memory, kind)
-        state = {name: _onto(reference, name, [(old, known[name]), (view, t)], old) for name, t in state.items()}
+        state = {n: _onto(reference, n, [(old, t), (view, state[n])], old) if n in state else t for n, t in known.items()}
         view = old
-    place = next(iter(state.values())).device
-    spec = torch.frombuffer(bytearray(json.dumps(to_spec(view)).encode()), dtype=torch.uint8).to(place)
-    return {**drop(memory, kind), f"{kind} {_VIEW}": spec, **{f"{kind}/{name}": t for name, t in state.items()}}
+    return {
+        **drop(memory, kind),
+        f"{kind} {json.dumps(to_spec(view))}": torch.zeros(0),
+        **{f"{kind}/{name}": t for name, t in state.items()},
+    }
 
 
 def recall(memory: State, kind: str, reference: Reference, view: View, otherwise: Mapping[str, Tensor]) -> State:
@@ -40,13 +40,14 @@ def recall(memory: State, kind: str, reference: Reference, view: View, otherwise
     if old.key() == view.key():
         return {name: known.get(name, t) for name, t in otherwise.items()}
     return {
-        name: _onto(reference, name, [(view, t), (old, known[name])], view) if name in known else t for name, t in otherwise.items()
+        name: _onto(reference, name, [(view, t), (old, known[name])], view) if name in known else t
+        for name, t in otherwise.items()
     }
 
 
 def drop(memory: State, kind: str) -> State:
     """The memory without what is kept under `kind`."""
-    return {name: t for name, t in memory.items() if name != f"{kind} {_VIEW}" and not name.startswith(f"{kind}/")}
+    return {name: t for name, t in memory.items() if not name.startswith((f"{kind} ", f"{kind}/"))}
 
 
 def _kept(memory: State, kind: str) -> State:
@@ -54,16 +55,13 @@ def _kept(memory: State, kind: str) -> State:
 
 
 def _view_of(memory: State, kind: str, reference: Reference) -> View | None:
-    spec = memory.get(f"{kind} {_VIEW}")
-    return None if spec is None else reference.view(json.loads(bytes(spec.tolist())))
+    spec = next((name[len(kind) + 1 :] for name in memory if name.startswith(f"{kind} ")), None)
+    return None if spec is None else reference.view(json.loads(spec))
 
 
 def _onto(reference: Reference, name: str, layers: list[tuple[View, Tensor]], wanted: View) -> Tensor:
     """A tensor in the shape of the wanted view, put together from the others, later ones on top."""
     whole = torch.zeros(reference.axes.shapes[name], dtype=layers[0][1].dtype, device=layers[0][1].device)
     for view, tensor in layers:
-        if whole.dim():
-            whole[mesh(view.where(name), whole.device)] = tensor
-        else:
-            whole = tensor.clone()
+        put(whole, view.where(name), tensor)
     return wanted.cut(name, whole)

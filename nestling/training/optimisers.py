@@ -7,7 +7,7 @@ and, with one more leading dimension, a stack of clients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ OPTIMISERS = ("sgd", "adam")
 
 @dataclass(frozen=True)
 class Optim:
-    """An optimiser and its settings. `clip` bounds the norm of the whole gradient (0: off)."""
+    """An optimiser and its settings. `clip` bounds the norm of the whole gradient (0: off). `lazy` leaves entries without a gradient
+    (exactly 0) alone: neither momentum nor weight decay moves them, and their momentum waits."""
 
     name: str = "sgd"
     lr: float = 0.05
@@ -27,6 +28,7 @@ class Optim:
     clip: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    lazy: bool = False
 
 
 @dataclass
@@ -70,6 +72,9 @@ def step(
     """One update of `params`, in place. `lr` overrides the optimiser's; `stacked` says that dimension 0 counts clients, whose
     gradients are clipped one by one."""
     params, grads = list(params), list(grads)
+    if optim.lazy:
+        _step_lazily(optim, params, grads, buffers, lr, stacked)
+        return
     if optim.clip > 0:
         grads = clip(grads, optim.clip, stacked)
     buffers.steps = buffers.steps + 1 if isinstance(buffers.steps, int) else buffers.steps.add_(1)
@@ -79,6 +84,19 @@ def step(
     if optim.weight_decay > 0:
         grads = list(torch._foreach_add(grads, params, alpha=optim.weight_decay))
     (_adam if optim.name == "adam" else _sgd)(optim, params, grads, buffers, optim.lr if lr is None else lr)
+
+
+def _step_lazily(
+    optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: Tensor | None, stacked: bool
+) -> None:
+    """The plain step, undone wherever there was no gradient."""
+    touched = [g != 0 for g in grads]
+    kept = [[t.clone() for t in tensors] for tensors in (params, buffers.first, buffers.second)]
+    step(replace(optim, lazy=False), params, grads, buffers, lr=lr, stacked=stacked)
+    for old, new in zip(kept, (params, buffers.first, buffers.second), strict=True):
+        # A buffer that did not exist before the step started from zero, and is still zero where there was no gradient.
+        for was, now, flags in zip(old, new, touched, strict=False):
+            now.copy_(torch.where(flags, now, was))
 
 
 def clip(grads: Sequence[Tensor], limit: float, stacked: bool = False) -> list[Tensor]:

@@ -4,7 +4,20 @@ from nestling.views.axes import Axes, trace
 from nestling.views.merge import Contribution, merge
 from nestling.views.reference import Reference
 from nestling.views.shrink import resize, sub_module
-from nestling.views.view import State, View, by_index, from_spec, full, keep_private, masked, prefix, to_spec, without
+from nestling.views.view import (
+    State,
+    View,
+    by_index,
+    from_spec,
+    full,
+    keep_private,
+    masked,
+    prefix,
+    rolled,
+    rolling,
+    to_spec,
+    without,
+)
 
 __all__ = [
     "Axes",
@@ -20,6 +33,8 @@ __all__ = [
     "merge",
     "prefix",
     "resize",
+    "rolled",
+    "rolling",
     "sub_module",
     "to_spec",
     "trace",

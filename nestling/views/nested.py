@@ -1,12 +1,15 @@
 """Networks inside networks: views of one reference, one in another.
 
-`forward` runs an inner view's network on the outer one's parameters, so that gradients reach them. `nested_masks` cuts the weights
-that lead from a level's outer channels back into inner ones: every level then computes the same inside a larger network as alone.
+`forward` runs an inner view's network on the outer one's parameters, so that gradients reach them; `narrow` does the same with zeros
+in place of what is left out, so that a tensor may say which view is meant. `nested_masks` cuts the weights that lead from a level's
+outer channels back into inner ones: every level then computes the same inside a larger network as alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from nestling.views.axes import Axes
 from nestling.views.reference import Reference
-from nestling.views.view import Index, View, take
+from nestling.views.view import Index, View, put, take
 
 
 def prepare(reference: Reference, views: Iterable[View]) -> None:
@@ -24,13 +27,30 @@ def prepare(reference: Reference, views: Iterable[View]) -> None:
         reference.network(view)
 
 
-def forward(reference: Reference, view: View, state: Mapping[str, Tensor], x: Tensor, inside: View | None = None) -> Tensor:
+def forward(
+    reference: Reference,
+    view: View,
+    state: Mapping[str, Tensor],
+    x: Tensor,
+    inside: View | None = None,
+    *,
+    training: bool = True,
+) -> Tensor:
     """The output of the view's network, its weights cut out of `state` on the way. `inside` is the view that `state` is of (None:
-    the whole reference); it must contain `view`."""
+    the whole reference); it must contain `view`. Statistics that are kept by width move in `state`. `training = False` runs it as a
+    model that is only asked (no dropout)."""
     local = {name: take(state[name], within(view, inside, name)) for name in view.members}
     # The inner network's running statistics are its own: the outer ones must not see its batches.
     local = {name: t if name in reference.parameters else t.clone() for name, t in local.items()}
-    return torch.func.functional_call(reference.network(view).train(), local, (x,))
+    network = reference.network(view).train(training)
+    try:
+        out = torch.func.functional_call(network, local, (x,))
+    finally:
+        if not training:
+            network.train()  # the skeleton may be the one that another client is about to train
+    for name in reference.by_width.intersection(local) if training else ():
+        put(state[name], within(view, inside, name), local[name])
+    return out
 
 
 def within(view: View, outer: View | None, name: str) -> Index:
@@ -45,6 +65,54 @@ def _place(inner: slice | np.ndarray, around: slice | np.ndarray) -> slice | np.
         return slice(inner.start - around.start, inner.stop - around.start)
     positions, every = (np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in (inner, around))
     return np.searchsorted(every, positions)
+
+
+Channels = dict[str, list[tuple[int, Tensor]]]
+"""Per parameter, for every dimension that can be sliced, (dimension, the channel of each entry)."""
+
+
+def narrow(state: Mapping[str, Tensor], channels: Channels, flags: Tensor) -> dict[str, Tensor]:
+    """The parameters with zeros for all channels that are not flagged."""
+    found = {}
+    for name, lines in channels.items():
+        found[name] = state[name]
+        for d, line in lines:
+            found[name] = found[name] * flags[line].reshape([-1 if k == d else 1 for k in range(state[name].dim())])
+    return found
+
+
+@lru_cache(maxsize=64)
+def by_zeros(reference: Reference, own: View, views: tuple[View, ...]) -> tuple[Channels, Tensor | None]:
+    """What `narrow` needs to run any of some views inside `own`: the channels of its parameters, and a row of flags a view. There are
+    no flags where zeros are not the same as being left out: where statistics would see them, or a layer mixes channels. That is
+    tried out."""
+    place = next(iter(reference.initial.values())).device
+    channels = _channels_of(reference, own, place)
+    if any(True for _ in reference.module.buffers()):
+        return channels, None
+    # The last column stands for entries that belong to every view.
+    flags = torch.from_numpy(np.stack([np.append(view.keep, True) for view in views]).astype(np.float32)).to(place)
+    state = own.extract(reference.initial)
+    x = torch.arange(2 * math.prod(reference.shape), device=place).float().sin().reshape(2, *reference.shape)
+    with torch.no_grad():
+        for view, row in zip(views, flags, strict=True):
+            cut = forward(reference, view, state, x, inside=own)
+            zeroed = torch.func.functional_call(reference.network(own).train(), narrow(state, channels, row), (x,))
+            if not torch.allclose(cut, zeroed, rtol=1e-4, atol=1e-5):
+                return channels, None
+    return channels, flags
+
+
+def _channels_of(reference: Reference, view: View, place: torch.device) -> Channels:
+    found: Channels = {}
+    for name in view.members:
+        if name in reference.parameters:
+            lines = zip(reference.axes.dims[name], view.where(name), strict=True)
+            numbers = {
+                d: np.where(dim < 0, reference.axes.channels, dim)[at] for d, (dim, at) in enumerate(lines) if dim is not None
+            }
+            found[name] = [(d, torch.from_numpy(channels).to(place)) for d, channels in numbers.items()]
+    return found
 
 
 def nested_masks(axes: Axes, levels: Sequence[View], device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nestling.models.norm import used_rows
 from nestling.views.axes import Axes, trace
 from nestling.views.flat import Layout, Packed, layout_of, pack
 from nestling.views.shrink import resize
@@ -56,6 +57,11 @@ class Reference:
     def parameters(self) -> frozenset[str]:
         """The names that are trained; the rest of the state are buffers."""
         return frozenset(name for name, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad)
+
+    @cached_property
+    def by_width(self) -> frozenset[str]:
+        """The buffers that hold statistics of every width (see `models.norm.WidthNorm`)."""
+        return frozenset(used_rows(self.module))
 
     def view(self, spec: Mapping[str, Any]) -> View:
         """The view that a plain description stands for (see `to_spec`)."""

@@ -18,7 +18,6 @@ from nestling.views.view import View
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def sub_module(module: nn.Module, view: View) -> nn.Module:
@@ -79,8 +78,8 @@ def _resize_layer(layer: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> No
         layer.out_features, layer.in_features = weight
     elif isinstance(layer, nn.Embedding) and weight:
         layer.embedding_dim = weight[1]
-    elif isinstance(layer, _BATCH_NORMS):
-        layer.num_features = next(shape[0] for shape in changed.values())
+    elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        layer.num_features = next(shape[-1] for shape in changed.values())
     elif isinstance(layer, nn.GroupNorm) and weight:
         _resize_group_norm(layer, weight[0])
     elif isinstance(layer, nn.LayerNorm) and weight:

@@ -120,7 +120,7 @@ class View:
         """A copy of the reference state in which the view's entries are those of `local`; the others keep their value."""
         result = {name: tensor.clone() for name, tensor in state.items()}
         for name in self.names:
-            _put(result[name], self.where(name), local[name], self.mask(name))
+            put(result[name], self.where(name), local[name], self.mask(name))
         return result
 
     def mask(self, name: str) -> Tensor | None:
@@ -180,6 +180,20 @@ def prefix(axes: Axes, ratio: float | Mapping[str, float]) -> View:
     # The small tolerance keeps ⌈⌉ exact for ratios like 0.7 that binary fractions overshoot.
     sizes = zip(axes.names, axes.sizes, axes.grains, strict=True)
     return by_index(axes, {n: np.arange(math.ceil(ratios[n] * k / g - 1e-9) * g) for n, k, g in sizes})
+
+
+def rolling(axes: Axes, ratio: float | Mapping[str, float], step: int) -> View:
+    """A window as large as `prefix`, moved on by `step` channels on every axis and around its end; where a group norm has groups it
+    moves by whole groups. On each axis all windows of K steps together hold every one of its K channels equally often."""
+    return rolled(prefix(axes, ratio), step)
+
+
+def rolled(view: View, step: int) -> View:
+    """The view with the channels of every axis moved on by `step` (see `rolling`)."""
+    keep = np.empty_like(view.keep)
+    for start, size, grain in zip(view.axes.offsets, view.axes.sizes, view.axes.grains, strict=False):
+        keep[start : start + size] = np.roll(view.keep[start : start + size], step * grain)
+    return View(view.axes, keep, view.dropped, view.masks, view.private)
 
 
 def by_index(axes: Axes, indices: Mapping[str, Iterable[int]]) -> View:
@@ -260,7 +274,8 @@ def take(tensor: Tensor, index: Index) -> Tensor:
     return part
 
 
-def _put(tensor: Tensor, index: Index, local: Tensor, mask: Tensor | None) -> None:
+def put(tensor: Tensor, index: Index, local: Tensor, mask: Tensor | None = None) -> None:
+    """Writes `local` (where a mask flags it) to the entries that an index addresses."""
     if mask is not None:
         local = torch.where(mask, local, take(tensor, index))
     if all(isinstance(p, slice) for p in index):

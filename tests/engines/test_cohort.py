@@ -89,13 +89,17 @@ def trainer(way: str) -> Callable[[list[Group]], list[Losses]]:
     return lambda found: [one(group) for group in found]
 
 
+PLAIN_REPLIES = ("all-large", "decoupled", "fedavg", "fedprox", "heterofl", "shared-average", "shared-distill")
+"""Methods that send back what they trained as it is: there the rows of the stack."""
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_same_in_a_stack(method: str) -> None:
     made, federation, site = federation_of(method, **SETTINGS["plain"])
     tasks = tasks_of(federation, 7)
     got = work_together(made, tasks, site, trainer("step by step"))
     assert_same(alone(made, tasks, site), got)
-    if method != "local":
+    if method in PLAIN_REPLIES:
         assert all(isinstance(o.reply["weights"], Row) for o in got)
 
 
@@ -121,7 +125,8 @@ def test_the_engine_plays_whole_rounds(method: str) -> None:
     before, after = (r.federation.method.state() for r in (plain, stacked))
     for kind, part in before.items():
         for name, tensor in part.items():
-            assert float((tensor - after[kind][name]).norm()) <= 1e-4 * float(tensor.norm()) + 1e-7, (kind, name)
+            one, other = tensor.double(), after[kind][name].double()
+            assert float((one - other).norm()) <= 1e-4 * float(one.norm()) + 1e-7, (kind, name)
     assert stacked.metrics[0]["loss"] == pytest.approx(plain.metrics[0]["loss"], rel=1e-4)
     assert stacked.metrics[0]["bytes_up"] == plain.metrics[0]["bytes_up"]
 

@@ -12,11 +12,11 @@ from nestling.errors import InputError
 from nestling.models import ExitNet, build
 from nestling.seeds import torch_seeded
 
-NAMES = ("exitcnn", "exitresnet")
+NAMES = ("exitcnn", "exitresnet", "tinyexits")
 
 
 def make(name: str) -> ExitNet:
-    small = {"exitcnn": {}, "exitresnet": {"width": 0.125, "blocks": (1, 1, 1, 1)}}
+    small = {"exitcnn": {}, "tinyexits": {"channels": (4, 8, 8, 8)}, "exitresnet": {"width": 0.125, "blocks": (1, 1, 1, 1)}}
     with torch_seeded(0, "test"):
         network = build(name, shape=(1, 16, 16), classes=3, **small[name])
     assert isinstance(network, ExitNet)

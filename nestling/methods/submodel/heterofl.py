@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from nestling.message import Message
 from nestling.methods.method import Info, Reply, SharedWeights
+from nestling.methods.submodel.labels import any_classes, counted_rows, held_classes, output_layer
 from nestling.seeds import stream
 from nestling.training.client import Client
 from nestling.training.objectives import cross_entropy, present_cross_entropy
 from nestling.training.phase import Hook, Phase
 from nestling.views import Contribution
-from nestling.world import Device, Piece
+from nestling.world import Device, Piece, World
 
 
 @dataclass
@@ -40,6 +40,8 @@ class HeteroFL(SharedWeights):
     mask_labels: bool = True
     scaler: bool = True
 
+    output: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
     info = Info(
         title="HeteroFL",
         family="width",
@@ -50,6 +52,10 @@ class HeteroFL(SharedWeights):
         evidence="official code read",
         group="A",
     )
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.output = output_layer(world.main, world.classes) if self.mask_labels else ()
 
     def piece(self, device: Device, round: int) -> Piece:
         if not self.dynamic or round == 0:
@@ -66,43 +72,24 @@ class HeteroFL(SharedWeights):
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         rate = float(received.facts["rate"])
         hooks = (Hook((nn.Conv1d, nn.Conv2d), partial(_divide, rate=rate)),) if self.scaler and rate < 1 else ()
-        return [
-            client.train.phase(
-                client.round,
-                objective=present_cross_entropy if self.mask_labels else cross_entropy,
-                given={"present": _present(client).float()},
-                hooks=hooks,
-            )
-        ]
+        if not self.mask_labels:
+            return [client.train.phase(client.round, objective=cross_entropy, hooks=hooks)]
+        given = {"present": held_classes(client).float()}
+        return [client.train.phase(client.round, objective=present_cross_entropy, given=given, hooks=hooks)]
 
     def reply(self, client: Client, received: Message) -> Message:
         sent = super().reply(client, received)
-        return replace(sent, parts={**sent.parts, "present": {"classes": _present(client)}})
+        return replace(sent, parts={**sent.parts, "present": {"classes": held_classes(client)}}) if self.mask_labels else sent
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        held = torch.zeros(self.world.classes, dtype=torch.bool)
-        return {**super().expects(piece, sent), "present": {"classes": held}}
+        weights = super().expects(piece, sent)
+        return {**weights, **any_classes(self.world.classes)} if self.mask_labels else weights
 
     def contribution(self, reply: Reply) -> Contribution:
-        present = {}
-        if self.mask_labels:
-            held = reply.message["present"]["classes"]
-            present = {name: _rows(held, t) for name, t in reply.message["weights"].items() if name in self._classifier()}
-        return Contribution(reply.piece.view, reply.message["weights"], 1.0, present)
-
-    def _classifier(self) -> tuple[str, ...]:
-        """The output layer: the last weight of the state and its bias."""
-        last = [name for name, shape in self.world.main.axes.shapes.items() if len(shape) == 2][-1].rsplit(".", 1)[0]
-        return tuple(name for name in self.world.main.axes.shapes if name.rsplit(".", 1)[0] == last)
+        weights = reply.message["weights"]
+        present = counted_rows(reply.message["present"]["classes"], weights, self.output) if self.mask_labels else {}
+        return Contribution(reply.piece.view, weights, 1.0, present)
 
 
 def _divide(layer: nn.Module, out: Tensor, *, rate: float) -> Tensor:
     return out / rate
-
-
-def _present(client: Client) -> Tensor:
-    return client.class_counts() > 0
-
-
-def _rows(held: Tensor, tensor: Tensor) -> Tensor:
-    return held.reshape(-1, *[1] * (tensor.dim() - 1)).expand(tensor.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,6 +15,7 @@ from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 from nestling.training.phase import Phase
+from nestling.training.rules import masked_gradients
 from nestling.views import Reference, View, to_spec
 from nestling.views.nested import forward, nested_masks, prepare
 from nestling.world import Device, Piece, World
@@ -76,7 +77,7 @@ class SharedAverage(SharedWeights):
         prepare(client.reference, smaller)
         objective = partial(_with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)
         given = {name: client.view.cut(name, mask) for name, mask in masks.items()}
-        return [client.train.phase(client.round, objective=objective, given=given, rule=_keep_nested if masks else None)]
+        return [client.train.phase(client.round, objective=objective, given=given, rule=masked_gradients if masks else None)]
 
 
 def _with_inner(
@@ -89,8 +90,3 @@ def _with_inner(
     logits = forward(reference, part, net.state(), batch.x, inside=own)
     inner = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     return (loss + weight * inner) / (1 + weight)
-
-
-def _keep_nested(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], given: Given) -> Mapping[str, Tensor]:
-    """Weights that would read an outer channel are zero and stay so."""
-    return {name: grad * given[name] if name in given else grad for name, grad in grads.items()}

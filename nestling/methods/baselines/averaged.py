@@ -1,0 +1,167 @@
+"""HeteroAvg: averaging by name over unequal networks, and what the methods built on it share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nestling.devices.fit import RATIOS
+from nestling.message import Message
+from nestling.methods.allocation import Ladder, ladder
+from nestling.methods.method import Info, Method, Reply
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.views import Contribution, Reference, State, merge, prefix
+from nestling.views.depth import depth_views
+from nestling.views.flat import pack
+from nestling.world import Device, Model, Piece, World
+
+ALLOWED = {"averaging": ("layer", "group"), "cut": ("width", "depth"), "weighting": ("uniform", "samples")}
+
+
+@dataclass
+class Averaged(Method):
+    """HeteroAvg: layer-wise averaging of unequal networks (Chan et al., "Internal Cross-layer Gradients for Extending Homogeneity to
+    Heterogeneity in Federated Learning", ICLR 2024; FedIN, eqs. 19-21).
+
+    Idea: parameters are matched by name, and each entry is averaged over the clients that own it, so that a method made for equal
+    networks runs on unequal ones; or clients are averaged only with those that hold an equal piece.
+    Loss: cross-entropy. Travels: the client's piece down and up. Merge: per entry, mean over the clients that own it; entries that
+    nobody trained keep their value.
+    Differs from the released code: nothing is known to; means are taken of weights rather than of deltas, which is the same.
+
+    averaging: "layer" (by name, over all who own an entry) or "group" (among equal pieces only, each group with a state of its own;
+               that of the largest device stands for the global model).
+    cut:       how networks are made unequal: "width" (first channels of every layer) or "depth" (first blocks of every stage).
+    weighting: what a client counts: "uniform" (as published for layer-wise averaging) or "samples" (n_k).
+    """
+
+    averaging: str = "layer"
+    cut: str = "width"
+    weighting: str = "uniform"
+
+    world: World = field(init=False, repr=False, compare=False)
+    reference: Reference = field(init=False, repr=False, compare=False)
+    states: dict[str, State] = field(init=False, repr=False, compare=False)
+    _ladder: Ladder | None = field(init=False, repr=False, compare=False)
+    _sent: dict[bytes, Message] = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="HeteroAvg",
+        family="baseline",
+        heterogeneity="width or depth: averaged by name, or among equals",
+        auxiliary="none",
+        global_model=True,
+        paper="Chan et al. (InCo), ICLR 2024",
+        evidence="official code read",
+        group="B",
+    )
+
+    def __post_init__(self) -> None:
+        for name, allowed in ALLOWED.items():
+            value = getattr(self, name)
+            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
+
+    @property
+    def group(self) -> str:
+        return self.info.group if self.cut == "depth" or self.info.group != "B" else "A"
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        world.refuse_own_networks(self.info.title)
+        self.world, self.reference = world, self.network(world)
+        self._ladder = self._make_ladder()
+        self.states = {} if self.averaging == "group" else {"": self.reference.initial.copy()}
+        self._sent = {}
+
+    def network(self, world: World) -> Reference:
+        """The network that clients hold pieces of."""
+        return world.main
+
+    def _make_ladder(self) -> Ladder | None:
+        if self.cut == "depth":
+            # A head that its client never trains must not be averaged with those that were.
+            return ladder(self.world, self.reference, depth_views(self.reference, exits="last"))
+        if self.reference is self.world.main:
+            return None
+        return ladder(self.world, self.reference, [prefix(self.reference.axes, ratio) for ratio in RATIOS])
+
+    def piece(self, device: Device, round: int) -> Piece:
+        return self._ladder.of(device, round) if self._ladder else device.piece
+
+    def group_of(self, piece: Piece) -> str:
+        """Whom a piece is averaged with: all, or those with an equal one."""
+        return hashlib.sha256(piece.view.key()).hexdigest()[:16] if self.averaging == "group" else ""
+
+    def state_of(self, group: str) -> State:
+        """A group's weights, in the reference's shape."""
+        return self.states.get(group, self.reference.initial)
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        """The device's piece of its group's weights; devices with the same piece get the same message."""
+        key = piece.view.key()
+        if key not in self._sent:
+            self._sent[key] = self.message(piece)
+        return self._sent[key]
+
+    def message(self, piece: Piece) -> Message:
+        """What goes to the holders of a piece."""
+        return Message({"weights": piece.view.extract(self.state_of(self.group_of(piece)))})
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        groups: dict[str, list[Reply]] = defaultdict(list)
+        for reply in replies:
+            groups[self.group_of(reply.piece)].append(reply)
+        for group, own in groups.items():
+            self.merge_group(group, own)
+        self._sent = {}
+
+    def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
+        """Fuses the replies of clients that are averaged with one another."""
+        self.states[group] = merge(self.state_of(group), [self.contribution(reply) for reply in replies])
+
+    def contribution(self, reply: Reply, part: str = "weights") -> Contribution:
+        """A reply's part of the mean."""
+        return Contribution(reply.piece.view, reply.message[part], self.weight(reply))
+
+    def weight(self, reply: Reply) -> float:
+        """How much a reply counts."""
+        return float(reply.samples) if self.weighting == "samples" else 1.0
+
+    def model_for(self, device: Device) -> Model:
+        return self._model(self.piece(device, 0))
+
+    def global_model(self) -> Model | None:
+        if self.averaging == "layer":
+            return self._model(Piece(self.reference, self.reference.full))
+        pieces = [self.piece(Device(0, tier, plan.piece, 0), 0) for tier, plan in self.world.plans.items()]
+        return self._model(max(pieces, key=lambda piece: self.world.cost(piece).params))
+
+    def _model(self, piece: Piece) -> Model:
+        return Model(piece.reference, piece.view, piece.view.extract(self.state_of(self.group_of(piece))))
+
+    def state(self) -> dict[str, State]:
+        return by_group("weights", self.states)
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        self.states, self._sent = of_groups("weights", state), {}
+
+
+def by_group(kind: str, states: Mapping[str, State]) -> dict[str, State]:
+    """The groups' states under the names that a checkpoint has them by."""
+    return {f"{kind} {group}".strip(): state for group, state in states.items()}
+
+
+def of_groups(kind: str, state: Mapping[str, State]) -> dict[str, State]:
+    """What `by_group` named."""
+    return {name[len(kind) + 1 :]: pack(tensors) for name, tensors in state.items() if name.split(" ")[0] == kind}
+
+
+def parameters_of(client: Client, tensors: Mapping[str, Tensor]) -> State:
+    """The trained tensors among some of a client's state."""
+    return {name: tensor for name, tensor in tensors.items() if name in client.reference.parameters}

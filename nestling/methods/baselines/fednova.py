@@ -1,0 +1,109 @@
+"""FedNova: updates normalised by how far each client's steps carry it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.baselines.averaged import Averaged, parameters_of
+from nestling.methods.baselines.fedprox import proximal
+from nestling.methods.method import Info, Reply
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.effective import effective_steps, steps_of
+from nestling.training.objectives import cross_entropy
+from nestling.training.phase import Phase
+from nestling.views import Contribution, State, View, merge
+from nestling.views.flat import pack
+from nestling.world import Piece
+
+
+@dataclass
+class FedNova(Averaged):
+    """FedNova (Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization", NeurIPS 2020),
+    averaged by name.
+
+    Idea: a client that takes more steps must not pull the mean harder, so each sends its update divided by its effective number of
+    steps a_k, and the server applies their mean times the mean a_k.
+    Loss: cross-entropy (+ μ/2·‖w − w_received‖² with `mu`). Travels: the client's piece down; d_k = (x − y_k)/a_k of its parameters
+    and a_k up (buffers as they are). Merge: per entry, over the clients that own it: x − (Σ p_k a_k)·Σ p_k d_k with p_k ∝ n_k.
+    Differs from the paper: a_k of momentum and proximal term together is their exact joint recursion; Adam, for which a_k is not
+    defined, counts steps (a_k = τ); weight decay and clipping do not enter a_k.
+
+    mu: the proximal term; 0 leaves it out.
+    averaging, cut, weighting: see HeteroAvg; p_k is by samples as published.
+    """
+
+    weighting: str = "samples"
+    mu: float = 0.0
+
+    info = Info(
+        title="FedNova",
+        family="baseline",
+        heterogeneity="width or depth: averaged by name, or among equals",
+        auxiliary="none",
+        global_model=True,
+        paper="Wang et al., NeurIPS 2020",
+        evidence="from paper",
+        group="B",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.mu >= 0, "must not be negative", "method.mu")
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        return [self._phase(client, received)]
+
+    def _phase(self, client: Client, received: Message) -> Phase:
+        objective = partial(proximal, mu=self.mu) if self.mu else cross_entropy
+        return client.train.phase(
+            client.round, objective=objective, given=parameters_of(client, received["weights"]) if self.mu else {}
+        )
+
+    def reply(self, client: Client, received: Message) -> Message:
+        phase, before = self._phase(client, received), received["weights"]
+        a = effective_steps(phase.optim, steps_of(client, phase), self.mu) or 1.0
+        update = {name: client.weights[name] for name in client.view.names}
+        update.update({name: (before[name] - tensor) / a for name, tensor in parameters_of(client, update).items()})
+        return Message({"update": update}, {"samples": client.samples, "effective_steps": a})
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"update": sent["weights"]}
+
+    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        a = facts.get("effective_steps")
+        if not (isinstance(a, float) and math.isfinite(a) and 0 < a < 2**40):
+            raise InputError(f"the effective number of steps is {a!r}")
+        return piece
+
+    def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
+        old, trained = self.state_of(group), self.reference.parameters
+        still = {name: torch.zeros_like(t) if name in trained else t for name, t in old.items()}
+        moved = merge(still, [self.contribution(reply, "update") for reply in replies])
+        far = merge(still, [self._steps(view, own) for view, own in _by_view(replies)])
+        self.states[group] = pack({n: t - far[n] * moved[n] if n in trained else moved[n] for n, t in old.items()})
+
+    def _steps(self, view: View, replies: Sequence[Reply]) -> Contribution:
+        """The mean a_k of the holders of one view, for every entry of it."""
+        weight = sum(self.weight(reply) for reply in replies)
+        mean = sum(self.weight(reply) * reply.message.facts["effective_steps"] for reply in replies) / weight
+        trained, like = self.reference.parameters, replies[0].message["update"]
+        state: State = {name: torch.full_like(t, mean) if name in trained else t for name, t in like.items()}
+        return Contribution(view, state, weight)
+
+
+def _by_view(replies: Sequence[Reply]) -> list[tuple[View, list[Reply]]]:
+    found: dict[bytes, list[Reply]] = defaultdict(list)
+    for reply in replies:
+        found[reply.piece.view.key()].append(reply)
+    return [(own[0].piece.view, own) for own in found.values()]

@@ -1,0 +1,130 @@
+"""FedPer: a shared base under personal last layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.baselines.averaged import Averaged
+from nestling.methods.method import Info
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.memory import keep, recall
+from nestling.views import Reference, State, View, keep_private
+from nestling.world import Device, Model, Piece, World
+
+
+@dataclass
+class FedPer(Averaged):
+    """FedPer (Arivazhagan et al., "Federated Learning with Personalization Layers", 2019), averaged by name.
+
+    Idea: all clients share the base of the network, and each has a classifier (and last blocks) of its own, which learns what is
+    particular about its data. Both are trained together.
+    Loss: cross-entropy. Travels: the base of the client's piece down and up; the personal part never does. Merge: per entry of the
+    base, mean weighted by n_k over the clients that own it.
+    Differs from the paper: bases may be of unequal width or depth. A client that has not taken part yet uses the base with the
+    initial personal part. There is no global model: its column is the mean of the clients' models on the global test set.
+
+    personal: how many units are personal, counted from the last (1: the classifier; 2: the last block too, …), or the units
+              themselves by the beginning of their names, e.g. ["stages.2", "head"].
+    averaging, cut, weighting: see HeteroAvg; the mean is by samples as published.
+    """
+
+    weighting: str = "samples"
+    personal: int | tuple[str, ...] = 1
+
+    _names: frozenset[str] = field(init=False, repr=False, compare=False)
+    _pieces: dict[tuple[str, bytes], Piece] = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="FedPer",
+        family="baseline",
+        heterogeneity="width or depth: the base averaged by name, heads personal",
+        auxiliary="none",
+        global_model=False,
+        paper="Arivazhagan et al., 2019",
+        evidence="from paper",
+        personal=True,
+        group="C",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fix = "give the number of last units, or the beginnings of names"
+        require(bool(self.personal) and (not isinstance(self.personal, int) or self.personal > 0), *_NOTHING, fix)
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self._names, self._pieces = self._personal_names(), {}
+
+    def _personal_names(self) -> frozenset[str]:
+        found = units(self.reference)
+        chosen = found[-self.personal :] if isinstance(self.personal, int) else list(self.personal)
+        base = [name for name in self.reference.axes.shapes if not any(name.startswith(f"{unit}.") for unit in chosen)]
+        if not base or len(base) == len(self.reference.axes.shapes):
+            raise InputError(
+                f"{'nothing' if base else 'everything'} would be personal with {self.personal!r}",
+                field="method.personal",
+                fix=f"at most {len(found) - 1}, or some of: {', '.join(found)}",
+            )
+        return frozenset(chosen)
+
+    def piece(self, device: Device, round: int) -> Piece:
+        whole = super().piece(device, round)
+        key = (whole.reference.name, whole.view.key())
+        if key not in self._pieces:
+            self._pieces[key] = Piece(whole.reference, keep_private(whole.view, self._names))
+        return self._pieces[key]
+
+    def model_for(self, device: Device) -> Model:
+        piece = self.piece(device, 0)
+        kept = {name: t.to(self.world.place) for name, t in self.world.store.get(device.id).items()}
+        base = piece.view.extract(self.state_of(self.group_of(piece)))
+        return Model(piece.reference, piece.view, {**base, **_personal(kept, piece.reference, piece.view)})
+
+    def global_model(self) -> None:
+        return None
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        return {**received["weights"], **_personal(client.memory, client.reference, client.view)}
+
+    def reply(self, client: Client, received: Message) -> Message:
+        own = {name: client.weights[name] for name in _private(client.view)}
+        client.memory = keep(client.memory, "personal", client.reference, client.view, own)
+        return super().reply(client, received)
+
+
+_NOTHING = ("nothing would be personal", "method.personal")
+
+
+def units(reference: Reference) -> list[str]:
+    """The network's layers and blocks with weights, by name, in order."""
+    return [name for name in _units(reference.module) if any(n.startswith(f"{name}.") for n in reference.axes.shapes)]
+
+
+def _units(module: nn.Module, prefix: str = "") -> list[str]:
+    found = []
+    for name, part in module.named_children():
+        inner = list(part.children())
+        series = isinstance(part, (nn.Sequential, nn.ModuleList)) and any(list(child.children()) for child in inner)
+        found += _units(part, f"{prefix}{name}.") if series else [f"{prefix}{name}"]
+    return found
+
+
+def _private(view: View) -> list[str]:
+    travelling = set(view.names)
+    return [name for name in view.members if name not in travelling]
+
+
+def _personal(memory: State, reference: Reference, view: View) -> State:
+    """The personal part as it was kept, or as the network was made."""
+    initial = {name: view.cut(name, reference.initial[name]) for name in _private(view)}
+    return recall(memory, "personal", reference, view, initial)

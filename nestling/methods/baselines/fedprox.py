@@ -1,0 +1,59 @@
+"""FedProx: a pull towards what was received."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.baselines.averaged import Averaged, parameters_of
+from nestling.methods.method import Info
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.phase import Phase
+
+
+@dataclass
+class FedProx(Averaged):
+    """FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020), averaged by name.
+
+    Idea: the distance to the received weights is part of the loss, so that a client with unusual data does not run away.
+    Loss: cross-entropy + μ/2·‖w − w_received‖² over parameters (no buffers); of a piece, the distance to the received piece.
+    Travels: the client's piece down and up. Merge: as HeteroAvg; with mu = 0 it is HeteroAvg.
+    Differs from the released code: all clients take their full number of steps; the share of unfinished ones is a matter of the
+    fleet here. FedIN prints its coefficient as the multiplier of the squared norm: its 0.05 is mu = 0.1.
+
+    mu: the pull.
+    averaging, cut, weighting: see HeteroAvg.
+    """
+
+    mu: float = 0.01
+
+    info = Info(
+        title="FedProx",
+        family="baseline",
+        heterogeneity="width or depth: averaged by name, or among equals",
+        auxiliary="none",
+        global_model=True,
+        paper="Li et al., MLSys 2020",
+        evidence="official code read",
+        group="B",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.mu >= 0, "must not be negative", "method.mu")
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        given = parameters_of(client, received["weights"])
+        return [client.train.phase(client.round, objective=partial(proximal, mu=self.mu), given=given)]
+
+
+def proximal(net: Net, batch: Batch, given: Given, *, mu: float) -> Tensor:
+    """Cross-entropy and the pull towards the given parameters."""
+    distance = sum(((p - given[name]) ** 2).sum() for name, p in net.params.items() if name in given)
+    return cross_entropy(net, batch, given) + mu / 2 * distance

@@ -1,0 +1,134 @@
+"""MOON: features close to the global model's, away from the client's last one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.baselines.averaged import Averaged
+from nestling.methods.method import Info
+from nestling.schema import require
+from nestling.seeds import torch_seeded
+from nestling.training.client import Client
+from nestling.training.memory import keep, recall
+from nestling.training.objectives import Batch, Given, Net
+from nestling.training.phase import Phase
+from nestling.views import Reference
+from nestling.world import World
+
+
+@dataclass
+class Moon(Averaged):
+    """MOON (Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021), averaged by name.
+
+    Idea: the global model sees more data than any client, so a client's features z should be like those of the received model and
+    unlike those of its own previous one.
+    Loss: cross-entropy + μ·(−log [e^{cos(z, z_global)/τ} / (e^{cos(z, z_global)/τ} + e^{cos(z, z_previous)/τ})]); z is what the last
+    linear layer sees. Three networks and three forward passes on the client, which its memory budget does not count. Travels: the
+    client's piece down and up; the previous network stays. Merge: as HeteroAvg; with mu = 0 it is HeteroAvg.
+    Differs from the paper: without `projection` z are the network's own features, since the published head would outweigh a small
+    network. In a client's first round its previous model is the received one, for which the term has no gradient. Means are uniform
+    as in all layer-wise tables (`weighting = "samples"` for the paper's).
+
+    mu:          the weight of the contrast (the published code's default; tuned per dataset in the paper, from memory).
+    temperature: τ.
+    projection:  the size of z behind a 2-layer head between features and classifier (256 as published); 0 leaves it out. Devices
+                 then get the largest piece of this larger network that fits their budget.
+    averaging, cut, weighting: see HeteroAvg.
+    """
+
+    mu: float = 1.0
+    temperature: float = 0.5
+    projection: int = 0
+
+    info = Info(
+        title="MOON",
+        family="baseline",
+        heterogeneity="width or depth: averaged by name, or among equals",
+        auxiliary="none",
+        global_model=True,
+        paper="Li et al., CVPR 2021",
+        evidence="from paper",
+        group="B",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.mu >= 0, "must not be negative", "method.mu")
+        require(self.temperature > 0, "must be above 0", "method.temperature")
+        require(self.projection >= 0, "must not be negative (0 leaves the head out)", "method.projection")
+
+    def network(self, world: World) -> Reference:
+        if not self.projection:
+            return world.main
+        found = Reference("moon", projected(world, self.projection), world.main.shape)
+        _ = found.axes  # traced where the network was made
+        found.to(str(world.place))
+        world.references[found.name] = found
+        return found
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        glob = received["weights"]
+        previous = recall(client.memory, "previous", client.reference, client.view, glob)
+        given = {**{f"global/{name}": t for name, t in glob.items()}, **{f"previous/{name}": t for name, t in previous.items()}}
+        objective = partial(_contrastive, mu=self.mu, temperature=self.temperature)
+        return [client.train.phase(client.round, objective=objective, given=given)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        client.memory = keep(client.memory, "previous", client.reference, client.view, dict(client.weights))
+        return super().reply(client, received)
+
+
+def projected(world: World, size: int) -> nn.Module:
+    """The main network with a 2-layer projection head in front of its classifier."""
+    module = copy.deepcopy(world.main.module).to("cpu")
+    head = dict(module.named_children()).get("head")
+    if not isinstance(head, nn.Linear):
+        raise InputError(
+            "a projection head needs a network that ends in one linear layer named 'head'",
+            field="method.projection",
+            fix="set method.projection = 0 or take another network, e.g. tinycnn",
+        )
+    with torch_seeded(world.seed, "network", "projection"):
+        features, classes = head.in_features, head.out_features
+        module.head = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, size), nn.Linear(size, classes))
+    return module
+
+
+def _contrastive(net: Net, batch: Batch, given: Given, *, mu: float, temperature: float) -> Tensor:
+    logits, z = _see(net, batch.x)
+    loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+    near, far = (
+        F.cosine_similarity(z, _features(net, batch.x, given, of), dim=-1) / temperature for of in ("global", "previous")
+    )
+    # −log(eⁿ/(eⁿ + eᶠ)) without overflow.
+    return loss + mu * batch.mean(F.softplus(far - near))
+
+
+def _features(net: Net, x: Tensor, given: Given, of: str) -> Tensor:
+    """z under other weights; running statistics are read, not moved."""
+    weights = {name.removeprefix(f"{of}/"): t for name, t in given.items() if name.startswith(f"{of}/")}
+    net.module.eval()
+    try:
+        return _see(net, x, weights)[1].detach()
+    finally:
+        net.module.train()
+
+
+def _see(net: Net, x: Tensor, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """The logits, and what the last linear layer was given."""
+    last = [part for part in net.module.modules() if isinstance(part, nn.Linear)][-1]
+    seen: list[Tensor] = []
+    handle = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        logits = net(x) if weights is None else net.with_weights(weights, x)
+    finally:
+        handle.remove()
+    return logits, seen[0].flatten(1)

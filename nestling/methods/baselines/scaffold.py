@@ -1,0 +1,186 @@
+"""SCAFFOLD: control variates against the drift of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.baselines.averaged import Averaged, by_group, of_groups, parameters_of
+from nestling.methods.method import Info, Reply
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.effective import effective_steps, steps_of
+from nestling.training.memory import drop, keep, recall
+from nestling.training.objectives import Batch, Given, Net
+from nestling.training.optimisers import Optim
+from nestling.training.phase import Phase
+from nestling.views import Contribution, State, View, keep_private, merge
+from nestling.views.flat import pack
+from nestling.world import Device, Piece, World
+
+CONTROLS = ("auto", "steps", "gradient")
+
+
+@dataclass
+class Scaffold(Averaged):
+    """SCAFFOLD (Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020), averaged by name.
+
+    Idea: the server knows the mean gradient c and each client its own, c_k; a client that follows g − c_k + c moves as if it had
+    everybody's data. Both are estimates from the clients' last rounds.
+    Loss: cross-entropy; the gradient rule is g − c_k + c, before momentum or Adam. Travels: the piece and c down, the piece and
+    c_k⁺ − c_k up: twice the bytes; buffers have no control. c_k stays on the client. Merge: weights x + η_g·(mean of y_k − x); c
+    grows by (|S|/N)·(mean of c_k⁺ − c_k), both per entry over the clients that own it (N: the fleet, or the group's members).
+    Differs from the paper: momentum and Adam are allowed. With momentum the Kη of c_k⁺ = c_k − c + (x − y)/(Kη) is the effective
+    step a·η of FedNova's momentum formula, which makes c_k⁺ the mean gradient again. Adam's steps are no multiples of gradients:
+    there c_k⁺ is the mean of the mini-batch gradients at x (option I), at the price of one more epoch. The released benchmark code
+    moves weights by the correction after the optimiser's step and gives batch-norm buffers controls too.
+
+    server_lr: η_g.
+    control:   how c_k⁺ is found: "steps" (option II), "gradient" (option I), or "auto" (steps for sgd, gradient for Adam).
+    averaging, cut, weighting: see HeteroAvg; controls are always averaged uniformly.
+    """
+
+    server_lr: float = 1.0
+    control: str = "auto"
+
+    controls: dict[str, State] = field(init=False, repr=False, compare=False)
+    _zeros: State = field(init=False, repr=False, compare=False)
+    _views: dict[bytes, View] = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="SCAFFOLD",
+        family="baseline",
+        heterogeneity="width or depth: averaged by name, or among equals",
+        auxiliary="none",
+        global_model=True,
+        paper="Karimireddy et al., ICML 2020",
+        evidence="from paper",
+        group="B",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.server_lr > 0, "must be above 0", "method.server_lr")
+        fix = f"allowed: {', '.join(CONTROLS)}"
+        require(self.control in CONTROLS, f"unknown control {self.control!r}", "method.control", fix)
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        require(
+            not (self.control == "steps" and world.train.optimizer == "adam"),
+            "Adam's steps are no multiples of gradients",
+            "method.control",
+            'use "gradient" or "auto", or train.optimizer = "sgd"',
+        )
+        initial, trained = self.reference.initial, self.reference.parameters
+        self._zeros = pack({name: torch.zeros_like(t) for name, t in initial.items() if name in trained})
+        self.controls, self._views = {}, {}
+
+    def message(self, piece: Piece) -> Message:
+        control = self._trained(piece.view).extract(self._control_of(self.group_of(piece)))
+        return Message({**super().message(piece).parts, "control": control})
+
+    def _control_of(self, group: str) -> State:
+        """A group's c, in the shape of the reference's parameters."""
+        return self.controls.get(group, self._zeros)
+
+    def _trained(self, view: View) -> View:
+        """The view without buffers, remembered."""
+        buffers = [name for name in view.members if name not in self.reference.parameters]
+        if not buffers:
+            return view
+        return self._views.setdefault(view.key(), keep_private(view, buffers))
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"weights": sent["weights"], "control": sent["control"]}
+
+    def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
+        old, control = self.state_of(group), self._control_of(group)
+        super().merge_group(group, replies)
+        if self.server_lr != 1:
+            new, trained = self.states[group], self.reference.parameters
+            self.states[group] = pack({n: t.lerp(new[n], self.server_lr) if n in trained else new[n] for n, t in old.items()})
+        change = merge(self._zeros, [Contribution(self._trained(r.piece.view), r.message["control"]) for r in replies])
+        share = min(1.0, len(replies) / self._members(group))
+        self.controls[group] = pack({name: c + share * change[name] for name, c in control.items()})
+
+    def _members(self, group: str) -> int:
+        """How many devices are averaged with one another when nothing else uses their memory."""
+        pieces = {tier: self.piece(Device(0, tier, plan.piece, 0), 0) for tier, plan in self.world.plans.items()}
+        return sum(self.world.fleet.count_of(tier) for tier, piece in pieces.items() if self.group_of(piece) == group) or 1
+
+    def state(self) -> dict[str, State]:
+        return {**super().state(), **by_group("control", self.controls)}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        super().restore(state)
+        self.controls = of_groups("control", state)
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        own = _own_control(client, received)
+        given = {name: c - own[name] for name, c in received["control"].items()}
+        phase = client.train.phase(client.round, given=given, rule=_corrected)
+        if self._by_gradient(client):
+            return _after_gradient(client, received, phase)  # type: ignore[return-value]
+        return [phase]
+
+    def _by_gradient(self, client: Client) -> bool:
+        return self.control == "gradient" or (self.control == "auto" and client.train.optimizer == "adam")
+
+    def reply(self, client: Client, received: Message) -> Message:
+        own = _own_control(client, received)
+        if self._by_gradient(client):
+            new = recall(client.memory, "gradient", client.reference, client.view, own)
+        else:
+            new = _from_steps(client, received, own)
+        client.memory = keep(drop(client.memory, "gradient"), "control", client.reference, client.view, new)
+        change = {name: c - own[name] for name, c in new.items()}
+        sent = super().reply(client, received)
+        return replace(sent, parts={**sent.parts, "control": change})
+
+
+def _own_control(client: Client, received: Message) -> State:
+    zeros = {name: torch.zeros_like(c) for name, c in received["control"].items()}
+    return recall(client.memory, "control", client.reference, client.view, zeros)
+
+
+def _corrected(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], given: Given) -> Mapping[str, Tensor]:
+    return {name: grad + given[name] if name in given else grad for name, grad in grads.items()}
+
+
+def _from_steps(client: Client, received: Message, own: State) -> State:
+    """Option II: the mean gradient that carried the client from x to y."""
+    phase = client.train.phase(client.round)
+    far = phase.optim.lr * effective_steps(phase.optim, steps_of(client, phase))
+    if not far:
+        return own
+    x, c, y = received["weights"], received["control"], client.weights
+    return {name: c_k - c[name] + (x[name] - y[name]) / far for name, c_k in own.items()}
+
+
+def _after_gradient(client: Client, received: Message, then: Phase) -> Iterator[Phase]:
+    """Option I: one epoch sums up the gradients at x, then training starts from there."""
+    x = parameters_of(client, received["weights"])
+    # With equal rates clients stay one stack, so the sum becomes a mean only afterwards.
+    first = client.train.phase(client.round, objective=_loss_at, optim=Optim("sgd", 1.0), epochs=1, given=x)
+    client.weights = {name: torch.zeros_like(t) if name in x else t for name, t in received["weights"].items()}
+    yield first
+    gradient = {name: client.weights[name] / -max(steps_of(client, first), 1) for name in x}
+    client.memory = keep(client.memory, "gradient", client.reference, client.view, gradient)
+    client.weights = received["weights"]
+    yield then
+
+
+def _loss_at(net: Net, batch: Batch, given: Given) -> Tensor:
+    """The loss at the given point, whose gradient arrives at the parameters wherever these are."""
+    point = {name: given[name] + p - p.detach() for name, p in net.params.items()}
+    return batch.mean(F.cross_entropy(net.with_weights(point, batch.x), batch.y, reduction="none"))

@@ -1,0 +1,144 @@
+"""FedHM: clients train low-rank networks of different ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.lowrank.factored import Factored, layers_of
+from nestling.methods.method import Info, Reply
+from nestling.models.factorised import full_rank, to_dense
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import present_cross_entropy
+from nestling.training.phase import Phase
+from nestling.views import Contribution, merge
+from nestling.views.flat import pack
+from nestling.world import Device, Piece
+
+
+@dataclass
+class FedHM(Factored):
+    """FedHM (Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", 2021).
+
+    Idea: a client's convolution O×I×k×k is the pair (k×1)·(1×k) of rank r = max(round(O/ρ), 1), the best such approximation of the
+    global weight as a matrix (O·k)×(I·k). The server multiplies the factors back and averages there, where all clients have one shape.
+    Loss: cross-entropy, and λ/2·‖u·v‖² in place of weight decay on the factors. Travels: r(O·k+I·k) numbers a factorised layer, the
+    other tensors whole, down and up. Merge: uniform mean of the recomposed networks (which is not that of the factors), then a new
+    decomposition; where nobody trained at full rank, the last global network counts as one more client.
+    Differs from the paper: ρ = 1 is the dense network itself, so that it returns exactly; no norms of their own between the factors;
+    ρ is the smallest that fits the device. A layer's rank is at most what its matrix has. The released code masks absent classes as
+    HeteroFL does but sums the classifier's rows without counting who holds them (`compat = "code"`): they shrink. It keeps about the
+    first eight tensors of its ResNet-18 whole (`dense = 3`).
+
+    ratios:      the values of ρ; 1 is the dense network.
+    decay:       λ (from memory).
+    dense:       how many of the first convolutions stay whole.
+    pointwise:   whether 1×1 convolutions (shortcuts) are factorised.
+    linear:      whether linear layers before the last are.
+    leave_out:   devices that cannot train the smallest piece do not take part (false: they are an error).
+    dynamic:     weights softmax(−ρ/T) in place of equal ones.
+    temperature: T.
+    virtual:     whether the last global network stands in for an absent full-rank client.
+    compat:      "paper" or "code".
+    """
+
+    ratios: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
+    dynamic: bool = False
+    temperature: float = 5.0
+    virtual: bool = True
+    compat: str = "paper"
+
+    ratio_of: dict[tuple[str, bytes], float] = field(init=False, repr=False, compare=False)
+
+    form = "separable"
+    info = Info(
+        title="FedHM",
+        family="low-rank",
+        heterogeneity="rank: truncated factors of every layer",
+        auxiliary="none",
+        global_model=True,
+        paper="Yao et al., 2021",
+        evidence="official code read",
+        group="A",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        good = bool(self.ratios) and all(ratio >= 1 for ratio in self.ratios)
+        require(good, "values of at least 1 (1 is the dense network), and at least one", "method.ratios")
+        require(self.temperature > 0, "must be above 0", "method.temperature")
+        require(self.compat in ("paper", "code"), f"unknown {self.compat!r}", "method.compat", "allowed: paper, code")
+
+    def ranks(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+        return self._ranks(shapes, min((ratio for ratio in self.ratios if ratio > 1), default=2.0))
+
+    def _ranks(self, shapes: dict[str, tuple[int, ...]], ratio: float) -> dict[str, int]:
+        return {layer: min(max(round(s[0] / ratio), 1), full_rank(s, self.form)) for layer, s in shapes.items()}
+
+    def pieces(self, shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
+        main = self.world.main
+        found = {
+            ratio: Piece(main, main.full) if ratio == 1 else Piece(self.factors, self.first(self._ranks(shapes, ratio)))
+            for ratio in self.ratios
+        }
+        self.ratio_of = {(piece.reference.name, piece.view.key()): ratio for ratio, piece in found.items()}
+        return list(found.values())
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        state = self.weights if piece.reference is self.world.main else self.factor_state()
+        if self._sent[0] is not self.weights:
+            self._sent = (self.weights, {})
+        messages, key = self._sent[1], piece.reference.name.encode() + piece.view.key()
+        if key not in messages:
+            messages[key] = Message({"weights": piece.view.extract(state)})
+        return messages[key]
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        given = [self.contribution(reply) for reply in replies]
+        if given and self.virtual and all(reply.piece.reference is self.factors for reply in replies):
+            given.append(Contribution(self.world.main.full, self.weights, self._weight(1.0)))
+        self.weights = pack(merge(self.weights, given))
+
+    def contribution(self, reply: Reply) -> Contribution:
+        state = reply.message["weights"]
+        if reply.piece.reference is self.factors:
+            state = to_dense(state, layers_of(self.factors))
+        if self.compat == "code":
+            held = reply.message["present"]["classes"]
+            rows = {name: state[name] * held.reshape(-1, *[1] * (state[name].dim() - 1)) for name in self._classifier()}
+            state = {**state, **rows}
+        ratio = self.ratio_of[reply.piece.reference.name, reply.piece.view.key()]
+        return Contribution(self.world.main.full, state, self._weight(ratio))
+
+    def _weight(self, ratio: float) -> float:
+        return math.exp(-ratio / self.temperature) if self.dynamic else 1.0
+
+    def _classifier(self) -> list[str]:
+        shapes = self.world.main.axes.shapes
+        last = [name for name, shape in shapes.items() if len(shape) == 2][-1].rpartition(".")[0]
+        return [name for name in shapes if name.rpartition(".")[0] == last]
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        phases = super().phases(client, received)
+        if self.compat == "paper":
+            return phases
+        present = {"present": (client.class_counts() > 0).float()}
+        return [replace(phase, objective=present_cross_entropy, given=present) for phase in phases]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        sent = super().reply(client, received)
+        if self.compat == "paper":
+            return sent
+        return replace(sent, parts={**sent.parts, "present": {"classes": client.class_counts() > 0}})
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        like = super().expects(piece, sent)
+        if self.compat == "paper":
+            return like
+        return {**like, "present": {"classes": torch.zeros(self.world.classes, dtype=torch.bool)}}

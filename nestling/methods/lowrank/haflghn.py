@@ -1,0 +1,151 @@
+"""HAFL-GHN: clients with any architecture share the hyper-network that makes their weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.allocation import Ladder
+from nestling.methods.lowrank.factored import able_tiers, choose_among
+from nestling.methods.method import Info, Method, Reply
+from nestling.models.hypernetwork import Generated, HyperNetwork
+from nestling.schema import require
+from nestling.seeds import torch_seeded
+from nestling.training.client import Client
+from nestling.training.phase import Phase
+from nestling.views import Contribution, Reference, State, keep_private, merge
+from nestling.views.flat import only, pack
+from nestling.world import Device, Model, Piece, World
+
+
+@dataclass
+class HAFLGHN(Method):
+    """HAFL-GHN (Litany et al., "Federated Learning with Heterogeneous Architectures using Graph HyperNetworks", 2022).
+
+    Idea: no weights are shared but those of a graph hyper-network φ that makes every client's weights from the graph of its layers; a
+    client trains φ through its own network. The graph stays with the client, and architectures need have nothing in common.
+    Loss: cross-entropy of the network that φ makes. Travels: φ down and up, whatever the client's size. Merge: mean of φ by n_k.
+    Differs from the paper: φ is an implementation of our own after the abstract and the published GHN-2 code (one pass forward and one
+    back, one decoder a kind of layer, weights scaled by fan-in); its sizes are from memory. A device trains φ and its network at once,
+    which a microcontroller cannot: such devices do not take part and are handed what φ makes for them. Running statistics are not
+    made: batch norms use the batch at hand, also when tested. A device keeps its piece when its free memory changes.
+
+    hidden:     width of a layer's state.
+    basis:      how many patterns a decoder mixes.
+    max_shape:  outputs, inputs and kernel of the largest convolution that is made without tiling.
+    max_inputs: the same for the inputs of linear layers.
+    fine_tune:  epochs that a client then trains its own network for, φ fixed; the result stays with it and is what it uses.
+    leave_out:  devices that cannot train φ do not take part (false: they are an error).
+    """
+
+    hidden: int = 32
+    basis: int = 16
+    max_shape: tuple[int, int, int] = (64, 64, 5)
+    max_inputs: int = 1024
+    fine_tune: int = 0
+    leave_out: bool = True
+
+    world: World = field(init=False, repr=False, compare=False)
+    weights: State = field(init=False, repr=False, compare=False)
+    pieces: dict[str, Piece] = field(init=False, repr=False, compare=False)
+    able: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="HAFL-GHN",
+        family="hyper-network",
+        heterogeneity="any: unlike networks and parts",
+        auxiliary="none",
+        global_model=False,
+        paper="Litany et al., 2022",
+        evidence="from paper (abstract), GHN internals from published code",
+        own_networks=True,
+        group="G",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.hidden >= 1 and self.basis >= 1, "must be at least 1", "method.hidden and method.basis")
+        require(
+            len(self.max_shape) == 3 and min(self.max_shape) >= 1, "outputs, inputs and kernel, each from 1", "method.max_shape"
+        )
+        require(self.max_inputs >= 1, "must be at least 1", "method.max_inputs")
+        require(self.fine_tune >= 0, "must not be negative", "method.fine_tune")
+
+    def setup(self, world: World) -> None:
+        self.world = world
+        with torch_seeded(world.seed, "hypernetwork"):
+            generator = HyperNetwork(world.classes, self.hidden, self.basis, self.max_shape, self.max_inputs)
+        made: dict[tuple[str, bytes], Piece] = {}
+        self.pieces = {}
+        for tier, plan in world.plans.items():
+            key = (plan.piece.reference.name, plan.piece.view.key())
+            if key not in made:
+                made[key] = self._generated(f"hypernetwork/{len(made)}", generator, plan.piece)
+            self.pieces[tier] = made[key]
+        self.weights = pack(next(iter(made.values())).view.extract(next(iter(made.values())).reference.initial))
+        self.able = able_tiers({tier: Ladder(world, [piece]) for tier, piece in self.pieces.items()}, self.leave_out)
+
+    def _generated(self, name: str, generator: HyperNetwork, piece: Piece) -> Piece:
+        network = piece.reference.network(piece.view)
+        reference = Reference(name, Generated(copy.deepcopy(generator), network, tuned=self.fine_tune > 0), piece.reference.shape)
+        reference.to(str(self.world.place))
+        self.world.references[name] = reference
+        return Piece(reference, keep_private(reference.full, ["added"] if self.fine_tune else []))
+
+    def choose(self, round: int, clients: int) -> list[int]:
+        return choose_among(self.world, self.able, round, clients)
+
+    def piece(self, device: Device, round: int) -> Piece:
+        return self.pieces[device.tier]
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        return Message({"weights": self.weights})
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        # φ is the same for everybody, so that any of its views stands for all.
+        view = next(iter(self.pieces.values())).view
+        self.weights = pack(merge(self.weights, [Contribution(view, r.message["weights"], float(r.samples)) for r in replies]))
+
+    def model_for(self, device: Device) -> Model:
+        own = self.world.plans[device.tier].piece
+        kept = {name: t.to(self.world.place) for name, t in self.world.store.get(device.id).items()} if self.fine_tune else {}
+        piece = self.pieces[device.tier]
+        made = kept or weights_of(piece, {**piece.reference.initial, **self.weights})
+        if made.keys() != own.reference.network(own.view).state_dict().keys():
+            # The network has running statistics, which nobody makes: it is used in the form in which it was trained.
+            return Model(piece.reference, piece.view, {**piece.reference.initial, **self.weights})
+        return Model(own.reference, own.view, made)
+
+    def state(self) -> dict[str, State]:
+        return {"weights": self.weights}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        self.weights = pack(state["weights"])
+
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        if not self.fine_tune:
+            return received["weights"]
+        return pack({**client.reference.initial, **received["weights"]})
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        if not self.fine_tune:
+            return [client.train.phase(client.round)]
+        shared = client.train.phase(client.round, freeze=("added",))
+        return [shared, client.train.phase(client.round, freeze=("generator",), epochs=self.fine_tune)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        if self.fine_tune:
+            client.memory = weights_of(Piece(client.reference, client.view), client.weights)
+        return Message({"weights": only(client.weights, client.view.names)}, {"samples": client.samples})
+
+
+@torch.no_grad()
+def weights_of(piece: Piece, state: Mapping[str, Tensor]) -> State:
+    """The weights that a hyper-network's state makes for the piece's network."""
+    network = piece.reference.network(piece.view, state)
+    assert isinstance(network, Generated)
+    return {name: tensor.clone() for name, tensor in network.weights().items()}

@@ -1,0 +1,100 @@
+"""PruneFL's adjustment of a mask: which weights are worth their time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from nestling.seeds import torch_seeded
+from nestling.training.objectives import Batch, Net
+from nestling.training.phase import Phase
+from nestling.training.trainer import batches
+from nestling.views import Reference, State
+from nestling.views.sparse import lowest_off, prunable
+from nestling.world import Plan, World
+
+
+def adjust(
+    weights: Mapping[str, Tensor],
+    masks: Mapping[str, Tensor],
+    squares: Mapping[str, Tensor],
+    seconds: Mapping[str, float],
+    constant: float,
+    rho: float,
+) -> State:
+    """The new masks. In every layer all but a share `rho` of the kept weights, the smallest, stay. The others and all pruned ones
+    enter in the order of squared gradient per second, as long as each has more of it than the network with those before it."""
+    kept = {name: lowest_off(weights[name], mask, rho) for name, mask in masks.items()}
+    gain = sum(float(g[kept[name]].double().sum() if name in kept else g.double().sum()) for name, g in squares.items())
+    time = constant + sum(seconds[name] * int(mask.sum()) for name, mask in kept.items())
+    others = {name: squares[name].double()[~mask] for name, mask in kept.items()}
+    gains = torch.cat(list(others.values()))
+    times = torch.cat([torch.full_like(g, seconds[name]) for name, g in others.items()])
+    entering = torch.zeros(len(gains), dtype=torch.bool, device=gains.device)
+    order = torch.sort(gains / times, descending=True, stable=True).indices
+    entering[order[: _worthwhile(gains[order], times[order], gain, time)]] = True
+    for (name, _), enter in zip(others.items(), entering.split([len(g) for g in others.values()]), strict=True):
+        kept[name][~kept[name]] = enter
+    return kept
+
+
+def _worthwhile(gains: Tensor, times: Tensor, gain: float, time: float) -> int:
+    """How many of the candidates, best first, each raise the gain per second of all before them."""
+    before = (gain + gains.cumsum(0) - gains) / (time + times.cumsum(0) - times).clamp(min=1e-300)
+    raises = gains / times > before
+    return int(raises.long().cumprod(0).sum())
+
+
+def squared_gradients(
+    module: nn.Module, phase: Phase, x: Tensor, y: Tensor, seed: int, client: int, round: int, number: int = 0
+) -> State:
+    """(Σ g)² of every parameter over the phase's batches, pruned weights included, at the weights that the module has."""
+    module.train()
+    params = dict(module.named_parameters())
+    total = {name: torch.zeros_like(p) for name, p in params.items()}
+    with torch_seeded(seed, "squares", client, round, number):
+        for k, rows in enumerate(batches(len(x), phase, module, seed, client, round, number)):
+            rows = rows.to(x.device)
+            loss = phase.objective(Net(module, params), Batch(x[rows], y[rows], rows, k), phase.given)
+            grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+            for name, grad in zip(params, grads, strict=True):
+                total[name] += 0 if grad is None else grad
+    return {name: g.square() for name, g in total.items()}
+
+
+def weight_seconds(world: World, steps: int) -> dict[str, float]:
+    """Seconds a round for one weight of every prunable tensor, on the devices that take longest for the whole network: it travels down
+    and up once, and takes three multiplications for each place and sample that it is used at."""
+    samples = steps * world.train.batch if steps else world.train.epochs * world.plans[next(iter(world.plans))].budget.samples
+    uses = weight_uses(world.main)
+    every = [{name: _seconds(plan, samples * uses[name]) for name in uses} for plan in world.plans.values()]
+    sizes = {name: world.main.initial[name].numel() for name in uses}
+    return max(every, key=lambda found: sum(sizes[name] * t for name, t in found.items()))
+
+
+def _seconds(plan: Plan, uses: int) -> float:
+    profile = plan.profile
+    return 32 / float(profile.down_bps) + 32 / float(profile.up_bps) + 3 * uses / float(profile.macs_per_second)
+
+
+@torch.no_grad()
+def weight_uses(reference: Reference) -> dict[str, int]:
+    """How often one weight of every prunable tensor is multiplied in a sample's forward pass: once for every place of a map."""
+    uses = dict.fromkeys(prunable(reference), 1)
+    module = reference.network(reference.full).eval()
+    watched = [(f"{name}.weight", layer) for name, layer in module.named_modules() if f"{name}.weight" in uses]
+    handles = [layer.register_forward_hook(partial(_count, uses, name)) for name, layer in watched]
+    try:
+        module(torch.zeros((1, *reference.shape), device=next(iter(reference.initial.values())).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return uses
+
+
+def _count(uses: dict[str, int], name: str, layer: nn.Module, inputs: object, out: Tensor) -> None:
+    channels = out.shape[-1] if isinstance(layer, (nn.Linear, nn.Embedding)) else out.shape[1]
+    uses[name] = out.numel() // channels

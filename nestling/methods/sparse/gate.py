@@ -1,0 +1,89 @@
+"""Clients that prune themselves once their model is good enough: the gate that LotteryFL and Hermes share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.method import SharedWeights
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.distiller import logits_of
+from nestling.training.objectives import Batch, Given, Net
+from nestling.training.phase import GradientRule, Phase
+
+_FIRST = "first row in use"
+
+
+@dataclass
+class PrunesItself(SharedWeights):
+    """Base of the methods whose clients prune their own model by a step whenever it is right about more than `acc_thr` of rows they
+    hold out, until `r_target` is reached.
+
+    How often a client has pruned (`prunings`) travels as a fact both ways. What a pruning leaves follows from the weights that were
+    sent, so the server works it out itself and need not believe a client's mask; a client whose reply was lost hears from the number
+    that the server knows nothing of its last pruning, and goes back to what it had before.
+    """
+
+    acc_thr: float = 0.5
+    prune_step: float = 0.2
+    r_target: float = 0.5
+    validation: float = 0.2
+
+    def __post_init__(self) -> None:
+        require(0 <= self.acc_thr <= 1, "must be from 0 to 1 (1: nothing is ever pruned)", "method.acc_thr")
+        require(0 < self.prune_step < 1, "must be above 0 and below 1", "method.prune_step")
+        require(0 < self.r_target <= 1, "must be above 0 and at most 1", "method.r_target")
+        require(0 <= self.validation < 1, "must be from 0 to below 1 (0: the rows trained on decide)", "method.validation")
+
+    def kept(self, prunings: int) -> float:
+        """The share that is left after so many prunings: r_k."""
+        return float((1 - self.prune_step) ** prunings)
+
+    def may_prune(self, prunings: int) -> bool:
+        """Whether the target is still ahead; the last step may pass it."""
+        # The small tolerance keeps a target that is a power of the step from being missed by rounding.
+        return self.acc_thr < 1 and self.kept(prunings) > self.r_target + 1e-9
+
+    def prunings_in(self, sent: Message, facts: Mapping[str, Any]) -> int:
+        """How often a client says that it has pruned by now: as often as the server knows, or once more."""
+        said, known = facts.get("prunings"), int(sent.facts["prunings"])
+        if type(said) is not int or not (said == known or (said == known + 1 and self.may_prune(known))):
+            raise InputError(f"the number of prunings is {said!r} after {known}")
+        return said
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def opens(self, client: Client, weights: Mapping[str, Tensor], prunings: int) -> bool:
+        """Whether the client prunes now: its model is right often enough about rows of its own that it does not train on."""
+        if not self.may_prune(prunings):
+            return False
+        rows = self._held_out(client) or client.samples
+        said = logits_of(client.reference.network(client.view, weights), client.x[:rows]).argmax(-1)
+        return float((said == client.y[:rows]).float().mean()) > self.acc_thr
+
+    def training(self, client: Client, given: Given | None = None, rule: GradientRule | None = None) -> Phase:
+        """Plain local training on the rows that are not held out."""
+        held = self._held_out(client)
+        if not held:
+            return client.train.phase(client.round, given=given or {}, rule=rule)
+        first = torch.tensor(held, device=client.place)
+        return client.train.phase(client.round, objective=_on_used_rows, given={**(given or {}), _FIRST: first}, rule=rule)
+
+    def _held_out(self, client: Client) -> int:
+        """How many of the client's rows, the first ones of their random order, decide on pruning: none where none is possible."""
+        return min(int(self.validation * client.samples), client.samples - 1) if self.acc_thr < 1 and self.r_target < 1 else 0
+
+
+def _on_used_rows(net: Net, batch: Batch, given: Given) -> Tensor:
+    """Cross-entropy over the rows in use; a batch without any has no loss."""
+    used = (batch.rows >= given[_FIRST]).float()
+    losses = F.cross_entropy(net(batch.x), batch.y, reduction="none")
+    return batch.mean(losses * used) / batch.mean(used).clamp(min=1e-6)

@@ -1,0 +1,166 @@
+"""Hermes: every client prunes whole channels, and the server averages where clients overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.method import Info, Reply
+from nestling.methods.sparse.gate import PrunesItself
+from nestling.schema import require
+from nestling.store import Records
+from nestling.training.client import Client
+from nestling.training.phase import Phase
+from nestling.views import State, View, from_spec, to_spec
+from nestling.views.sparse import channel_norms, inside_of, overwritten, strongest, whole_widths
+from nestling.world import Device, Model, Piece, World
+
+_CHANNELS, _COUNT, _WEIGHT = "channels", "prunings", "weight."
+
+
+@dataclass
+class Hermes(PrunesItself):
+    """Hermes (Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients",
+    MobiCom 2021). Details beyond the abstract are from memory.
+
+    Idea: a client whose model is good enough drops the output channels with the smallest L1 norm, with everything tied to them, and
+    trains, sends and stores a smaller network of its own. The server averages only what clients have in common; the rest of each
+    client's model stays personal.
+    Loss: cross-entropy. Travels: the client's personal model down; what it kept of it up, with the list of channels in the header.
+    Merge: mean weighted by n_k over the entries that all participants of the round hold; all other entries keep each client's own value
+    (`overlap = "holders"`: every entry is the mean over those that hold it). The server keeps a model for every client it has seen.
+    Differs from the paper: channel ties come from tracing, so residual sums and norms follow; channels that one group norm normalises
+    go together; counts are rounded up, so that no axis falls below `r_target` by more than the last step. A client that is new gets
+    the mean over holders. A personal model is cut from what fits the device at rest: passing shortages of memory are not followed.
+
+    acc_thr:    accuracy above which a client prunes.
+    prune_step: share of the kept channels of every axis that go in one pruning.
+    r_target:   pruning ends when the kept share is not above it.
+    validation: share of a client's training rows held out to decide on pruning.
+    overlap:    "all" (entries that all participants hold are averaged) or "holders" (every entry, over its holders).
+    rewind:     whether a pruning takes the channels that stay back to their initial values (lottery-ticket pruning).
+    """
+
+    overlap: str = "all"
+    rewind: bool = False
+
+    records: Records = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="Hermes",
+        family="sparse",
+        heterogeneity="structured masks: channels, one set a client",
+        auxiliary="none (clients hold out rows of their own)",
+        global_model=False,
+        paper="Li et al., MobiCom 2021",
+        evidence="from paper (abstract) and memory",
+        personal=True,
+        group="C",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.overlap in ("all", "holders"), f"unknown overlap {self.overlap!r}", "method.overlap", "all or holders")
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.records = Records(world.store)
+
+    def piece(self, device: Device, round: int) -> Piece:
+        known = self.records.get(device.id)
+        if not known:
+            return self.world.device(device.id).piece
+        return Piece(self.world.main, View(self.world.main.axes, known[_CHANNELS].cpu().numpy()))
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        whole = self.world.device(device.id).piece.view
+        facts = {_COUNT: int(self.records.get(device.id).get(_COUNT, 0)), "of": _widths(whole)}
+        return Message({"weights": self.model_for(device).state}, facts)
+
+    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        prunings = self.prunings_in(sent, facts)
+        if prunings == sent.facts[_COUNT]:
+            return piece
+        view = _read(piece.view, facts.get("index"))
+        wanted = whole_widths(piece.view, self._widths(sent, prunings))
+        if not piece.view.contains(view) or _widths(view) != wanted:
+            raise InputError("the channels kept are not those that a pruning leaves")
+        return Piece(piece.reference, view)
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"weights": {name: self.weights[name].new_empty(shape) for name, shape in piece.view.shapes.items()}}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        super().merge(replies, round)
+        if not replies:
+            return
+        common = View(self.world.main.axes, reduce(np.logical_and, [reply.piece.view.keep for reply in replies]))
+        for reply in replies:
+            view = reply.piece.view
+            model = (
+                view.extract(self.weights)
+                if self.overlap == "holders"
+                else overwritten(view, reply.message["weights"], common, self.weights)
+            )
+            self.records.put(reply.device.id, self._record(view, model, reply.message), round)
+
+    def _record(self, view: View, model: Mapping[str, Tensor], message: Message) -> State:
+        weights = {_WEIGHT + name: tensor for name, tensor in model.items()}
+        return {_CHANNELS: torch.from_numpy(view.keep.copy()), _COUNT: torch.tensor(int(message.facts[_COUNT])), **weights}
+
+    def model_for(self, device: Device) -> Model:
+        view, known = self.piece(device, 0).view, self.records.get(device.id)
+        if not known:
+            return Model(self.world.main, view, view.extract(self.weights))
+        return Model(self.world.main, view, {name: known[_WEIGHT + name].to(self.world.place) for name in view.names})
+
+    def global_model(self) -> None:  # type: ignore[override]
+        """There is none: the mean over holders only serves clients that are new."""
+
+    # -- on both sides ---------------------------------------------------------------------------------------------------------
+
+    def _widths(self, sent: Message, prunings: int) -> list[float]:
+        """How many channels of each axis are left after so many prunings, before rounding."""
+        return [n * self.kept(prunings) for n in sent.facts["of"]]
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        known, weights, outer = int(received.facts[_COUNT]), received["weights"], client.view
+        pruning = self.opens(client, weights, known)
+        client.memory = {_COUNT: torch.tensor(known + pruning)}
+        if not pruning:
+            return weights
+        client.view = strongest(outer, channel_norms(outer, weights), self._widths(received, known + 1))
+        return client.view.extract(client.reference.initial) if self.rewind else inside_of(client.view, outer, weights)
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        return [self.training(client)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        # The server keeps everything, also how often the client has pruned; the memory only led here from `start`.
+        prunings, client.memory = int(client.memory[_COUNT]), {}
+        facts = {"samples": client.samples, _COUNT: prunings, "index": to_spec(client.view)["index"]}
+        return Message({"weights": {name: client.weights[name] for name in client.view.names}}, facts)
+
+
+def _read(outer: View, index: Any) -> View:
+    """The view that a client says it kept. A number stands for a prefix, and an endless one must not be spelt out."""
+    try:
+        if any(type(kept) is int and kept > outer.axes.channels for kept in index.values()):
+            raise InputError("an axis has fewer channels")
+        return from_spec(outer.axes, {"index": index, "dropped": [], "private": []})
+    except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
+        raise InputError(f"the channels kept cannot be read ({error})") from error
+
+
+def _widths(view: View) -> list[int]:
+    return [len(view.indices(number)) for number in range(len(view.axes.sizes))]

@@ -1,0 +1,170 @@
+"""LotteryFL: every client finds a winning ticket of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.method import Info, Reply
+from nestling.methods.sparse.gate import PrunesItself
+from nestling.schema import require
+from nestling.store import Records
+from nestling.training.client import Client
+from nestling.training.phase import Phase
+from nestling.training.rules import frozen_near_zero, masked_gradients
+from nestling.views import Contribution, State, View, masked
+from nestling.views.sparse import like_survivors, masks_of, prunable, prune_lowest, restored, survivors
+from nestling.world import Device, Model, Piece, World
+
+_MASK, _BEFORE, _OWN, _COUNT, _CHANNELS = "mask.", "before.", "own.", "prunings", "channels"
+
+
+@dataclass
+class LotteryFL(PrunesItself):
+    """LotteryFL (Li, Sun, Wang, Duan, Li, Chen, Li, "LotteryFL: Empower Edge Intelligence with Personalized and Communication-Efficient
+    Federated Learning", SEC 2021).
+
+    Idea: a client whose masked model is good enough prunes the smallest of its weights, layer by layer, and rewinds the others to their
+    initial values; what it trains and sends shrinks to a lottery ticket that suits its own data.
+    Loss: cross-entropy, with gradients masked. Travels: the weights that the client's mask keeps, down and up, and the mask with every
+    reply. Merge: per entry the uniform mean over clients whose mask keeps it; entries that nobody keeps retain their value; biases and
+    norms, which have no mask, are the plain mean.
+    Differs from the released code: the gate looks at rows held out of the client's own training rows, where the code looks at test
+    rows; weights are frozen by the mask, where the code freezes any below 1e-6 (`compat`); accuracies are not the best so far. As in
+    the code the last step may pass `r_target`, by less than one step. On unequal devices a ticket is a part of the piece that fits.
+    Which personal model is tested is from memory (`personal`).
+
+    acc_thr:    accuracy above which a client prunes (0.7 for activity recognition); 1 is uniform FedAvg.
+    prune_step: share of the kept weights of every layer that go in one pruning.
+    r_target:   pruning ends when the kept share is not above it (0.5 for CIFAR-10).
+    validation: share of a client's training rows held out to decide on pruning.
+    personal:   a client's model: "shared" (the global weights under its mask) or "trained" (its own after its last local training).
+    compat:     "code" freezes, as the released code does, every weight that is nearly zero (below 1e-6) instead of those masked.
+    send_mask:  whether replies of clients that have pruned carry the mask, as published; the server works it out anyway.
+    """
+
+    acc_thr: float = 0.2
+    r_target: float = 0.1
+    personal: str = "shared"
+    compat: str = "paper"
+    send_mask: bool = True
+
+    records: Records = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="LotteryFL",
+        family="sparse",
+        heterogeneity="unstructured masks, one a client",
+        auxiliary="none (clients hold out rows of their own)",
+        global_model=True,
+        paper="Li et al., SEC 2021",
+        evidence="official code read",
+        personal=True,
+        group="C",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.personal in ("trained", "shared"), f"unknown model {self.personal!r}", "method.personal", "trained or shared"
+        )
+        require(self.compat in ("paper", "code"), f"unknown way {self.compat!r}", "method.compat", "paper or code")
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.records = Records(world.store)
+
+    def piece(self, device: Device, round: int) -> Piece:
+        known = self._known(device)
+        if _COUNT not in known:
+            return device.piece
+        return Piece(device.piece.reference, masked(device.piece.view, _part(known, _MASK)))
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        facts = {_COUNT: int(self._known(device).get(_COUNT, 0))}
+        if not piece.view.masks:
+            return replace(super().send(device, piece, round), facts=facts)
+        return Message({"weights": survivors(piece.view, piece.view.extract(self.weights))}, facts)
+
+    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        if self.prunings_in(sent, facts) == sent.facts[_COUNT]:
+            return piece
+        return Piece(piece.reference, self._pruned(piece, restored(piece.view, sent["weights"])))
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        weights = {"weights": like_survivors(piece.view, self.weights)}
+        return {**weights, "mask": masks_of(piece.view)} if self.send_mask and piece.view.masks else weights
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        super().merge(replies, round)
+        for reply in replies:
+            prunings = int(reply.message.facts[_COUNT])
+            if prunings > reply.sent.facts[_COUNT]:
+                known = {_COUNT: torch.tensor(prunings), **_named(_MASK, reply.piece.view.masks)}
+                self.records.put(reply.device.id, known, round)
+
+    def contribution(self, reply: Reply) -> Contribution:
+        return Contribution(reply.piece.view, restored(reply.piece.view, reply.message["weights"]), 1.0)
+
+    def model_for(self, device: Device) -> Model:
+        memory = self._here(self.world.store.get(device.id))
+        own = _part(memory, _OWN)
+        if not own:
+            return super().model_for(device)
+        # Its own model is of the piece that it had last, which may not be the one it has at rest.
+        view = masked(View(self.world.main.axes, memory[_CHANNELS].cpu().numpy()), _part(memory, _MASK))
+        return Model(self.world.main, view, restored(view, own))
+
+    def _known(self, device: Device) -> State:
+        return self._here(self.records.get(device.id))
+
+    def _here(self, state: State) -> State:
+        return {name: t.to(self.world.place) for name, t in state.items()}
+
+    def _pruned(self, piece: Piece, weights: Mapping[str, Tensor]) -> View:
+        return masked(piece.view, prune_lowest(piece.view, weights, prunable(piece.reference), self.prune_step))
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        known, memory = int(received.facts[_COUNT]), client.memory
+        masks = _part(memory, _MASK if int(memory.get(_COUNT, 0)) == known else _BEFORE)
+        client.view = masked(client.view, masks)
+        weights = restored(client.view, received["weights"])
+        client.memory = _remembered(known, masks)
+        if self.opens(client, weights, known):
+            client.view = self._pruned(Piece(client.reference, client.view), weights)
+            client.memory = {**_remembered(known + 1, client.view.masks), **_named(_BEFORE, masks)}
+            return client.view.extract(client.reference.initial)
+        return weights
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        masks = {name: mask.float() for name, mask in masks_of(client.view).items()}
+        rule = frozen_near_zero if self.compat == "code" else masked_gradients
+        return [self.training(client, masks, rule if masks else None)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        own = survivors(client.view, client.weights)
+        parts = {"weights": own, "mask": masks_of(client.view)} if self.send_mask and client.view.masks else {"weights": own}
+        facts = {"samples": client.samples, _COUNT: int(client.memory.get(_COUNT, 0))}
+        if self.personal == "trained":
+            channels = torch.from_numpy(client.view.keep.copy())
+            client.memory = {**client.memory, **_named(_OWN, own), _CHANNELS: channels}
+        return Message(parts, facts)
+
+
+def _remembered(prunings: int, masks: Mapping[str, Tensor]) -> State:
+    return {_COUNT: torch.tensor(prunings), **_named(_MASK, masks)} if prunings else {}
+
+
+def _named(prefix: str, state: Mapping[str, Tensor]) -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def _part(state: Mapping[str, Tensor], prefix: str) -> State:
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -1,0 +1,190 @@
+"""PruneFL: one mask for all, adjusted to what learns most in least time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.method import Info, Reply, SharedWeights
+from nestling.methods.sparse.adjust import adjust, squared_gradients, weight_seconds
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.distiller import logits_of
+from nestling.training.phase import Phase, Train
+from nestling.training.rules import masked_gradients
+from nestling.training.trainer import train
+from nestling.views import Contribution, State, View, masked, merge
+from nestling.views.flat import pack
+from nestling.views.sparse import like_survivors, masks_of, prunable, restored, survivors, widened
+from nestling.world import Device, Piece, World
+
+
+@dataclass
+class PruneFL(SharedWeights):
+    """PruneFL (Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
+    IEEE TNNLS 2022).
+
+    Idea: all clients train one sparse network. Every so often its mask is adjusted: the smallest weights may go, and among those and
+    all that were pruned before the ones with the largest squared gradient per second of their cost (re)enter, as long as that raises
+    the whole network's squared gradient per second. A first stage does the same on the server, before anybody trains.
+    Loss: cross-entropy, with gradients masked. Travels: the weights that the mask keeps, and the mask, down; the weights up, and when
+    the mask is adjusted the squared gradients of all weights. Merge: mean weighted by n_k under the mask.
+    Differs from the released code: squared gradients are (Σ g)² over the round's batches at the weights received, in the rounds that
+    adjust, where the code sums along the steps of all rounds; the first stage uses the server's labelled share and not a client's
+    samples (without public data there is no first stage); seconds per weight follow from the fleet's slowest devices where the code
+    has tables of a Raspberry Pi. The trained weights of the first stage are kept (from memory). On unequal devices everybody has the
+    mask's part of the piece that fits. One mask is one model for all: in tables of personal models it is a reference only.
+
+    steps:      batches that a client trains on in a round (0: the epochs of [train]).
+    every:      rounds between adjustments, in both stages.
+    rho:        share of every layer's weights that an adjustment may drop at first; it halves every `half_life` rounds.
+    half_life:  rounds.
+    stage_one:  the most rounds of the first stage (0: none).
+    proxy:      rows of the public data that the first stage trains on.
+    settled:    the first stage ends after this many adjustments in a row that change the size by at most a tenth.
+    seconds:    seconds a round for one weight of a tensor, by its name; others follow from the fleet.
+    constant:   seconds of a round that pruning cannot save.
+    """
+
+    steps: int = 5
+    every: int = 50
+    rho: float = 0.3
+    half_life: float = 10000.0
+    stage_one: int = 1000
+    proxy: int = 200
+    settled: int = 5
+    seconds: dict[str, float] = field(default_factory=dict)
+    constant: float = 0.0
+
+    masks: State = field(init=False, repr=False, compare=False)
+    started: bool = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="PruneFL",
+        family="sparse",
+        heterogeneity="none: one adaptive mask for all",
+        auxiliary="server proxy (labelled)",
+        global_model=True,
+        paper="Jiang et al., TNNLS 2022",
+        evidence="official code read",
+        group="C",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "stage_one"):
+            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
+        for name in ("every", "proxy", "settled"):
+            require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
+        require(0 <= self.rho < 1, "must be from 0 to below 1", "method.rho")
+        require(self.half_life > 0, "must be above 0", "method.half_life")
+        require(all(t > 0 for t in self.seconds.values()), "every entry must be above 0", "method.seconds")
+        require(self.constant >= 0, "must not be negative", "method.constant")
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        names = prunable(world.main)
+        unknown = sorted(set(self.seconds) - set(names))
+        require(not unknown, f"there is no weight {unknown}", "method.seconds", f"allowed: {', '.join(names)}")
+        self.masks = {name: torch.ones_like(self.weights[name], dtype=torch.bool) for name in names}
+        self.started = self.stage_one == 0
+        self._seconds = {**weight_seconds(world, self.steps), **self.seconds}
+
+    def piece(self, device: Device, round: int) -> Piece:
+        if round and not self.started:
+            self._first_stage()
+        return Piece(device.piece.reference, masked(device.piece.view, self.masks))
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        weights = survivors(piece.view, piece.view.extract(self.weights))
+        return Message({"weights": weights, "mask": masks_of(piece.view)}, {"adjust": round % self.every == 0})
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        weights = like_survivors(piece.view, self.weights)
+        if not sent.facts["adjust"]:
+            return {"weights": weights}
+        return {"weights": weights, "squares": like_survivors(_trained(piece), self.weights)}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        super().merge(replies, round)
+        if replies and round % self.every == 0:
+            nothing = {name: torch.zeros_like(self.weights[name]) for name in self.weights if name in self.world.main.parameters}
+            given = [Contribution(_trained(r.piece), r.message["squares"], float(r.samples)) for r in replies]
+            # A mean where the code has a sum: the rule compares ratios, and on unequal devices not everybody holds every weight.
+            self._adjust(merge(nothing, given), round)
+
+    def contribution(self, reply: Reply) -> Contribution:
+        return Contribution(reply.piece.view, restored(reply.piece.view, reply.message["weights"]), float(reply.samples))
+
+    def state(self) -> dict[str, State]:
+        return {"weights": self.weights, "masks": self.masks, "stage": {"started": torch.tensor(self.started)}}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        super().restore(state)
+        self.masks, self.started = dict(state["masks"]), bool(state["stage"]["started"])
+
+    def _adjust(self, squares: Mapping[str, Tensor], round: int) -> None:
+        rho = self.rho * 0.5 ** (round / self.half_life)
+        self.masks = adjust(self.weights, self.masks, squares, self._seconds, self.constant, rho)
+        self.weights = pack({name: t * self.masks[name] if name in self.masks else t for name, t in self.weights.items()})
+
+    def _first_stage(self) -> None:
+        """Trains and adjusts on the server's labelled rows until the size settles."""
+        world, calm, self.started = self.world, 0, True
+        if world.public is None or world.public_labels is None:
+            return
+        x, y = world.public[: self.proxy], world.public_labels[: self.proxy]
+        module = world.main.network(world.main.full)
+        for number, done in enumerate(range(0, self.stage_one, self.every)):
+            rounds = min(self.every, self.stage_one - done)
+            phase = _phase(
+                world.train, 1, self.masks, rounds * (self.steps or world.train.epochs * -(-len(x) // world.train.batch))
+            )
+            module.load_state_dict(self.weights)
+            train(module, phase, x, y, world.seed, round=0, number=number)
+            self.weights = pack(module.state_dict())
+            if float((logits_of(module, x).argmax(-1) == y).float().mean()) < 1.5 / world.classes:
+                continue
+            before, short = _size(self.masks), replace(phase, steps=self.steps, epochs=world.train.epochs)
+            self._adjust(squared_gradients(module, short, x, y, world.seed, 0, 0, number), done + rounds)
+            calm = calm + 1 if abs(_size(self.masks) - before) <= 0.1 * before else 0
+            if calm == self.settled:
+                return
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        client.view = masked(client.view, {name: widened(client.view, name, mask) for name, mask in received["mask"].items()})
+        return restored(client.view, received["weights"])
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        return [_phase(client.train, client.round, received["mask"], self.steps)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        parts = {"weights": survivors(client.view, client.weights)}
+        if received.facts["adjust"]:
+            module = client.reference.network(client.view, restored(client.view, received["weights"]))
+            phase = self.phases(client, received)[0]
+            parts["squares"] = squared_gradients(module, phase, client.x, client.y, client.site.seed, client.id, client.round)
+        return Message(parts, {"samples": client.samples})
+
+
+def _phase(settings: Train, round: int, masks: Mapping[str, Tensor], steps: int) -> Phase:
+    """Local training under a mask; epochs without end where the number of batches ends it."""
+    given = {name: mask.float() for name, mask in masks.items()}
+    return settings.phase(
+        round, given=given, rule=masked_gradients, steps=steps, epochs=max(settings.epochs, steps) if steps else settings.epochs
+    )
+
+
+def _trained(piece: Piece) -> View:
+    """The piece without masks and buffers: what squared gradients are of."""
+    buffers = frozenset(name for name in piece.reference.axes.shapes if name not in piece.reference.parameters)
+    return View(piece.view.axes, piece.view.keep, piece.view.dropped | buffers)
+
+
+def _size(masks: Mapping[str, Tensor]) -> int:
+    return sum(int(mask.sum()) for mask in masks.values())

@@ -1,0 +1,150 @@
+"""DepthFL: prefixes of a network with exits that teach each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.method import Info, Reply
+from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import Batch, Given, Net, distillation
+from nestling.training.phase import Phase
+from nestling.views import Reference, State, View
+from nestling.views.depth import depth_views
+from nestling.views.flat import pack
+from nestling.world import Device, Model, World
+
+
+@dataclass
+class DepthFL(ByDepth):
+    """DepthFL (Kim, Yu, Kim, Moon, "DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023).
+
+    Idea: a client holds the first D stages of one network and the D exits behind them; its exits teach one another, so that deep
+    ones, which few clients train, learn from shallow ones. FedDyn keeps clients from drifting apart.
+    Loss: Σᵢ [CE(oᵢ) + λₜ/(D-1)·Σ_{j≠i} KL(oⱼ ‖ oᵢ)], the teachers oⱼ held still, λₜ = exp(-5·(1 - min(t, ramp)/ramp)²); with FedDyn
+    also -⟨hₖ, w⟩ + α/2·‖w - w₀‖². Travels: the D stages and exits down and up. Merge: uniform mean over holders, by name; FedDyn's
+    server state h is moved by -α·(holders/clients)·(mean - old), and the weights become mean - h/α.
+    Inference: the mean of the logits of all exits.
+    Differs from the released code: tensors are matched by name, not by position; what nobody trained keeps its value with FedDyn
+    too; exits are plain unless the network is built with `model.heads = "attention"` (exitcnn, exitresnet).
+
+    kd:     mutual distillation between exits.
+    ramp:   the round from which distillation has its full weight.
+    feddyn: FedDyn, on clients and server.
+    alpha:  FedDyn's α.
+    exits:  "all", or only the "last" one of every depth (what remains without `kd` and `feddyn` is the plain mean over depths).
+    """
+
+    kd: bool = True
+    ramp: int = 300
+    feddyn: bool = True
+    alpha: float = 0.1
+    exits: str = "all"
+
+    dynamics: State = field(init=False, repr=False, compare=False)
+    ensemble: Reference = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="DepthFL",
+        family="depth",
+        heterogeneity="depth: the first stages, an exit each",
+        auxiliary="none",
+        global_model=True,
+        paper="Kim et al., ICLR 2023",
+        evidence="author-contributed code read",
+        group="B",
+        model="tinyexits",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.ramp >= 1, "must be at least 1", "method.ramp")
+        require(self.alpha > 0, "must be above 0", "method.alpha", "turn FedDyn off with feddyn = false")
+        require(self.exits in ("all", "last"), f"unknown exits {self.exits!r}", "method.exits", "allowed: all, last")
+
+    def setup(self, world: World) -> None:
+        network = need_exits(world.main, self.info.title)
+        super().setup(world)
+        self.ensemble = Reference(world.main.name, network.answering("mean"), world.main.shape)
+        trained = world.main.parameters if self.feddyn else ()
+        self.dynamics = {name: torch.zeros_like(t) for name, t in self.weights.items() if name in trained}
+
+    def views(self, reference: Reference) -> list[View]:
+        return depth_views(reference, exits=self.exits)
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        before = self.weights
+        super().merge(replies, round)
+        if not self.feddyn:
+            return
+        merged = dict(self.weights)
+        for name, past in self.dynamics.items():
+            holders = sum(name in reply.piece.view.shapes for reply in replies)
+            if holders:
+                past = past - self.alpha * holders / len(self.world.fleet) * (merged[name] - before[name])
+                self.dynamics = {**self.dynamics, name: past}
+                merged[name] = merged[name] - past / self.alpha
+        self.weights = pack(merged)
+
+    def model_for(self, device: Device) -> Model:
+        view = self.piece(device, 0).view
+        return Model(self.ensemble, view, view.extract(self.weights))
+
+    def global_model(self) -> Model:
+        view = self.ladder.pieces[-1].view
+        return Model(self.ensemble, view, view.extract(self.weights))
+
+    def state(self) -> dict[str, State]:
+        return {"weights": self.weights, "feddyn": self.dynamics}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        super().restore(state)
+        self.dynamics = dict(state.get("feddyn", {}))
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        given = {"kd": torch.tensor(self._ramped(client.round), device=client.place)} if self.kd else {}
+        rule = None
+        if self.feddyn:
+            past = _past(client, received)
+            given |= {f"past/{name}": tensor for name, tensor in past.items()}
+            given |= {f"start/{name}": received["weights"][name] for name in past}
+            rule = partial(_dynamic, alpha=self.alpha)
+        return [client.train.phase(client.round, objective=_mutual, given=given, rule=rule)]
+
+    def _ramped(self, round: int) -> float:
+        return math.exp(-5 * (1 - min(round, self.ramp) / self.ramp) ** 2)
+
+    def reply(self, client: Client, received: Message) -> Message:
+        if self.feddyn:
+            moved = {n: h - self.alpha * (client.weights[n] - received["weights"][n]) for n, h in _past(client, received).items()}
+            client.memory = {**client.memory, **moved}
+        return super().reply(client, received)
+
+
+def _past(client: Client, received: Message) -> State:
+    """The client's FedDyn state of what it trains now; zero where it never trained it."""
+    names = [name for name in received["weights"] if name in client.reference.parameters]
+    return {n: client.memory[n] if n in client.memory else torch.zeros_like(received["weights"][n]) for n in names}
+
+
+def _mutual(net: Net, batch: Batch, given: Given) -> Tensor:
+    exits = exits_of(net, batch.x)
+    loss = torch.stack([batch.mean(F.cross_entropy(logits, batch.y, reduction="none")) for logits in exits]).sum()
+    if "kd" not in given or len(exits) == 1:
+        return loss
+    pairs = [(teacher, student) for teacher in exits for student in exits if teacher is not student]
+    taught = torch.stack([distillation(teacher.detach(), student, batch=batch) for teacher, student in pairs]).sum()
+    return loss + given["kd"] / (len(exits) - 1) * taught
+
+
+def _dynamic(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], given: Given, *, alpha: float) -> Mapping[str, Tensor]:
+    """The gradients of FedDyn's two terms, added."""
+    return {n: g - given[f"past/{n}"] + alpha * (params[n] - given[f"start/{n}"]) for n, g in grads.items()}

@@ -1,0 +1,62 @@
+"""The offline search of DISTREAL: which shares of filters to drop where, for every amount of arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from nestling.errors import InputError
+from nestling.seeds import derive
+
+Vector = tuple[float, ...]
+
+
+def pymoo() -> Any:
+    """The library of genetic algorithms, or an error that says how to get it."""
+    try:
+        import pymoo.algorithms.moo.nsga2
+        import pymoo.core.problem
+        import pymoo.optimize
+    except ImportError as error:
+        raise InputError(
+            "the search for dropout vectors needs pymoo, which is not installed",
+            field="method.pareto",
+            fix="pip install 'nestling[search]', or preset method.pareto",
+        ) from error
+    return pymoo
+
+
+def search(
+    objectives: Callable[[Vector], tuple[float, float]], length: int, most: float, population: int, generations: int, seed: int
+) -> list[Vector]:
+    """The vectors of `length` rates in [0, most] that no other beats in both objectives (smaller is better), found by NSGA-II."""
+    lib = pymoo()
+
+    class Problem(lib.core.problem.ElementwiseProblem):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(n_var=length, n_obj=2, xl=0.0, xu=most)
+
+        def _evaluate(self, x: np.ndarray, out: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            out["F"] = objectives(tuple(x.tolist()))
+
+    # Beside random vectors the first generation holds equal rates everywhere, from none to the most: both ends of the front.
+    rng = np.random.default_rng(derive(seed, "dropout search"))
+    equal = np.linspace(0.0, most, max(2, population // 4))[:population, None].repeat(length, 1)
+    first = np.concatenate([equal, rng.uniform(0.0, most, (population - len(equal), length))])
+    algorithm = lib.algorithms.moo.nsga2.NSGA2(pop_size=population, sampling=first)
+    found = lib.optimize.minimize(Problem(), algorithm, ("n_gen", generations), seed=derive(seed, "nsga2") % 2**31, verbose=False)
+    return [tuple(float(rate) for rate in row) for row in np.atleast_2d(found.X)]
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The numbers of the points that no other beats, by rising first objective; of equal ones the first."""
+    order = sorted(range(len(points)), key=lambda k: (*points[k], k))
+    kept, best = [], math.inf
+    for k in order:
+        if points[k][1] < best:
+            kept.append(k)
+            best = points[k][1]
+    return kept

@@ -1,0 +1,85 @@
+"""FedRolex: a rolling window over the channels of one network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nestling.methods.method import Info, Reply
+from nestling.methods.submodel.heterofl import HeteroFL
+from nestling.schema import require
+from nestling.views import State, rolled
+from nestling.world import Device, Model, Piece, World
+
+COMPATS = ("paper", "code")
+
+
+@dataclass
+class FedRolex(HeteroFL):
+    """FedRolex (Alam, Liu, Yan, Zhang, "FedRolex: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction",
+    NeurIPS 2022).
+
+    Idea: a client of ratio r trains a window of ⌈r·K⌉ channels of every hidden layer, and the window moves on by one channel a round,
+    around the end. All channels are trained equally often, so that the server's network may be larger than every client's.
+    Loss, Travels, Merge: those of HeteroFL, for the window of the round. Round 1 is HeteroFL's: the first channels.
+    Differs from the paper: where a group norm has groups the window moves by whole groups. Differs from the released code: its options
+    that weight a layer's entries by width or by number of updates are left out (they change nothing in its default mode). As published:
+    `model.norm = "batch"`, `train.clip = 1`, and many rounds at a small rate (lr 2e-4, 2500 rounds and more).
+    What is evaluated is the whole network. A device's own model is the window that its ratio was last trained at: the channels in it
+    have just been trained with one another, those of another window against other neighbours.
+
+    dynamic, mask_labels, scaler: as in HeteroFL.
+    compat: "paper" moves the window up; "code" moves it down, as the released code does (the same by symmetry).
+    """
+
+    compat: str = "paper"
+
+    steps: int = field(init=False, repr=False, compare=False)
+    _windows: tuple[int, dict[bytes, Piece]] = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="FedRolex",
+        family="width",
+        heterogeneity="width: rolling windows",
+        auxiliary="none",
+        global_model=True,
+        paper="Alam et al., NeurIPS 2022",
+        evidence="official code read",
+        group="A",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.compat in COMPATS, f"unknown value {self.compat!r}", "method.compat", f"allowed: {', '.join(COMPATS)}")
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.steps, self._windows = 0, (0, {})
+
+    def piece(self, device: Device, round: int) -> Piece:
+        return self._window(super().piece(device, round), max(round - 1, 0))
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        super().merge(replies, round)
+        self.steps = max(round - 1, 0)
+
+    def model_for(self, device: Device) -> Model:
+        view = self._window(super().piece(device, 0), self.steps).view
+        return Model(self.world.main, view, view.extract(self.weights))
+
+    def state(self) -> dict[str, State]:
+        return {**super().state(), "window": {"steps": torch.tensor(float(self.steps), dtype=torch.float64)}}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        super().restore(state)
+        self.steps = int(state["window"]["steps"])
+
+    def _window(self, piece: Piece, steps: int) -> Piece:
+        """The piece moved on; one object for all clients of a round, so that what is known of it is looked up by it."""
+        if self._windows[0] != steps:
+            self._windows = (steps, {})
+        known, key = self._windows[1], piece.view.key()
+        if key not in known:
+            known[key] = Piece(piece.reference, rolled(piece.view, -steps if self.compat == "code" else steps))
+        return known[key]

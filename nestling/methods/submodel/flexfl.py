@@ -1,0 +1,280 @@
+"""FlexFL: widths by how idle each part is, and devices that cut further when memory is short."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.method import Info, SharedWeights
+from nestling.methods.submodel.apoz import UNITS, Scale, measure, units_of
+from nestling.methods.submodel.pool import Pool, Rung, params, trains, whole
+from nestling.schema import require
+from nestling.seeds import stream
+from nestling.training.client import Client
+from nestling.training.objectives import Batch, Given, Net, distillation
+from nestling.training.optimisers import Optim
+from nestling.training.phase import Phase
+from nestling.training.trainer import train
+from nestling.views import Reference, State, View
+from nestling.views.nested import forward, prepare, within
+from nestling.views.view import take
+from nestling.world import Device, Model, Piece, World
+
+LEVELS = (0.25, 0.5, 1.0)
+PRETRAIN = Phase(optim=Optim("adam", 1e-3), batch=50)
+TRAINED, MEASURED = 0.8, 5
+"""The share of the proxy that the trial network is trained on, and the fewest rows of a proxy."""
+
+
+@dataclass
+class FlexFL(SharedWeights):
+    """FlexFL (Chen et al., "FlexFL: Heterogeneous Federated Learning via APoZ-Guided Flexible Pruning in Uncertain Scenarios", 2024).
+
+    Idea: on a labelled proxy set the server finds out which units of the network are often zero, and keeps less of those: a nested
+    pool of models, one for each level and a little smaller one beside it. A device trains the largest model up to the dispatched one
+    that its memory holds just now, and larger models learn from the smaller ones inside them.
+    Loss: CE + (λ/C)·mean over the smaller models j of τ²·KL(softmax(o_j/τ) ‖ softmax(o_i/τ)), teachers without gradient; λ is in the
+    published convention (mean over batch and classes). Travels: the dispatched model and the APoZ vector down, the trained model up.
+    Merge: mean weighted by n_k over the views that hold an entry; the others keep their value.
+    Selection: every slot draws a level, then a device whose tier can hold it.
+    Differs from the released code: the proxy is the server's share of the training data (the code takes the test set), all models
+    are slices of one initial network, teachers run in evaluation mode in every round. `compat = "code"` takes the code's search for
+    sizes (which ends above the nominal ones) and counts the little smaller models among the teachers.
+
+    levels:      sizes of the models as shares of the whole; empty: one a tier, the largest that the tier can train (paper: 0.25,
+                 0.5, 1, for tiers of which `memory_mean` says how much of the model they hold).
+    adapt:       how much smaller, as a share of the whole, the model beside a level is; 0 leaves those models out.
+    ratios:      "apoz", or "uniform" for one width everywhere.
+    units:       "stages" (blocks, as published) or "axes": what has a width of its own.
+    apoz:        the shares of zeros, one a unit, instead of measuring them; no proxy is needed then.
+    pretrain:    epochs on the proxy before zeros are counted.
+    proxy:       the share of the public rows that is used as the proxy.
+    tolerance:   by how much, as a share of the whole, a model may exceed its level.
+    distil:      whether larger models learn from smaller ones.
+    lam:         λ.
+    temperature: τ.
+    selection:   "levels", or "fleet": reachable devices at random, each with the largest level that it can hold.
+    compat:      "paper" or "code".
+    """
+
+    levels: tuple[float, ...] = ()
+    adapt: float = 0.1
+    ratios: str = "apoz"
+    units: str = "stages"
+    apoz: tuple[float, ...] = ()
+    pretrain: int = 100
+    proxy: float = 1.0
+    tolerance: float = 0.0
+    distil: bool = True
+    lam: float = 10.0
+    temperature: float = 3.0
+    selection: str = "levels"
+    compat: str = "paper"
+
+    scale: Scale = field(init=False, repr=False, compare=False)
+    pool: Pool = field(init=False, repr=False, compare=False)
+    _dispatched: tuple[int, dict[int, int]] = field(init=False, repr=False, compare=False, default=(0, {}))
+
+    info = Info(
+        title="FlexFL",
+        family="width",
+        heterogeneity="width: nested, a ratio for every unit; cut further on the device",
+        auxiliary="server proxy (labelled), before the first round",
+        global_model=True,
+        paper="Chen et al., 2024",
+        evidence="official code read",
+        group="A",
+    )
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.levels, self.levels[1:], strict=False))
+        require(rising and all(0 < q <= 1 for q in self.levels), "sizes in (0, 1], from small to large", "method.levels")
+        require(0 <= self.adapt < 1, "must be in [0, 1) (0 leaves the adaptive models out)", "method.adapt")
+        require(all(0 <= a <= 1 for a in self.apoz), "shares of zeros must be in [0, 1]", "method.apoz")
+        require(self.pretrain >= 1, "at least one epoch", "method.pretrain")
+        require(0 < self.proxy <= 1, "must be in (0, 1]", "method.proxy")
+        require(self.tolerance >= 0, "must not be negative", "method.tolerance")
+        require(self.lam >= 0, "must not be negative", "method.lam")
+        require(self.temperature > 0, "must be above 0", "method.temperature")
+        for name, allowed in (
+            ("ratios", ("apoz", "uniform")),
+            ("units", UNITS),
+            ("selection", ("levels", "fleet")),
+            ("compat", ("paper", "code")),
+        ):
+            value = getattr(self, name)
+            require(value in allowed, f"unknown value {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        units = units_of(world.main.axes, self.units)
+        self._use(units, () if self.ratios == "uniform" else self._preset(units) or self._measure(units))
+
+    def _use(self, units: tuple[str, ...], apoz: Sequence[float]) -> None:
+        # Devices know the vector in single precision, so the server must not know it better.
+        self.scale = Scale(self.world.main, units, tuple(np.asarray(apoz, dtype=np.float32).tolist()))
+        self.pool = Pool(self.world, self._rungs())
+        self._dispatched = (0, {})
+
+    def _preset(self, units: Sequence[str]) -> tuple[float, ...]:
+        names = tuple(dict.fromkeys(units))
+        if self.apoz:
+            fix = f"one share for each of: {', '.join(names)}"
+            require(len(self.apoz) == len(names), f"{len(self.apoz)} shares for {len(names)} units", "method.apoz", fix)
+        return self.apoz
+
+    def _measure(self, units: Sequence[str]) -> tuple[float, ...]:
+        """Trains a copy of the network on most of the proxy and counts its zeros on the rest; the copy is thrown away."""
+        world = self.world
+        fix = 'set it above 0, or preset method.apoz, or set method.ratios = "uniform"'
+        if world.public is None or world.public_labels is None:
+            raise InputError(
+                "FlexFL measures the network on a labelled proxy set and there is none", field="split.public", fix=fix
+            )
+        rows = stream(world.seed, "proxy").permutation(len(world.public))[: math.ceil(self.proxy * len(world.public))]
+        require(len(rows) >= MEASURED, f"a proxy of {len(rows)} rows is too small (at least {MEASURED})", "split.public", fix)
+        first, rest = np.split(rows, [int(TRAINED * len(rows))])
+        module = copy.deepcopy(world.main.module)
+        train(module, replace(PRETRAIN, epochs=self.pretrain), world.public[first], world.public_labels[first], world.seed)
+        return measure(world.main, units, module, world.public[rest])
+
+    def _rungs(self) -> list[Rung]:
+        """M1 ⊂ M2' ⊂ M2 ⊂ M3' ⊂ M3: the levels, and beside each but the first the one that is a little smaller."""
+        asked = self.levels or (LEVELS if self.compat == "code" else ())
+        levels = [self._rung(size) for size in asked] or self._fitted()
+        rungs = levels[:1]
+        for rung in levels[1:]:
+            size = rung.size - self.adapt
+            if self.adapt and size > rungs[-1].size:
+                smaller = self._rung(size, level=False)
+                if params(rungs[-1].piece) < params(smaller.piece) < params(rung.piece):
+                    rungs.append(smaller)
+            rungs.append(rung)
+        return rungs
+
+    def _rung(self, size: float, level: bool = True) -> Rung:
+        """The model of a size."""
+        main, limit = self.world.main, (size + self.tolerance) * whole(self.world)
+        code = self.compat == "code"
+        view = self.scale.first(size) if code else self.scale.largest(lambda v: params(Piece(main, v)) <= limit)
+        return Rung(size, Piece(main, view), level)
+
+    def _fitted(self) -> list[Rung]:
+        """One model a tier, the largest that it trains."""
+        world = self.world
+        views = [self.scale.largest(partial(trains, world, plan)) for plan in world.plans.values()]
+        pieces = [Piece(world.main, view) for view in {view.key(): view for view in views}.values()]
+        return [Rung(params(piece) / whole(world), piece, True) for piece in sorted(pieces, key=params)]
+
+    def choose(self, round: int, clients: int) -> list[int]:
+        if self.selection == "fleet":
+            return super().choose(round, clients)
+        self._dispatched = (round, self.pool.slots(round, clients))
+        return sorted(self._dispatched[1])
+
+    def piece(self, device: Device, round: int) -> Piece:
+        return self.pool.rungs[self._number(device, round)].piece
+
+    def _number(self, device: Device, round: int) -> int:
+        """The model that the device's slot drew; without a slot, the largest that may be dispatched to its tier."""
+        drawn = self._dispatched[1] if self._dispatched[0] == round else {}
+        return drawn[device.id] if device.id in drawn else self.pool.most(device.tier)
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        sent, number = super().send(device, piece, round), self._number(device, round)
+        rungs = self.pool.rungs[: number + 1]
+        facts = {
+            "pool": [rung.piece.spec() for rung in rungs],
+            "levels": [rung.level for rung in rungs],
+            # What the device would read off its own memory; in a simulation the fleet knows it.
+            "fits": min(number, self.pool.held(device.tier, device, round)),
+        }
+        return Message({**sent.parts, "apoz": self._vector()} if self.scale.apoz else sent.parts, facts)
+
+    def _vector(self) -> State:
+        return {"apoz": torch.tensor(self.scale.apoz, device=self.world.place)}
+
+    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        trained = facts.get("trained")
+        if type(trained) is not int or not 0 <= trained < len(sent.facts["pool"]):
+            raise InputError(f"a reply of model {trained!r}, which is not one up to the dispatched")
+        return self.pool.rungs[trained].piece
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"weights": piece.reference.network(piece.view).state_dict()}
+
+    def global_model(self) -> Model:
+        view = self.pool.rungs[-1].piece.view
+        return Model(self.world.main, view, view.extract(self.weights))
+
+    def state(self) -> dict[str, State]:
+        return {**super().state(), **({"apoz": self._vector()} if self.scale.apoz else {})}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        super().restore(state)
+        if "apoz" in state and tuple(state["apoz"]["apoz"].tolist()) != self.scale.apoz:
+            self._use(self.scale.units, state["apoz"]["apoz"].tolist())
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        """The largest model up to the dispatched one that the device's memory holds now, cut out of what came."""
+        own, sent = client.reference.view(received.facts["pool"][received.facts["fits"]]), client.view
+        if own.key() == sent.key():
+            return received["weights"]
+        client.view = own
+        return {name: take(received["weights"][name], within(own, sent, name)) for name in own.names}
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        facts = received.facts
+        smaller = zip(facts["pool"][: facts["fits"]], facts["levels"], strict=False)
+        teachers = [client.reference.view(spec) for spec, level in smaller if level or self.compat == "code"]
+        if not self.distil or not self.lam or not teachers:
+            return super().phases(client, received)
+        prepare(client.reference, teachers)
+        objective = partial(
+            self_distilled,
+            reference=client.reference,
+            own=client.view,
+            teachers=teachers,
+            weight=self.lam / client.classes,
+            temperature=self.temperature,
+        )
+        return [client.train.phase(client.round, objective=objective)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        sent = super().reply(client, received)
+        return replace(sent, facts={**sent.facts, "trained": received.facts["fits"]})
+
+
+def self_distilled(
+    net: Net,
+    batch: Batch,
+    given: Given,
+    *,
+    reference: Reference,
+    own: View,
+    teachers: Sequence[View],
+    weight: float,
+    temperature: float,
+) -> Tensor:
+    """Cross-entropy, and the mean distance to the smaller networks inside this one, which are not moved by it."""
+    logits = net(batch.x)
+    with torch.no_grad():
+        state = net.state()
+        said = [forward(reference, teacher, state, batch.x, inside=own, training=False) for teacher in teachers]
+    apart = sum(distillation(target, logits, temperature, batch) for target in said) / len(said)
+    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none")) + weight * apart

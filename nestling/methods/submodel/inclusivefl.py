@@ -1,0 +1,157 @@
+"""InclusiveFL: depth groups, and momentum from deeper groups to shallower ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.method import Info, Reply
+from nestling.methods.submodel.by_depth import ByDepth
+from nestling.models import ExitNet
+from nestling.schema import require
+from nestling.views import Contribution, Reference, State, View, merge, without
+from nestling.views.depth import columns, depth_views, kept
+from nestling.views.flat import pack
+from nestling.world import Device, Model, Piece, World
+
+
+@dataclass
+class InclusiveFL(ByDepth):
+    """InclusiveFL (Liu, Wu, Wu, Wang, Lyu, Chen, Xie, "No One Left Behind: Inclusive Federated Learning over Heterogeneous Devices",
+    KDD 2022).
+
+    Idea: devices of one size form a group that trains the first layers of the network with a classifier of its own. The last layer
+    of a shallow group has to do what several layers do in the next deeper one, so it also takes a share of their updates.
+    Loss: cross-entropy. Travels: the group's layers and classifier down and up. Merge: mean weighted by n_k over the groups that
+    have a layer; classifiers stay in their group. Before it, momentum distillation: the update g of a group's last layer becomes
+    β·G + (1-β)·g, where G is the mean update, in the next deeper group that took part, of that layer and those beyond it.
+    Differs from the released code: there the momentum never acts (it is overwritten); here it does, on updates of weights. In a
+    residual network every stage has its own last layer and extra blocks; updates of tensors of another shape are left out of G.
+
+    beta:      the share β of the deeper group's update; 0 turns momentum distillation off.
+    local_one: the deepest layer of every group stays in its group too.
+    """
+
+    beta: float = 0.2
+    local_one: bool = False
+
+    columns: list[list[str]] = field(init=False, repr=False, compare=False)
+    shared: list[View] = field(init=False, repr=False, compare=False)
+    own: list[State] = field(init=False, repr=False, compare=False)
+    _whole: dict[int, tuple[Message, Message]] = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="InclusiveFL",
+        family="depth",
+        heterogeneity="depth: the first layers, a classifier a group",
+        auxiliary="none",
+        global_model=True,
+        paper="Liu et al., KDD 2022",
+        evidence="official code read",
+        group="B",
+        model="tinyresnet",
+    )
+
+    def __post_init__(self) -> None:
+        require(0 <= self.beta <= 1, "must be in [0, 1]", "method.beta")
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.columns = columns(world.main)
+        views = [piece.view for piece in self.ladder.pieces]
+        self.shared = [without(view, self._kept_in_group(view)) for view in views]
+        both = zip(views, self.shared, strict=True)
+        self.own = [{n: self.weights[n] for n in view.names if n not in shared.shapes} for view, shared in both]
+        self._whole = {}
+
+    def views(self, reference: Reference) -> list[View]:
+        return depth_views(reference, exits="last")
+
+    def _kept_in_group(self, view: View) -> list[str]:
+        deepest = [self.columns[-1][kept(view, self.columns[-1]) - 1]] if self.local_one else []
+        return deepest + _classifier(self.world.main)
+
+    def _group(self, view: View) -> int:
+        return next(g for g, piece in enumerate(self.ladder.pieces) if piece.view.key() == view.key())
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        common, group = super().send(device, piece, round), self._group(piece.view)
+        if group not in self._whole or self._whole[group][0] is not common:
+            whole = pack({**common["weights"], **self.own[group]})
+            self._whole[group] = (common, Message({"weights": whole}))
+        return self._whole[group][1]
+
+    def contribution(self, reply: Reply) -> Contribution:
+        return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        groups: dict[int, list[Reply]] = {}
+        for reply in replies:
+            groups.setdefault(self._group(reply.piece.view), []).append(reply)
+        given = {group: [self.contribution(reply) for reply in own] for group, own in groups.items()}
+        sent = {group: own[0].sent["weights"] for group, own in groups.items()}
+        # From shallow to deep: what a group takes over is the deeper one's own update, not one that was mixed already.
+        for group, deeper in pairwise(sorted(groups)) if self.beta else ():
+            taught = self._taught(group, deeper, _update(sent[deeper], given[deeper]))
+            given[group] = [_blend(c, sent[group], taught, self.beta) for c in given[group]]
+        self.own = [merge(own, given.get(group, ())) for group, own in enumerate(self.own)]
+        self.weights = merge(self.weights, [replace(c, view=self.shared[g]) for g, own in given.items() for c in own])
+        self._whole = {}
+
+    def _taught(self, group: int, deeper: int, update: Mapping[str, Tensor]) -> State:
+        """G by tensor of the group's last layers."""
+        view, beyond, taught = self.ladder.pieces[group].view, self.ladder.pieces[deeper].view, {}
+        for column in self.columns:
+            last, end = kept(view, column) - 1, kept(beyond, column)
+            if end > last + 1:
+                for name in _under(column[last], self.world.main.parameters):
+                    leaf = name.removeprefix(column[last])
+                    others = [unit + leaf for unit in column[last:end] if unit + leaf in update]
+                    alike = [update[other] for other in others if update[other].shape == update[name].shape]
+                    taught[name] = torch.stack(alike).mean(0)
+        return taught
+
+    def model_for(self, device: Device) -> Model:
+        return self._model(self.ladder.rung(device))
+
+    def global_model(self) -> Model:
+        return self._model(len(self.ladder.pieces) - 1)
+
+    def _model(self, group: int) -> Model:
+        view = self.ladder.pieces[group].view
+        return Model(self.world.main, view, {**view.extract(self.weights), **self.own[group]})
+
+    def state(self) -> dict[str, State]:
+        return {"weights": self.weights, **{f"group{number}": own for number, own in enumerate(self.own)}}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        super().restore(state)
+        self.own = [dict(state.get(f"group{number}", {})) for number in range(len(self.own))]
+        self._whole = {}
+
+
+def _update(sent: Mapping[str, Tensor], given: Sequence[Contribution]) -> State:
+    mean = merge(sent, given)
+    return {name: mean[name] - tensor for name, tensor in sent.items()}
+
+
+def _blend(given: Contribution, sent: Mapping[str, Tensor], taught: Mapping[str, Tensor], beta: float) -> Contribution:
+    """The contribution with its last layers' updates mixed. All members of a group shift alike, so their mean shifts by that."""
+    mixed = {n: sent[n] + (1 - beta) * (given.state[n] - sent[n]) + beta * taken for n, taken in taught.items()}
+    return replace(given, state={**given.state, **mixed}) if mixed else given
+
+
+def _classifier(reference: Reference) -> list[str]:
+    """The output layer, which every group has its own of; in a network with exits each depth has one anyway."""
+    if isinstance(reference.module, ExitNet):
+        return []
+    return [[name for name, shape in reference.axes.shapes.items() if len(shape) == 2][-1].rpartition(".")[0]]
+
+
+def _under(unit: str, names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if name.startswith(unit + "."))

@@ -1,0 +1,48 @@
+"""The label mask: a client says something about the classes it holds, and nothing about the others.
+
+In the loss the logits of absent classes are 0 (`training.objectives.present_cross_entropy`); in the merge a row of the output layer
+counts only from clients that hold its class. HeteroFL, FedRolex and FedHM share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.training.client import Client
+from nestling.views import Reference
+
+
+def held_classes(client: Client) -> Tensor:
+    """One flag a class: whether the client has a sample of it."""
+    return client.class_counts() > 0
+
+
+def any_classes(classes: int) -> dict[str, dict[str, Tensor]]:
+    """What the flags of a reply look like, for `Method.expects`."""
+    return {"present": {"classes": torch.zeros(classes, dtype=torch.bool)}}
+
+
+def output_layer(reference: Reference, classes: int) -> tuple[str, ...]:
+    """The tensors of the output layer: the last weight of the state that has a row a class, and its bias."""
+    rows = [name for name, shape in reference.axes.shapes.items() if len(shape) >= 2 and shape[0] == classes]
+    if not rows:
+        raise InputError(
+            f"no layer of the network has {classes} rows, one a class, that a label mask could leave out",
+            field="method.mask_labels",
+            fix="set it to false, or end the network with a linear layer",
+        )
+    layer = rows[-1].rpartition(".")[0]
+    return tuple(name for name in reference.axes.shapes if name.rpartition(".")[0] == layer)
+
+
+def counted_rows(held: Tensor, weights: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """For the named tensors, flags of the entries in rows of held classes (see `Contribution.present`)."""
+    return {name: _spread(held, weights[name]) for name in names if name in weights}
+
+
+def _spread(held: Tensor, tensor: Tensor) -> Tensor:
+    return held.reshape(-1, *[1] * (tensor.dim() - 1)).expand(tensor.shape)

@@ -1,0 +1,131 @@
+"""ScaleFL: levels that are cut in width and in depth, with exits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nestling.message import Message
+from nestling.methods.method import Info
+from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import Batch, Given, Net, distillation
+from nestling.training.phase import Hook, Phase
+from nestling.views import Reference, State, View, prefix
+from nestling.views.depth import depth_views
+from nestling.world import Device, Model, Piece, World
+
+
+@dataclass
+class ScaleFL(ByDepth):
+    """ScaleFL (Ilhan, Su, Liu, "ScaleFL: Resource-Adaptive Federated Learning with Heterogeneous Clients", CVPR 2023).
+
+    Idea: a level of the network has its first exits and a prefix of every layer's channels; the deepest exit that a client has teaches
+    the earlier ones.
+    Loss: with m exits [Σ_{j<m} j·(CE_j + γ·KD(o_m → o_j; τ)) + m·CE_m] / (m·(m+1)/2); the teacher learns from it too. Travels: the
+    level's part down and up. Merge: uniform mean over the entries' holders.
+    Differs from the released code: γ is meant as published (a mean over classes), so the one distillation function gets γ/C; the
+    published commands for images run with γ = 0. Outputs of convolutions are divided by the width in training and in evaluation
+    (there by dividing the weights, which is the same). Exits are plain unless built with `model.heads = "convs"` (exitcnn,
+    exitresnet). Accuracies of exits are each their own (the released code averages them by accident).
+
+    widths:      the levels' widths, from shallow to deep.
+    depths:      the levels' numbers of stages; empty: spread evenly, the last one all of them.
+    gamma:       γ, the weight of distillation.
+    temperature: τ.
+    kd_start:    the share of the rounds after which distillation begins.
+    scaler:      the division by the width.
+    """
+
+    widths: tuple[float, ...] = (0.7, 0.7, 0.75, 1.0)
+    depths: tuple[int, ...] = ()
+    gamma: float = 0.05
+    temperature: float = 3.0
+    kd_start: float = 0.25
+    scaler: bool = True
+
+    width_of: dict[bytes, float] = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="ScaleFL",
+        family="depth",
+        heterogeneity="width and depth: prefixes of channels and exits",
+        auxiliary="none",
+        global_model=True,
+        paper="Ilhan et al., CVPR 2023",
+        evidence="official code read",
+        group="A",
+        model="tinyexits",
+    )
+
+    def __post_init__(self) -> None:
+        self.widths, self.depths = tuple(self.widths), tuple(self.depths)
+        rising = all(a <= b for a, b in zip(self.widths, self.widths[1:], strict=False))
+        require(bool(self.widths) and rising and self.widths[0] > 0, "must rise from above 0", "method.widths")
+        require(self.widths[-1:] == (1.0,), "the last level must have all channels", "method.widths", "end with 1")
+        require(not self.depths or len(self.depths) == len(self.widths), "one number for every level", "method.depths")
+        require(list(self.depths) == sorted(self.depths), "must not fall", "method.depths")
+        require(self.gamma >= 0, "must not be negative", "method.gamma")
+        require(self.temperature > 0, "must be above 0", "method.temperature")
+        require(0 <= self.kd_start <= 1, "must be in [0, 1]", "method.kd_start")
+
+    def setup(self, world: World) -> None:
+        stages = len(need_exits(world.main, self.info.title).stages)
+        message = f"the network has {stages} stages, and the last level must have them all"
+        require(not self.depths or (self.depths[0] >= 1 and self.depths[-1] == stages), message, "method.depths")
+        super().setup(world)
+        self.width_of = {view.key(): width for view, width in zip(self.views(world.main), self.widths, strict=True)}
+
+    def views(self, reference: Reference) -> list[View]:
+        every = depth_views(reference)
+        depths = self.depths or [math.ceil((n + 1) * len(every) / len(self.widths)) for n in range(len(self.widths))]
+        levels = zip(self.widths, depths, strict=True)
+        return [replace(every[depth - 1], keep=prefix(reference.axes, width).keep) for width, depth in levels]
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        late = round > math.ceil(self.kd_start * self.world.rounds)
+        kd = self.gamma / self.world.classes if late else 0.0
+        return replace(super().send(device, piece, round), facts={"width": self.width_of[piece.view.key()], "kd": kd})
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        width = float(received.facts["width"])
+        hooks = (Hook((nn.Conv2d,), partial(_divide, width=width)),) if self.scaler and width < 1 else ()
+        given = {"kd": torch.tensor(float(received.facts["kd"]), device=client.place)} if self.gamma else {}
+        objective = partial(_weighted_exits, temperature=self.temperature)
+        return [client.train.phase(client.round, objective=objective, given=given, hooks=hooks)]
+
+    def model_for(self, device: Device) -> Model:
+        model = super().model_for(device)
+        width = self.width_of[model.view.key()] if self.scaler else 1.0
+        return replace(model, state=_scaled(model.reference, model.state, width)) if width < 1 else model
+
+
+def _divide(layer: nn.Module, out: Tensor, *, width: float) -> Tensor:
+    return out / width
+
+
+def _scaled(reference: Reference, state: Mapping[str, Tensor], width: float) -> State:
+    layers = {name for name, layer in reference.module.named_modules() if isinstance(layer, nn.Conv2d)}
+    return {name: t / width if name.rpartition(".")[0] in layers else t for name, t in state.items()}
+
+
+def _weighted_exits(net: Net, batch: Batch, given: Given, *, temperature: float) -> Tensor:
+    *earlier, last = exits_of(net, batch.x)
+    count = len(earlier) + 1
+    loss = count * _cross_entropy(last, batch)
+    for number, logits in enumerate(earlier, 1):
+        loss = loss + number * _cross_entropy(logits, batch)
+        if "kd" in given:
+            loss = loss + number * given["kd"] * distillation(last, logits, temperature, batch)
+    return loss / (count * (count + 1) / 2)
+
+
+def _cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
