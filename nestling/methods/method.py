@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -111,7 +111,7 @@ class Method:
         """The weights a client starts its round with; they are read, never written to."""
         return received["weights"]
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Iterable[Phase]:
         """What the client does; unless the method decides otherwise, plain local training."""
         return [client.train.phase(client.round)]
 

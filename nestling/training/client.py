@@ -6,7 +6,7 @@ It is the same function in every engine and on every machine: it reads the task,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, SupportsFloat
@@ -115,7 +115,7 @@ class ClientSide(Protocol):
     """What a method does on a client."""
 
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]: ...
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]: ...
+    def phases(self, client: Client, received: Message) -> Iterable[Phase]: ...
     def reply(self, client: Client, received: Message) -> Message: ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -125,12 +125,12 @@ class Scaffold(Averaged):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Iterable[Phase]:
         own = _own_control(client, received)
         given = {name: c - own[name] for name, c in received["control"].items()}
         phase = client.train.phase(client.round, given=given, rule=_corrected)
         if self._by_gradient(client):
-            return _after_gradient(client, received, phase)  # type: ignore[return-value]
+            return _after_gradient(client, received, phase)
         return [phase]
 
     def _by_gradient(self, client: Client) -> bool:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
 from nestling.methods.lowrank.factored import Factored, layers_of
 from nestling.methods.method import Info, Reply
 from nestling.models.factorised import full_rank, to_dense
@@ -111,34 +111,29 @@ class FedHM(Factored):
             state = to_dense(state, layers_of(self.factors))
         if self.compat == "code":
             held = reply.message["present"]["classes"]
-            rows = {name: state[name] * held.reshape(-1, *[1] * (state[name].dim() - 1)) for name in self._classifier()}
-            state = {**state, **rows}
+            kept = counted_rows(held, state, output_layer(self.world.main, self.world.classes))
+            state = {**state, **{name: state[name] * rows for name, rows in kept.items()}}
         ratio = self.ratio_of[reply.piece.reference.name, reply.piece.view.key()]
         return Contribution(self.world.main.full, state, self._weight(ratio))
 
     def _weight(self, ratio: float) -> float:
         return math.exp(-ratio / self.temperature) if self.dynamic else 1.0
 
-    def _classifier(self) -> list[str]:
-        shapes = self.world.main.axes.shapes
-        last = [name for name, shape in shapes.items() if len(shape) == 2][-1].rpartition(".")[0]
-        return [name for name in shapes if name.rpartition(".")[0] == last]
-
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         phases = super().phases(client, received)
         if self.compat == "paper":
             return phases
-        present = {"present": (client.class_counts() > 0).float()}
+        present = {"present": held_classes(client).float()}
         return [replace(phase, objective=present_cross_entropy, given=present) for phase in phases]
 
     def reply(self, client: Client, received: Message) -> Message:
         sent = super().reply(client, received)
         if self.compat == "paper":
             return sent
-        return replace(sent, parts={**sent.parts, "present": {"classes": client.class_counts() > 0}})
+        return replace(sent, parts={**sent.parts, "present": {"classes": held_classes(client)}})
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         like = super().expects(piece, sent)
         if self.compat == "paper":
             return like
-        return {**like, "present": {"classes": torch.zeros(self.world.classes, dtype=torch.bool)}}
+        return {**like, **any_classes(self.world.classes)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -238,7 +238,7 @@ class FlexFL(SharedWeights):
         client.view = own
         return {name: take(received["weights"][name], within(own, sent, name)) for name in own.names}
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Iterable[Phase]:
         facts = received.facts
         smaller = zip(facts["pool"][: facts["fits"]], facts["levels"], strict=False)
         teachers = [client.reference.view(spec) for spec, level in smaller if level or self.compat == "code"]

@@ -9,8 +9,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from nestling.message import Message
+from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
 from nestling.methods.method import Info, Reply, SharedWeights
-from nestling.methods.submodel.labels import any_classes, counted_rows, held_classes, output_layer
 from nestling.seeds import stream
 from nestling.training.client import Client
 from nestling.training.objectives import cross_entropy, present_cross_entropy

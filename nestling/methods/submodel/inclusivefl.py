@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.labels import output_layer
 from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.models import ExitNet
@@ -74,7 +75,7 @@ class InclusiveFL(ByDepth):
 
     def _kept_in_group(self, view: View) -> list[str]:
         deepest = [self.columns[-1][kept(view, self.columns[-1]) - 1]] if self.local_one else []
-        return deepest + _classifier(self.world.main)
+        return deepest + _classifier(self.world.main, self.world.classes)
 
     def _group(self, view: View) -> int:
         return next(g for g, piece in enumerate(self.ladder.pieces) if piece.view.key() == view.key())
@@ -146,11 +147,11 @@ def _blend(given: Contribution, sent: Mapping[str, Tensor], taught: Mapping[str,
     return replace(given, state={**given.state, **mixed}) if mixed else given
 
 
-def _classifier(reference: Reference) -> list[str]:
+def _classifier(reference: Reference, classes: int) -> list[str]:
     """The output layer, which every group has its own of; in a network with exits each depth has one anyway."""
     if isinstance(reference.module, ExitNet):
         return []
-    return [[name for name, shape in reference.axes.shapes.items() if len(shape) == 2][-1].rpartition(".")[0]]
+    return [output_layer(reference, classes)[0].rpartition(".")[0]]
 
 
 def _under(unit: str, names: Iterable[str]) -> list[str]:
