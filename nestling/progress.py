@@ -90,6 +90,7 @@ def show_result(result: Result) -> None:
     what = "global model" if summary["global_model"] else "mean of the clients' models (no global model)"
     console.print(f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round {whole['best_round']})")
     console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
+    console.print(f"norm: {summary['norm'] or 'as the network has it'}")
     console.print(
         f"sent up {_megabytes(summary['bytes_up'])}, down {_megabytes(summary['bytes_down'])}, {summary['seconds']:.0f} s"
     )

@@ -15,6 +15,7 @@ from nestling.methods.lowrank.haflghn import HAFLGHN, weights_of
 from nestling.models.hypernetwork import Generated
 from nestling.rounds import Federation
 from nestling.views import State
+from tests.methods.learning import alone, learned, mean
 from tests.small import small
 
 MIXED = FleetConfig(
@@ -129,6 +130,19 @@ def test_unlike_networks_learn_together() -> None:
     assert sum(s["personal_accuracy"]["last"] for s in found) / 3 > 0.3
     for tier in ("mlp", "tinycnn"):
         assert sum(s["by_tier"][tier]["personal_accuracy"]["last"] for s in found) / 3 > 0.35
+
+
+def test_with_hardly_any_data_it_beats_training_alone() -> None:
+    """Twenty rows a client and many rounds: the only kind of setting found in which φ is worth more than weights of one's own."""
+    settings: dict[str, Any] = {
+        "rounds": 24,
+        "split": SplitConfig(kind="iid", size=20),
+        "train": Train(epochs=2, batch=10, lr=0.05),
+        "evaluate": Evaluation(every=24, clients=9),
+    }
+    found = learned(HAFLGHN(), "personal_accuracy", **settings)
+    assert mean(found) > alone("personal_accuracy", **settings) + 0.02
+    assert min(found) > 0.4
 
 
 def test_devices_that_cannot_train_phi_get_what_it_makes() -> None:

@@ -228,7 +228,6 @@ SEND_VIEWS = [
         "prunefl",
         "prism",
         "scaffold",
-        "inclusivefl",
         "hafl-ghn",
         "fedhm",
     )
