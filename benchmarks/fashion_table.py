@@ -131,7 +131,7 @@ def _spread(values: list[float]) -> str:
 
 def _lines(chosen: str) -> list[tuple[str, str]]:
     """(group, method) for every line; `chosen` names methods, separated by commas (empty: all)."""
-    groups = ("A", "B", "C", "G")
+    groups = ("A", "B", "C", "D", "G")
     own = [(group, name) for group in groups for name in METHODS if method_class(name).info.group == group]
     common = [(group, name) for group in groups for name in EVERYWHERE]
     names = chosen.split(",") if chosen else list(METHODS)
@@ -158,7 +158,7 @@ def _write(text: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> None
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="", help="separated by commas (default: all of the groups A, B, C and G)")
+    parser.add_argument("--methods", default="", help="separated by commas (default: all there are)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--cache", default="fashion_table.json")
