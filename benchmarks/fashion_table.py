@@ -30,8 +30,11 @@ BEGIN, END = "<!-- fashion table: begin -->", "<!-- fashion table: end -->"
 
 WIDE = Named("tinycnn", {"norm": "group"})
 DEEP = Named("tinyresnet", {"norm": "group"})
-OPTIONS: dict[str, dict[str, Any]] = {name: {"cut": "depth"} for name in ("heteroavg", "fedprox", "scaffold", "fednova", "moon")}
-"""What a method is told to belong to its group; all else is its default."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"cut": "depth"} for name in ("heteroavg", "fedprox", "scaffold", "fednova", "moon")},
+    "fjord": {"levels": sorted(BUDGETS)},
+}
+"""What a method is told to belong to its group and to meet the budgets; all else is its default."""
 
 COLUMNS = ("global accuracy", "personal accuracy", "smallest tier", "parameters a tier trains", "up + down a round")
 
