@@ -176,7 +176,7 @@ def ticks(low: float, high: float, *, count: int, integers: bool = False) -> lis
     """About `count` round numbers that cover low … high."""
     # A span too small to be cut into steps is no span.
     if high - low <= 1e-12 * max(1.0, abs(low)):
-        high = low + (abs(low) * 0.1 or 1.0)
+        high = max(high, low + (abs(low) * 0.1 if abs(low) > 1e-12 else 1.0))
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)

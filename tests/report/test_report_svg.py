@@ -65,6 +65,7 @@ def test_a_chart_without_points_is_refused() -> None:
         draw([Series("a", [], 0)])
 
 
+@example(0.0, -2.9e-33, 2, False)
 @given(finite, finite, st.integers(2, 8), st.booleans())
 def test_ticks_cover_the_range_in_even_steps(a: float, b: float, count: int, integers: bool) -> None:
     low, high = sorted((a, b))
