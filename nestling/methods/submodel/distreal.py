@@ -15,10 +15,12 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.message import Message
-from nestling.methods.method import Info, SharedWeights
+from nestling.methods.method import Info, Reply, SharedWeights
+from nestling.methods.proxy import Proxy, labelled_proxy
 from nestling.methods.submodel.dropout_search import Vector, front, pymoo, search
 from nestling.schema import require
 from nestling.seeds import stream
+from nestling.store import Records
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.phase import Phase, Train
@@ -27,9 +29,6 @@ from nestling.views import Axes, Reference, State, View, by_index, to_spec
 from nestling.views.nested import prepare
 from nestling.views.picked import Picker, picker
 from nestling.world import Device, Piece, World
-
-SEARCHED, FEWEST = 0.8, 5
-"""The share of the proxy that candidates are trained on, and the fewest rows of a proxy."""
 
 
 @dataclass
@@ -62,6 +61,7 @@ class Distreal(SharedWeights):
     rescale: bool = False
 
     vectors: list[Vector] = field(init=False, repr=False, compare=False, default_factory=list)
+    told: Records = field(init=False, repr=False, compare=False)
 
     info = Info(
         title="DISTREAL",
@@ -85,7 +85,7 @@ class Distreal(SharedWeights):
 
     def setup(self, world: World) -> None:
         super().setup(world)
-        axes, self.vectors = world.main.axes, single(self.pareto)
+        axes, self.vectors, self.told = world.main.axes, single(self.pareto), Records(world.store)
         fix = f"one rate for each of: {', '.join(axes.names)}"
         require(
             all(len(v) == len(axes.names) for v in self.pareto), f"a vector needs {len(axes.names)} rates", "method.pareto", fix
@@ -98,25 +98,19 @@ class Distreal(SharedWeights):
             pymoo()
             self._proxy()
 
-    def _proxy(self) -> tuple[Tensor, Tensor]:
-        world = self.world
-        fix = "set it above 0, or preset method.pareto"
-        if world.public is None or world.public_labels is None:
-            raise InputError("DISTREAL searches on a labelled proxy set and there is none", field="split.public", fix=fix)
-        require(len(world.public) >= FEWEST, f"a proxy of {len(world.public)} rows is too small", "split.public", fix)
-        return world.public, world.public_labels
+    def _proxy(self) -> Proxy:
+        return labelled_proxy(self.world, self.info.title, "set it above 0, or preset method.pareto")
 
     def _search(self) -> list[Vector]:
         """The vectors that no other beats in arithmetic and in loss after a short training from the initial network."""
         world, axes = self.world, self.world.main.axes
-        x, y = self._proxy()
-        first, rest = np.split(stream(world.seed, "proxy").permutation(len(x)), [int(SEARCHED * len(x))])
+        proxy = self._proxy()
         known: dict[bytes, tuple[float, float]] = {}
 
         def objectives(vector: Vector) -> tuple[float, float]:
             view = narrowed(axes, vector)
             if view.key() not in known:
-                known[view.key()] = (self.cost(vector), self._loss_after(vector, x[first], y[first], x[rest], y[rest]))
+                known[view.key()] = (self.cost(vector), self._loss_after(vector, *proxy))
             return known[view.key()]
 
         found = single(search(objectives, len(axes.names), self.most, self.population, self.generations, world.seed))
@@ -149,9 +143,14 @@ class Distreal(SharedWeights):
         if not self.vectors:
             self.vectors = self._search()
         sent, budget = super().send(device, piece, round), self._share(device.piece)
-        # A device keeps the list, so that it travels once.
-        known = "pareto" in self.world.store.get(device.id)
-        return Message(sent.parts if known else {**sent.parts, "pareto": self._table()}, {"budget": budget})
+        # A device keeps the list, so that it travels until the device has answered.
+        return Message(sent.parts if self.told.get(device.id) else {**sent.parts, "pareto": self._table()}, {"budget": budget})
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        super().merge(replies, round)
+        for reply in replies:
+            if "pareto" in reply.sent:
+                self.told.put(reply.device.id, {"pareto": torch.tensor(True)}, round)
 
     def _table(self) -> State:
         """One row a vector: its cost, then its rates."""

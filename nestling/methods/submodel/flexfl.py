@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,10 +16,10 @@ from torch import Tensor
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.method import Info, SharedWeights
+from nestling.methods.proxy import labelled_proxy
 from nestling.methods.submodel.apoz import UNITS, Scale, measure, units_of
 from nestling.methods.submodel.pool import Pool, Rung, params, trains, whole
 from nestling.schema import require
-from nestling.seeds import stream
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
@@ -33,8 +32,6 @@ from nestling.world import Device, Model, Piece, World
 
 LEVELS = (0.25, 0.5, 1.0)
 PRETRAIN = Phase(optim=Optim("adam", 1e-3), batch=50)
-TRAINED, MEASURED = 0.8, 5
-"""The share of the proxy that the trial network is trained on, and the fewest rows of a proxy."""
 
 
 @dataclass
@@ -138,18 +135,11 @@ class FlexFL(SharedWeights):
 
     def _measure(self, units: Sequence[str]) -> tuple[float, ...]:
         """Trains a copy of the network on most of the proxy and counts its zeros on the rest; the copy is thrown away."""
-        world = self.world
         fix = 'set it above 0, or preset method.apoz, or set method.ratios = "uniform"'
-        if world.public is None or world.public_labels is None:
-            raise InputError(
-                "FlexFL measures the network on a labelled proxy set and there is none", field="split.public", fix=fix
-            )
-        rows = stream(world.seed, "proxy").permutation(len(world.public))[: math.ceil(self.proxy * len(world.public))]
-        require(len(rows) >= MEASURED, f"a proxy of {len(rows)} rows is too small (at least {MEASURED})", "split.public", fix)
-        first, rest = np.split(rows, [int(TRAINED * len(rows))])
-        module = copy.deepcopy(world.main.module)
-        train(module, replace(PRETRAIN, epochs=self.pretrain), world.public[first], world.public_labels[first], world.seed)
-        return measure(world.main, units, module, world.public[rest])
+        x, y, rest, _ = labelled_proxy(self.world, self.info.title, fix, self.proxy)
+        module = copy.deepcopy(self.world.main.module)
+        train(module, replace(PRETRAIN, epochs=self.pretrain), x, y, self.world.seed)
+        return measure(self.world.main, units, module, rest)
 
     def _rungs(self) -> list[Rung]:
         """M1 ⊂ M2' ⊂ M2 ⊂ M3' ⊂ M3: the levels, and beside each but the first the one that is a little smaller."""
