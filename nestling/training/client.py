@@ -177,7 +177,8 @@ def _source(phase: Phase, client: Client) -> tuple[Tensor, Tensor]:
     if phase.source == "private":
         return client.x, client.y
     public = public_of(client.site)
-    return public, torch.zeros(len(public), dtype=torch.int64, device=public.device)
+    chosen = public if phase.rows is None else public[phase.rows.to(public.device)]
+    return chosen, torch.zeros(len(chosen), dtype=torch.int64, device=public.device)
 
 
 def public_of(site: Site) -> Tensor:

@@ -1,13 +1,17 @@
 """Server distillation: what teachers know of some inputs, poured into a student.
 
-One component for every method that distils on the server: teachers' logits are combined into targets once, then the student is
-fitted to them.
+One component for every method that distils on the server. A *source* gives batch after batch: inputs, and what the teachers, combined,
+say of them. A *student* is a state with the forward pass that its loss looks at. `distil` fits one to the other for some steps, or
+until a check no longer gets better. Methods whose inputs are made by a generator that learns against the student update both as
+students, one step at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,18 +24,123 @@ from nestling.views import State
 
 WEIGHTINGS = ("samples", "variance", "uniform")
 
-Forward = Callable[[Mapping[str, Tensor], Tensor, int], Sequence[Tensor]]
-"""(student state, inputs, step number) → the student's outputs that are to match the targets."""
+Forward = Callable[[Mapping[str, Tensor], Tensor, int], Any]
+"""(student state, inputs, step number) → what the loss compares with the targets: logits, or several of them."""
+
+Loss = Callable[[Any, Any], Tensor]
+"""(what the student says, what the teachers said) → what is minimised."""
+
+Source = Iterable[tuple[Tensor, Any]]
+"""Inputs and what the teachers say of them, batch after batch, without end."""
+
+Check = Callable[[State], float]
+"""How good a student is; more is better."""
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """How long and how hard the student is fitted."""
+    """How long and how hard the student is fitted.
+
+    cosine:   whether the learning rate falls to 0 along a half cosine.
+    every:    how many steps lie between two checks (where there is a check).
+    patience: after so many steps without a better check it ends (0: never).
+    """
 
     steps: int = 100
     batch: int = 64
     temperature: float = 3.0
     optim: Optim = field(default_factory=lambda: Optim("adam", 1e-3))
+    cosine: bool = False
+    every: int = 100
+    patience: int = 0
+
+
+class Student:
+    """A state that is being fitted: the tensors named by `parameters` are trained, the others are buffers."""
+
+    def __init__(self, state: Mapping[str, Tensor], parameters: Collection[str], forward: Forward, optim: Optim) -> None:
+        self.tensors = {name: t.detach().clone().requires_grad_(name in parameters) for name, t in state.items()}
+        self.leaves = {name: t for name, t in self.tensors.items() if t.requires_grad}
+        self.forward, self.optim, self.steps = forward, optim, 0
+        self._memory = Buffers()
+
+    def __call__(self, x: Tensor) -> Any:
+        """What it says of some inputs."""
+        return self.forward(self.tensors, x, self.steps)
+
+    def update(self, loss: Tensor, lr: float | None = None) -> None:
+        """One step down the loss."""
+        leaves = list(self.leaves.values())
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
+        step(self.optim if lr is None else replace(self.optim, lr=lr), leaves, filled, self._memory)
+        self.steps += 1
+
+    def state(self) -> State:
+        """The state as it is now, in tensors of its own."""
+        return {name: t.detach().clone() for name, t in self.tensors.items()}
+
+
+def distil(
+    student: Student,
+    source: Source,
+    settings: Distillation,
+    seed: int,
+    *purpose: str | int,
+    loss: Loss | None = None,
+    check: Check | None = None,
+) -> State:
+    """The student's state after distillation; with a check, the best of those that were checked. Without a loss it is τ²·KL to the
+    teachers' logits, the mean over the student's outputs where it has several."""
+    judge = loss or _matching(settings.temperature)
+    best, value, since = None, -math.inf, 0
+    with torch_seeded(seed, "distil", *purpose):
+        for number, (x, targets) in zip(range(settings.steps), source, strict=False):
+            student.update(judge(student(x), targets), _rate(settings, number))
+            if check is not None and ((number + 1) % settings.every == 0 or number + 1 == settings.steps):
+                now = check(student.state())
+                best, value, since = (student.state(), now, 0) if now > value else (best, value, since + settings.every)
+                if settings.patience and since >= settings.patience:
+                    break
+    return student.state() if best is None else best
+
+
+def _matching(temperature: float) -> Loss:
+    def loss(said: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
+        outputs = [said] if isinstance(said, Tensor) else said
+        return torch.stack([distillation(targets, out, temperature) for out in outputs]).mean()
+
+    return loss
+
+
+def _rate(settings: Distillation, number: int) -> float | None:
+    return settings.optim.lr * (1 + math.cos(math.pi * number / settings.steps)) / 2 if settings.cosine else None
+
+
+def rows_of(count: int, batch: int, seed: int, *purpose: str | int) -> Iterator[Tensor]:
+    """Batches of rows without end, every epoch in an order of its own."""
+    epoch = 0
+    while count:
+        order = torch.from_numpy(stream(seed, "proxy order", *purpose, epoch).permutation(count).astype(np.int64))
+        yield from order.split(batch)
+        epoch += 1
+
+
+def proxy(
+    x: Tensor, targets: Tensor | Sequence[Tensor], batch: int, seed: int, *purpose: str | int
+) -> Iterator[tuple[Tensor, Any]]:
+    """The source that is a set of inputs, of which the teachers were asked once. Several targets come as a tuple."""
+    for rows in rows_of(len(x), batch, seed, *purpose):
+        yield x[rows], targets[rows] if isinstance(targets, Tensor) else tuple(t[rows] for t in targets)
+
+
+def whole(module: nn.Module, training: bool = True) -> Forward:
+    """The forward pass of a network whose state is given from outside."""
+
+    def forward(state: Mapping[str, Tensor], x: Tensor, number: int) -> Tensor:
+        return torch.func.functional_call(module.train(training), dict(state), (x,))
+
+    return forward
 
 
 @torch.no_grad()
@@ -48,45 +157,13 @@ def combine(logits: Sequence[Tensor], samples: Sequence[int], weighting: str = "
     says more); uniform: the plain mean.
     """
     stack = torch.stack(list(logits))
-    if weighting == "variance":
-        weight = stack.var(dim=-1, keepdim=True)
-    else:
-        sizes = [float(n) if weighting == "samples" else 1.0 for n in samples]
-        weight = torch.tensor(sizes, dtype=stack.dtype, device=stack.device).reshape(-1, 1, 1)
+    weight = teacher_weights(stack, samples, weighting)
     return (stack * weight).sum(0) / weight.sum(0)
 
 
-def distil(
-    state: State,
-    parameters: Collection[str],
-    forward: Forward,
-    x: Tensor,
-    targets: Tensor,
-    settings: Distillation,
-    seed: int,
-    *purpose: str | int,
-) -> State:
-    """A new state whose outputs on `x` match the targets; the tensors named by `parameters` are trained, the others are buffers."""
-    trained = {name: t.detach().clone().requires_grad_(name in parameters) for name, t in state.items()}
-    leaves = {name: t for name, t in trained.items() if t.requires_grad}
-    buffers = Buffers()
-    with torch_seeded(seed, "distil", *purpose):
-        for number, rows in enumerate(_rows(len(x), settings, seed, *purpose)):
-            outputs = forward(trained, x[rows], number)
-            losses = [distillation(targets[rows], out, settings.temperature) for out in outputs]
-            loss = torch.stack(losses).mean()
-            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-            filled = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]
-            step(settings.optim, list(leaves.values()), filled, buffers)
-    return {name: t.detach() for name, t in trained.items()}
-
-
-def _rows(count: int, settings: Distillation, seed: int, *purpose: str | int) -> Iterator[Tensor]:
-    done = 0
-    for epoch in range(settings.steps):
-        order = torch.from_numpy(stream(seed, "proxy order", *purpose, epoch).permutation(count).astype(np.int64))
-        for rows in order.split(settings.batch):
-            if done == settings.steps:
-                return
-            done += 1
-            yield rows
+def teacher_weights(logits: Tensor, samples: Sequence[int], weighting: str) -> Tensor:
+    """How much each teacher counts, (teachers, inputs or 1, 1), for logits of shape (teachers, inputs, classes)."""
+    if weighting == "variance":
+        return logits.var(dim=-1, keepdim=True)
+    sizes = [float(n) if weighting == "samples" else 1.0 for n in samples]
+    return torch.tensor(sizes, dtype=logits.dtype, device=logits.device).reshape(-1, 1, 1)

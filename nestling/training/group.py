@@ -56,7 +56,8 @@ class Group:
     def sizes(self) -> list[int]:
         if self.phase.source == "private":
             return [c.samples for c in self.clients]
-        return [len(public_of(self.site))] * len(self.clients)
+        rows = public_of(self.site) if self.phase.rows is None else self.phase.rows
+        return [len(rows)] * len(self.clients)
 
     def part(self, start: int, end: int) -> Group:
         """Some of the clients."""
@@ -95,6 +96,7 @@ def phase_token(phase: Phase) -> Hashable:
         (optim.name, optim.momentum, optim.weight_decay, optim.clip, optim.betas, optim.eps, optim.lazy),
         (phase.epochs, phase.batch, phase.steps, phase.source, phase.freeze, phase.drop_last, phase.augment),
         tuple((name, tuple(t.shape), t.dtype) for name, t in phase.given.items()),
+        None if phase.rows is None else len(phase.rows),
     )
 
 

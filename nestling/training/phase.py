@@ -32,6 +32,7 @@ class Phase:
     """What a client does with data for a while.
 
     source:  "private" (the client's rows) or "public" (the server's share, without labels).
+    rows:    which rows of the public source (None: all); `Batch.rows` counts within them.
     given:   tensors the objective and the rule may read.
     epochs:  passes over the source; `steps` > 0 stops after that many batches.
     freeze:  prefixes of parameter names that are not trained.
@@ -50,6 +51,7 @@ class Phase:
     freeze: tuple[str, ...] = ()
     drop_last: bool = False
     augment: str = "none"
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)

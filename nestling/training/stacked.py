@@ -216,7 +216,7 @@ class Feed:
             x, y = site.x, site.y
             places = _places([c.rows for c in group.clients], plan.rows)
         else:
-            x, y, places = public_of(site), None, plan.rows
+            x, y, places = public_of(site), None, _public_places(group)
         return Feed(group, x, y, places, augmentation_draws(group))
 
     def batch(self, number: int, which: np.ndarray | None, masked: bool) -> Batch:
@@ -244,6 +244,19 @@ class Feed:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.x.device)
+
+
+def _public_places(group: Group) -> np.ndarray:
+    """Everybody's rows by their place in the public data."""
+    plan = group.schedule.rows
+    if group.phase.rows is None:
+        return plan
+    return np.stack([_numbers(phase)[own] for phase, own in zip(group.phases, plan, strict=True)])
+
+
+def _numbers(phase: Phase) -> np.ndarray:
+    assert phase.rows is not None
+    return phase.rows.cpu().numpy()
 
 
 def _places(own: list[np.ndarray], rows: np.ndarray) -> np.ndarray:

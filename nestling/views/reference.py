@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nestling.models.norm import used_rows
+from nestling.models.taps import Taps, find_taps
 from nestling.views.axes import Axes, trace
 from nestling.views.flat import Layout, Packed, layout_of, pack
 from nestling.views.shrink import resize
@@ -57,6 +58,11 @@ class Reference:
     def parameters(self) -> frozenset[str]:
         """The names that are trained; the rest of the state are buffers."""
         return frozenset(name for name, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad)
+
+    @cached_property
+    def taps(self) -> Taps:
+        """Its convolutions, features and head. A network may name them itself: `taps = {"convs": [...], "head": "..."}`."""
+        return find_taps(self.module, self.shape, **getattr(self.module, "taps", {}))
 
     @cached_property
     def by_width(self) -> frozenset[str]:

@@ -337,7 +337,7 @@ def test_moon_is_its_formula() -> None:
     contrast = -torch.log(near.exp() / (near.exp() + far.exp())).mean()
     batch = Batch(client.x, client.y, torch.arange(len(client.x)))
     net, given = Net(module, dict(module.named_parameters())), {f"{of}/{n}": t for of, w in others.items() for n, t in w.items()}
-    found = _contrastive(net, batch, given, mu=2.0, temperature=0.5) - cross_entropy(net, batch, {})
+    found = _contrastive(net, batch, given, mu=2.0, temperature=0.5, head="head") - cross_entropy(net, batch, {})
     assert float(found.detach()) == pytest.approx(2 * float(contrast.detach()), rel=1e-3) and module.training
 
 

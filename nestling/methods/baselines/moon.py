@@ -14,6 +14,7 @@ from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.baselines.averaged import Averaged
 from nestling.methods.method import Info
+from nestling.models.taps import watching
 from nestling.schema import require
 from nestling.seeds import torch_seeded
 from nestling.training.client import Client
@@ -78,7 +79,7 @@ class Moon(Averaged):
         glob = received["weights"]
         previous = recall(client.memory, "previous", client.reference, client.view, glob)
         given = {**{f"global/{name}": t for name, t in glob.items()}, **{f"previous/{name}": t for name, t in previous.items()}}
-        objective = partial(_contrastive, mu=self.mu, temperature=self.temperature)
+        objective = partial(_contrastive, mu=self.mu, temperature=self.temperature, head=client.reference.taps.head)
         return [client.train.phase(client.round, objective=objective, given=given)]
 
     def reply(self, client: Client, received: Message) -> Message:
@@ -102,33 +103,28 @@ def projected(world: World, size: int) -> nn.Module:
     return module
 
 
-def _contrastive(net: Net, batch: Batch, given: Given, *, mu: float, temperature: float) -> Tensor:
-    logits, z = _see(net, batch.x)
+def _contrastive(net: Net, batch: Batch, given: Given, *, mu: float, temperature: float, head: str) -> Tensor:
+    logits, z = _see(net, batch.x, head)
     loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     near, far = (
-        F.cosine_similarity(z, _features(net, batch.x, given, of), dim=-1) / temperature for of in ("global", "previous")
+        F.cosine_similarity(z, _features(net, batch.x, given, of, head), dim=-1) / temperature for of in ("global", "previous")
     )
     # −log(eⁿ/(eⁿ + eᶠ)) without overflow.
     return loss + mu * batch.mean(F.softplus(far - near))
 
 
-def _features(net: Net, x: Tensor, given: Given, of: str) -> Tensor:
+def _features(net: Net, x: Tensor, given: Given, of: str, head: str) -> Tensor:
     """z under other weights; running statistics are read, not moved."""
     weights = {name.removeprefix(f"{of}/"): t for name, t in given.items() if name.startswith(f"{of}/")}
     net.module.eval()
     try:
-        return _see(net, x, weights)[1].detach()
+        return _see(net, x, head, weights)[1].detach()
     finally:
         net.module.train()
 
 
-def _see(net: Net, x: Tensor, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """The logits, and what the last linear layer was given."""
-    last = [part for part in net.module.modules() if isinstance(part, nn.Linear)][-1]
-    seen: list[Tensor] = []
-    handle = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    try:
+def _see(net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """The logits, and what the head was given."""
+    with watching(net.module, (), head) as seen:
         logits = net(x) if weights is None else net.with_weights(weights, x)
-    finally:
-        handle.remove()
-    return logits, seen[0].flatten(1)
+    return logits, seen["features"]

@@ -13,7 +13,7 @@ from nestling.message import Message
 from nestling.methods.method import Info, Method, Reply
 from nestling.schema import require
 from nestling.seeds import torch_seeded
-from nestling.training.distiller import WEIGHTINGS, Distillation, combine, distil, logits_of
+from nestling.training.distiller import WEIGHTINGS, Distillation, Student, combine, distil, logits_of, proxy
 from nestling.training.optimisers import Optim
 from nestling.views import Contribution, Reference, State, View, merge
 from nestling.views.nested import forward
@@ -90,16 +90,16 @@ class SharedDistill(Method):
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not replies:
             return
-        proxy = self._proxy(round)
-        said = [logits_of(r.piece.reference.network(r.piece.view, r.message["weights"]), proxy) for r in replies]
+        inputs = self._proxy(round)
+        said = [logits_of(r.piece.reference.network(r.piece.view, r.message["weights"]), inputs) for r in replies]
         targets = combine(said, [r.samples for r in replies], self.weighting)
         averaged = self._average(replies)
         main = self.world.main
-        self.weights[main.name] = self._distil(main, averaged[main.name], proxy, targets, round)
-        unified = logits_of(main.network(main.full, self.weights[main.name]), proxy)
+        self.weights[main.name] = self._distil(main, averaged[main.name], inputs, targets, round)
+        unified = logits_of(main.network(main.full, self.weights[main.name]), inputs)
         for name, reference in self.world.references.items():
             if reference is not main:
-                self.weights[name] = self._distil(reference, averaged[name], proxy, unified, round)
+                self.weights[name] = self._distil(reference, averaged[name], inputs, unified, round)
 
     def _average(self, replies: Sequence[Reply]) -> dict[str, State]:
         if self.start_from == "keep":
@@ -109,14 +109,16 @@ class SharedDistill(Method):
             given[r.piece.reference.name].append(Contribution(r.piece.view, r.message["weights"], float(r.samples)))
         return {name: merge(state, given[name]) for name, state in self.weights.items()}
 
-    def _distil(self, student: Reference, state: State, proxy: Tensor, targets: Tensor, round: int) -> State:
-        views = self._views(student)
+    def _distil(self, reference: Reference, state: State, x: Tensor, targets: Tensor, round: int) -> State:
+        views = self._views(reference)
 
         def outputs(weights: Mapping[str, Tensor], x: Tensor, number: int) -> list[Tensor]:
-            return [forward(student, view, weights, x) for view in dict.fromkeys([student.full, views[number % len(views)]])]
+            return [forward(reference, view, weights, x) for view in dict.fromkeys([reference.full, views[number % len(views)]])]
 
         settings = Distillation(self.steps, self.batch, self.temperature, Optim("adam", self.lr))
-        return distil(state, student.parameters, outputs, proxy, targets, settings, self.world.seed, student.name, round)
+        student = Student(state, reference.parameters, outputs, settings.optim)
+        seed, purpose = self.world.seed, (reference.name, round)
+        return distil(student, proxy(x, targets, self.batch, seed, *purpose), settings, seed, *purpose)
 
     def _views(self, student: Reference) -> list[View]:
         """The parts of a network that devices hold, or the whole where none does."""

@@ -1,0 +1,124 @@
+"""What methods share whose clients each have a network of their own, of any kind, that never travels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from nestling.devices.fit import RATIOS, exceeded
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.method import Method
+from nestling.models.taps import Taps
+from nestling.seeds import torch_seeded
+from nestling.training.client import Client
+from nestling.views import Reference, State
+from nestling.world import Device, Model, Piece, Plan, World, ratio_view
+
+WEIGHTS = "weights/"
+
+Tailor = Callable[[nn.Module, Taps], nn.Module]
+"""(a network, where its features and head are) → the network as a method needs it."""
+
+
+@dataclass
+class Personal(Method):
+    """Base of the methods that exchange knowledge: every client keeps its network, and something else travels.
+
+    A client's network is the one that fits its device at rest; it does not shrink when memory is short for a while.
+    """
+
+    world: World = field(init=False, repr=False, compare=False)
+    pieces: dict[str, Piece] = field(init=False, repr=False, compare=False)
+
+    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        """A tier's network as the method needs it, for methods that need it otherwise than it is."""
+        raise NotImplementedError
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        tailored = type(self).tailor is not Personal.tailor
+        self.world = world
+        self.pieces = own_pieces(world, self.tailor) if tailored else {tier: plan.piece for tier, plan in world.plans.items()}
+
+    def piece(self, device: Device, round: int) -> Piece:
+        return self.pieces[device.tier]
+
+    def model_for(self, device: Device) -> Model:
+        piece = self.piece(device, 0)
+        kept = own_weights(self.world.store.get(device.id))
+        weights = {name: t.to(self.world.place) for name, t in kept.items()}
+        return Model(piece.reference, piece.view, weights or piece.view.extract(piece.reference.initial))
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        return own_weights(client.memory) or client.view.extract(client.reference.initial)
+
+    def reply(self, client: Client, received: Message) -> Message:
+        keep_weights(client)
+        return Message({}, {"samples": client.samples})
+
+
+def own_weights(memory: Mapping[str, Tensor]) -> State:
+    """The weights among what a client keeps; nothing before its first round."""
+    return {name.removeprefix(WEIGHTS): t for name, t in memory.items() if name.startswith(WEIGHTS)}
+
+
+def keep_weights(client: Client, **notes: Tensor) -> None:
+    """The client keeps its weights as they are now, and some tensors beside them, instead of what it kept before."""
+    client.memory = {**{WEIGHTS + name: t for name, t in client.weights.items()}, **notes}
+
+
+def own_pieces(world: World, tailor: Tailor) -> dict[str, Piece]:
+    """Every tier's network, tailored: the largest that still fits the tier's device. A tailored one is a network of its own."""
+    return {tier: _own_piece(world, plan, tailor) for tier, plan in world.plans.items()}
+
+
+def _own_piece(world: World, plan: Plan, tailor: Tailor) -> Piece:
+    found = plan.piece
+    for piece in _candidates(plan):
+        found = _tailored(world, plan, piece, tailor)
+        if _fits(plan, found, world):
+            return found
+    if plan.fit is not None:
+        limit = exceeded(plan.profile, world.cost(found), plan.budget)
+        raise InputError(
+            f"with what the method adds, no network of tier {plan.tier.name!r} trains on {plan.profile.name}: too little {limit}",
+            field=f"fleet.tiers ({plan.tier.name})",
+            fix="take a larger device, a smaller network or a smaller batch",
+        )
+    return found
+
+
+def _candidates(plan: Plan) -> Iterator[Piece]:
+    """The tier's own piece, then smaller ones, where there are any."""
+    yield plan.piece
+    if not plan.tier.model:
+        for ratio in sorted(RATIOS, reverse=True):
+            if ratio < plan.ratio:
+                yield Piece(plan.piece.reference, ratio_view(plan.piece.reference, ratio))
+
+
+def _tailored(world: World, plan: Plan, piece: Piece, tailor: Tailor) -> Piece:
+    start = piece.view.extract(piece.reference.initial)
+    module = copy.deepcopy(piece.reference.network(piece.view, start)).to("cpu")
+    with torch_seeded(world.seed, "network", plan.tier.name, "tailored"):
+        made = tailor(module, piece.reference.taps.cut(module))
+    own = Reference(f"{plan.tier.name} (tailored)", made, piece.reference.shape)
+    found = Piece(own, own.full)
+    own.to(str(world.place))
+    world.references[own.name] = own
+    return found
+
+
+def _fits(plan: Plan, piece: Piece, world: World) -> bool:
+    cost = world.cost(piece)
+    if plan.fit is not None:
+        share = min(1.0, plan.tier.memory_mean / 100)
+        return not exceeded(plan.profile, cost, replace(plan.budget, ram_share=share))
+    return bool(plan.tier.model) or cost.params <= plan.cost.params
