@@ -46,7 +46,7 @@ def make_engine(
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES, field="engine.name")
     if device == "cuda":
-        return Inline() if name == "inline" else CudaCohort(settings)
+        return Inline((settings or Settings()).precision) if name == "inline" else CudaCohort(settings)
     if name == "auto":
         name = "pool" if portable and (workers or cores()) > 1 and work_items >= 40 else "inline"
     if name == "ray":

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nestling.engines.engine import blame
+from nestling.engines.precision import allow
 from nestling.engines.programs import Settings, StackProgram, StreamsProgram, program_makers, run_streams
 from nestling.training.client import ClientSide, Outcome, Site, Task
 from nestling.training.group import Group
@@ -37,6 +38,7 @@ class CudaCohort:
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.notes: list[str] = []
+        self._put_back: Callable[[], None] = lambda: None
         self._sights: Counter[Hashable] = Counter()
         self._ways: dict[Hashable, str] = {}
         self._programs: dict[Hashable, list[Program]] = {}
@@ -44,18 +46,15 @@ class CudaCohort:
 
     def open(self, method: ClientSide, site: Site) -> None:
         self._method, self._site = method, site
-        fast = self.settings.precision != "float32"
-        self._before = _switches()
         # Shapes never change in a program, so the fastest kernel for each is worth finding; it may differ from run to run.
-        _switch(fast, fast, fast)
+        self._put_back = allow(self.settings.precision, search=self.settings.precision != "float32")
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
         yield from work_together(self._method, tasks, self._site, self._train, blame)
 
     def close(self) -> None:
         self._programs.clear()
-        if hasattr(self, "_before"):
-            _switch(*self._before)
+        self._put_back()
 
     def _train(self, found: list[Group]) -> list[Losses]:
         """All groups; those that are spread over streams at once, the others one after another."""
@@ -180,15 +179,6 @@ class CudaCohort:
         note = f"{client.reference.name} (width {share:.2f}, {len(group.clients)} clients): {text}"
         if note not in self.notes:
             self.notes.append(note)
-
-
-def _switches() -> tuple[bool, bool, bool]:
-    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
-
-
-def _switch(tf32_products: bool, tf32_convolutions: bool, search: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32_products, tf32_convolutions
-    torch.backends.cudnn.benchmark = search
 
 
 def _wait() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import failed
+from nestling.engines.precision import allow
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
 
 
@@ -14,11 +15,14 @@ class Inline:
 
     lookahead = 0
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str = "float32") -> None:
+        self.precision = precision
         self.notes: list[str] = []
+        self._put_back: Callable[[], None] = lambda: None
 
     def open(self, method: ClientSide, site: Site) -> None:
         keep_freed_memory()
+        self._put_back = allow(self.precision)
         self.method, self.site = method, site
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
@@ -29,4 +33,4 @@ class Inline:
                 raise failed(task, f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Nothing was taken."""
+        self._put_back()

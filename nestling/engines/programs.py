@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from nestling.engines.matrix_conv import use_matrices
+from nestling.training.augment import AUGMENTATIONS
+from nestling.training.device_order import orders
 from nestling.training.group import Group
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Buffers, step
@@ -33,6 +35,9 @@ from nestling.views.flat import Fetched, Stack, flat_of
 WARM_UPS = 2
 WHOLE = 32
 """A phase of up to so many steps is recorded as a whole."""
+
+STAGES = 4
+"""How many rounds may be on their way to the device at once; more than an engine ever starts ahead."""
 
 MANY_NUMBERS = 64
 """The most graphs that are kept for an objective that looks at the number of the batch."""
@@ -54,6 +59,7 @@ class StackProgram:
         self.height, self.layout = height, group.layout
         self.even, self.together = group.schedule.even, _together(group)
         self.phase = _in_precision(group.phase, settings)
+        self.drawn = _drawn(group)
         self.module = copy.deepcopy(group.module)
         if matrices:
             use_matrices(self.module)
@@ -63,9 +69,9 @@ class StackProgram:
         device = group.site.x.device
         self.flat = torch.zeros(1 if self.together else height, self.layout.numel, device=device)
         self.feed = Feed.of(group.part(0, 1))
-        self.plan = _Plan(group, height)
+        self.plan = _DrawnPlan(group, height) if self.drawn else _Plan(group, height)
         self.memory = Buffers.zeros(self.phase.optim, list(self.state.params.values()))
-        self.lr, self.losses = torch.zeros((), device=device), torch.zeros(height, device=device)
+        self.lr, self.losses = _Rate(device), torch.zeros(height, device=device)
         self.out, self.told = torch.zeros(height, self.layout.numel, device=device), torch.zeros(2, height, device=device)
         self._compute = self._gradients(0)
         if settings.compile:
@@ -77,8 +83,10 @@ class StackProgram:
 
     def fits(self, group: Group) -> bool:
         """Whether the program can train this group."""
-        same = self.plan.steps >= group.schedule.steps and self.plan.wide == group.schedule.rows.shape[2]
+        same = self.plan.steps >= group.schedule.steps and self.plan.wide == group.schedule.wide
         same = same and self.together == _together(group)
+        if self.drawn:
+            same = same and _drawn(group) and self.plan.steps == group.schedule.steps
         shared = self.state.shared == frozenset(n for n in group.phase.given if group.shared(n))
         # In a stack of more than twice the height most places would train for nothing.
         high = self.height // 2 <= len(group.clients) <= self.height
@@ -118,7 +126,7 @@ class StackProgram:
             else:
                 kept[: len(group.clients)].copy_(torch.stack([p.given[name] for p in group.phases]))
         self.plan.take(group)
-        self.lr.fill_(group.phase.optim.lr)
+        self.lr.set(group.phase.optim.lr)
 
     def _spread(self) -> None:
         """From the matrix of states into the network's own tensors; everything else back to its start."""
@@ -142,6 +150,7 @@ class StackProgram:
 
     def _phase(self, steps: int) -> None:
         self._spread()
+        self.plan.draw()
         for number in range(steps):
             self._train(number)
         self._collect()
@@ -166,7 +175,7 @@ class StackProgram:
         grads, loss, moved = compute(state.params, state.rest, x, y, rows, None if self.even else mask, state.given)
         params = list(state.params.values())
         before = None if self.even else [t.clone() for t in (*params, *self.memory.tensors())]
-        step(self.phase.optim, params, [grads[n] for n in state.params], self.memory, lr=self.lr, stacked=True)
+        step(self.phase.optim, params, [grads[n] for n in state.params], self.memory, lr=self.lr.tensor, stacked=True)
         for name, tensor in moved.items():
             state.rest[name].copy_(tensor)
         if before is not None:
@@ -204,9 +213,7 @@ class StreamsProgram:
         self.slots: list[_Slot] = []
 
     def fits(self, group: Group) -> bool:
-        return all(
-            slot.plan.steps >= group.schedule.steps and slot.plan.wide == group.schedule.rows.shape[2] for slot in self.slots
-        )
+        return all(slot.plan.steps >= group.schedule.steps and slot.plan.wide == group.schedule.wide for slot in self.slots)
 
     def run(self, group: Group) -> Losses:
         return run_streams([(self, group)])[0]
@@ -269,7 +276,7 @@ class _Slot:
         self.feed = Feed.of(group.part(0, 1))
         self.plan = _Plan(group, 1)
         self.flat = torch.zeros(self.layout.numel, device=device)
-        self.lr, self.losses = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.lr, self.losses = _Rate(device), torch.zeros((), device=device)
         self.buffers = dict(self.module.named_buffers())
         self._numbered = reads_number(group)
         self._steps: dict[tuple[int, int], Callable[[], None]] = {}
@@ -285,7 +292,7 @@ class _Slot:
         for name, kept in self.given.items():
             kept.copy_(group.phase.given[name])
         self.plan.take(group)
-        self.lr.fill_(group.phase.optim.lr)
+        self.lr.set(group.phase.optim.lr)
         self._load()
 
     @torch.no_grad()
@@ -323,7 +330,7 @@ class _Slot:
         x, y = self.feed.gather(places[0, :length], None if draws is None else draws[0, :length])
         if self.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        loss = train_step(self.net, self.phase, Batch(x, y, rows[0, :length], number), self.memory, lr=self.lr)
+        loss = train_step(self.net, self.phase, Batch(x, y, rows[0, :length], number), self.memory, lr=self.lr.tensor)
         self.losses += loss * lengths[0]
         self.plan.now += 1
 
@@ -333,7 +340,7 @@ class _Plan:
 
     def __init__(self, group: Group, height: int) -> None:
         device = group.site.x.device
-        self.steps, self.wide, self.height = group.schedule.steps, group.schedule.rows.shape[2], height
+        self.steps, self.wide, self.height = group.schedule.steps, group.schedule.wide, height
         self.now = torch.zeros(1, dtype=torch.int64, device=device)
         drawn = Feed.of(group.part(0, 1)).draws
         self.each = 0 if drawn is None else drawn.shape[-1]
@@ -344,11 +351,14 @@ class _Plan:
     def take(self, group: Group) -> None:
         feed, plan = Feed.of(group), group.schedule
         parts = [feed.places, plan.rows, *([] if feed.draws is None else [feed.draws]), plan.lengths]
-        table = self._table(plan, parts) if len(group.clients) < self.height or plan.rows.shape[2] < self.wide else None
+        table = self._table(plan, parts) if len(group.clients) < self.height or plan.wide < self.wide else None
         if table is None:
             table = np.concatenate([np.moveaxis(part, 1, 0).reshape(plan.steps, -1) for part in parts], 1)
         ready = torch.from_numpy(table)
         self.table[: plan.steps].copy_(ready.pin_memory() if self.table.is_cuda else ready, non_blocking=True)
+
+    def draw(self) -> None:
+        """The order is there already."""
 
     def _table(self, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
         """The table where not all places are taken."""
@@ -357,7 +367,7 @@ class _Plan:
         column = 0
         for part in parts:
             by_step = np.moveaxis(part, 1, 0).reshape(plan.steps, clients, -1)
-            each = by_step.shape[2] if part is plan.lengths else by_step.shape[2] // plan.rows.shape[2] * self.wide
+            each = by_step.shape[2] if part is plan.lengths else by_step.shape[2] // plan.wide * self.wide
             block = table[:, column : column + self.height * each].reshape(plan.steps, self.height, each)
             block[:, :clients, : by_step.shape[2]] = by_step
             table[:, column : column + self.height * each] = block.reshape(plan.steps, -1)
@@ -373,6 +383,78 @@ class _Plan:
         lengths = line[-self.height :]
         mask = torch.arange(self.wide, device=line.device) < lengths[:, None].clamp(min=1)
         return places, rows, draws, mask, lengths
+
+
+def _drawn(group: Group) -> bool:
+    """Whether the device can draw the order of batches itself, inside the graph of a whole phase."""
+    plan, phase = group.schedule, group.phase
+    simple = phase.source == "private" and AUGMENTATIONS[phase.augment] is None
+    return simple and plan.keys is not None and 0 < plan.steps <= WHOLE
+
+
+class _DrawnPlan(_Plan):
+    """The order of batches where the device draws it: only the clients' rows and the keys of their orders go there."""
+
+    def __init__(self, group: Group, height: int) -> None:
+        super().__init__(group, height)
+        self.epochs = group.phase.epochs
+        self.size = self.steps * self.wide // self.epochs
+        device = group.site.x.device
+        self.own = torch.zeros(height, self.size + 1, dtype=torch.int64, device=device)
+        self.table[:, -height:] = self.wide
+        self._stages = [_Stage(self.own) for _ in range(STAGES)]
+
+    def take(self, group: Group) -> None:
+        stage = self._stages[0]
+        self._stages = [*self._stages[1:], stage]
+        stage.wait()
+        for line, client in zip(stage.array, group.clients, strict=False):
+            line[:-1] = client.rows
+        assert group.schedule.keys is not None
+        stage.array[: len(group.clients), -1] = group.schedule.keys.view(np.int64)
+        stage.send(self.own)
+
+    def draw(self) -> None:
+        own, keys = self.own[:, :-1], self.own[:, -1:]
+        size = self.height * self.wide
+        count = self.steps // self.epochs
+        for epoch in range(self.epochs):
+            order = orders(keys, epoch, self.size)
+            lines = self.table[epoch * count : (epoch + 1) * count]
+            for k, part in enumerate((own.gather(1, order), order)):
+                lines[:, k * size : (k + 1) * size] = (
+                    part.view(self.height, count, self.wide).transpose(0, 1).reshape(count, size)
+                )
+
+
+class _Stage:
+    """A place on the host from which tensors of one form go to the device; it is written to again only after they have left."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.tensor = torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        self.array = self.tensor.numpy()
+        self._event = torch.cuda.Event() if like.is_cuda else None
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def send(self, to: Tensor) -> None:
+        to.copy_(self.tensor, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+
+class _Rate:
+    """A learning rate on the device, sent only when it changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor, self._value = torch.zeros((), device=device), 0.0
+
+    def set(self, value: float) -> None:
+        if value != self._value:
+            self.tensor.fill_(value)
+            self._value = value
 
 
 def _recorded(
@@ -434,7 +516,8 @@ def _zero(memory: Buffers, *tensors: Tensor) -> None:
 def _in_precision(phase: Phase, settings: Settings) -> Phase:
     if settings.precision != "bf16":
         return phase
-    return replace(phase, objective=partial(_autocast, objective=phase.objective))
+    also = None if phase.also is None else partial(_autocast, objective=phase.also)
+    return replace(phase, objective=partial(_autocast, objective=phase.objective), also=also)
 
 
 def _autocast(net: Net, batch: Batch, given: Given, *, objective: Callable[[Net, Batch, Given], Tensor]) -> Tensor:

@@ -92,6 +92,7 @@ def phase_token(phase: Phase) -> Hashable:
     return (
         token(phase.objective),
         token(phase.rule),
+        token(phase.also),
         tuple((hook.layers, token(hook.change)) for hook in phase.hooks),
         (optim.name, optim.momentum, optim.weight_decay, optim.clip, optim.betas, optim.eps, optim.lazy),
         (phase.epochs, phase.batch, phase.steps, phase.source, phase.freeze, phase.drop_last, phase.augment),

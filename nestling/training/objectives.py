@@ -70,9 +70,14 @@ def present_cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
     return batch.mean(F.cross_entropy(net(batch.x) * given["present"], batch.y, reduction="none"))
 
 
-def distillation(teacher: Tensor, student: Tensor, temperature: float = 1.0, batch: Batch | None = None) -> Tensor:
-    """τ²·KL(softmax(teacher/τ) ‖ softmax(student/τ)), mean over the batch: the one convention of all distilling methods."""
+def divergence(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
+    """τ²·KL(softmax(teacher/τ) ‖ softmax(student/τ)) of every sample."""
     log_q = F.log_softmax(student / temperature, dim=-1)
     log_p = F.log_softmax(teacher / temperature, dim=-1)
-    each = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
+
+
+def distillation(teacher: Tensor, student: Tensor, temperature: float = 1.0, batch: Batch | None = None) -> Tensor:
+    """The divergence, mean over the batch: the one convention of all distilling methods."""
+    each = divergence(teacher, student, temperature)
     return each.mean() if batch is None else batch.mean(each)

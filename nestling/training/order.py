@@ -6,46 +6,56 @@ to be drawn in sequence, so the draws of a whole group of clients are made at on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
 from nestling.seeds import derive, numbers
 
-_EPOCH = 2**32
+EPOCH = 2**32
+"""How many numbers an epoch may take."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """Which rows every client of a group trains on, step by step.
 
-    rows:    (clients, steps, batch) numbers of rows; places beyond a batch's length hold 0.
     lengths: (clients, steps) rows in each batch; 0 where a client has no such step.
+    wide:    the rows in the widest batch.
+    draw:    makes `rows`, when somebody asks for them.
+    keys:    where all clients train on the same number of rows in full batches, the keys that their orders are drawn by.
     """
 
-    rows: np.ndarray
     lengths: np.ndarray
+    wide: int
+    draw: Callable[[], np.ndarray]
+    keys: np.ndarray | None = None
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """(clients, steps, batch) numbers of rows; places beyond a batch's length hold 0."""
+        return self.draw()
 
     @property
     def steps(self) -> int:
-        return self.rows.shape[1]
+        return self.lengths.shape[1]
 
     @cached_property
     def even(self) -> bool:
         """Whether all batches of all clients are full."""
-        return bool((self.lengths == self.rows.shape[2]).all())
+        return self.keys is not None or bool((self.lengths == self.wide).all())
 
     @property
     def steps_taken(self) -> list[int]:
         """Each client's number of steps."""
-        return (self.lengths > 0).sum(1).tolist()
+        return [self.steps] * len(self.lengths) if self.even else (self.lengths > 0).sum(1).tolist()
 
     @property
     def samples(self) -> list[int]:
         """How many samples each client sees."""
-        return self.lengths.sum(1).tolist()
+        return [self.steps * self.wide] * len(self.lengths) if self.even else self.lengths.sum(1).tolist()
 
 
 def keys(purpose: str, seed: int, clients: Sequence[int], round: int, phase: int) -> np.ndarray:
@@ -55,7 +65,7 @@ def keys(purpose: str, seed: int, clients: Sequence[int], round: int, phase: int
 
 def orders(keys: np.ndarray, epoch: int, rows: int) -> np.ndarray:
     """(keys, rows) one permutation a key."""
-    return np.argsort(numbers(keys[:, None], counters(epoch * _EPOCH, rows)), axis=1, kind="stable")
+    return np.argsort(numbers(keys[:, None], counters(epoch * EPOCH, rows)), axis=1, kind="stable")
 
 
 def counters(start: int, count: int) -> np.ndarray:
@@ -90,16 +100,22 @@ def schedule(
         rows[own, :total] = np.concatenate(blocks, axis=1)[:, :total]
         full = np.minimum(batch, size - batch * np.arange(count))
         lengths[own, :total] = np.tile(full, len(needed))[:total]
-    return Schedule(rows, lengths)
+    return Schedule(lengths, wide, lambda: rows)
 
 
 def _equal_schedule(keys: np.ndarray, size: int, epochs: int, batch: int, steps: int, count: int) -> Schedule:
     """The batches of clients that all have `size` rows, `count` batches an epoch."""
     total, wide = min(count * epochs, steps) if steps else count * epochs, min(batch, size)
+    lengths = np.broadcast_to(_lengths(size, batch, count, total), (len(keys), total))
+    whole = total == count * epochs and size == count * wide and size > 0
+    return Schedule(lengths, wide, partial(_equal_rows, keys, size, wide, count, total), keys if whole else None)
+
+
+def _equal_rows(keys: np.ndarray, size: int, wide: int, count: int, total: int) -> np.ndarray:
     needed = -(-total // count) if total else 0
     blocks = [_batches(orders(keys, epoch, size), count, wide) for epoch in range(needed)]
     rows = blocks[0] if needed == 1 else np.concatenate(blocks, 1) if needed else np.zeros((len(keys), 0, wide), dtype=np.int64)
-    return Schedule(rows[:, :total], np.broadcast_to(_lengths(size, batch, count, total), (len(keys), total)))
+    return rows[:, :total]
 
 
 @lru_cache(maxsize=64)

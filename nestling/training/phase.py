@@ -34,6 +34,7 @@ class Phase:
     source:  "private" (the client's rows) or "public" (the server's share, without labels).
     rows:    which rows of the public source (None: all); `Batch.rows` counts within them.
     given:   tensors the objective and the rule may read.
+    also:    a second objective; its gradients act only through the rule, which is given them as "also/<name of the parameter>".
     epochs:  passes over the source; `steps` > 0 stops after that many batches.
     freeze:  prefixes of parameter names that are not trained.
     augment: what happens to the inputs of every batch (see `augment`).
@@ -47,6 +48,7 @@ class Phase:
     source: str = "private"
     given: Mapping[str, Tensor] = field(default_factory=dict)
     rule: GradientRule | None = None
+    also: Objective | None = None
     hooks: tuple[Hook, ...] = ()
     freeze: tuple[str, ...] = ()
     drop_last: bool = False

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, grad, grad_and_value, vmap
 
 from nestling.seeds import numbers
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.client import public_of
 from nestling.training.group import Group
-from nestling.training.objectives import Batch, Net
+from nestling.training.objectives import Batch, Net, Objective
 from nestling.training.optimisers import Buffers, step
 from nestling.training.order import Schedule, counters, keys
 from nestling.training.phase import Phase
 from nestling.training.together import Losses
-from nestling.training.trainer import hooked, trained
+from nestling.training.trainer import hooked, trained, with_second
 from nestling.views.flat import FetchedRow, Layout, Stack, flat_of
 
 Tensors = dict[str, Tensor]
@@ -76,7 +76,7 @@ def train_stack(group: Group) -> Losses:
     total = torch.zeros(len(group.clients), device=site.x.device)
     with hooked(group.module, phase):
         for number in range(plan.steps):
-            for which, masked in parts(plan.lengths[:, number], plan.rows.shape[2], maskable):
+            for which, masked in parts(plan.lengths[:, number], plan.wide, maskable):
                 some = None if which is None else torch.from_numpy(which).to(site.x.device)
                 part = state.at(some)
                 batch = feed.batch(number, which, masked)
@@ -120,17 +120,23 @@ def gradients(module: nn.Module, phase: Phase, part: Stacked, *, masked: bool, n
     """The function from stacked (params, rest, x, y, rows, mask, given) to (gradients, losses, what the network changed itself)."""
     inside = _Inside(module)
 
-    def loss_of(params: Tensors, rest: Tensors, x: Tensor, y: Tensor, rows: Tensor, mask: Tensor | None, given: Tensors) -> Any:
-        def run(inner: nn.Module) -> Tensor:
-            return phase.objective(Net(inner, params), Batch(x, y, rows, number, mask), given)
+    def loss_of(objective: Objective) -> Callable[..., Any]:
+        def loss(params: Tensors, rest: Tensors, x: Tensor, y: Tensor, rows: Tensor, mask: Tensor | None, given: Tensors) -> Any:
+            def run(inner: nn.Module) -> Tensor:
+                return objective(Net(inner, params), Batch(x, y, rows, number, mask), given)
 
-        tensors = {f"inner.{name}": t for name, t in {**rest, **params}.items()}
-        return functional_call(inside, tensors, (run,)), {name: rest[name] for name in part.moving}
+            tensors = {f"inner.{name}": t for name, t in {**rest, **params}.items()}
+            return functional_call(inside, tensors, (run,)), {name: rest[name] for name in part.moving}
+
+        return loss
 
     def one(params: Tensors, rest: Tensors, *batch: Any) -> Any:
-        grads, (loss, moved) = grad_and_value(loss_of, has_aux=True)(params, rest, *batch)
+        grads, (loss, moved) = grad_and_value(loss_of(phase.objective), has_aux=True)(params, rest, *batch)
         if phase.rule is not None:
-            grads = phase.rule(params, grads, batch[-1])
+            given = batch[-1]
+            if phase.also is not None:
+                given = with_second(given, grad(loss_of(phase.also), has_aux=True)(params, rest, *batch)[0])
+            grads = phase.rule(params, grads, given)
         return grads, loss, moved
 
     given = {name: None if name in part.shared else 0 for name in part.given}
@@ -272,9 +278,8 @@ def augmentation_draws(group: Group) -> np.ndarray | None:
     if augment is None:
         return None
     plan, batch = group.schedule, group.phase.batch
-    wide = plan.rows.shape[2]
     own = keys("augment", group.site.seed, [c.id for c in group.clients], group.clients[0].round, group.number)
-    chance = numbers(own[:, None], counters(0, plan.steps * batch)).reshape(len(own), plan.steps, batch)[:, :, :wide]
+    chance = numbers(own[:, None], counters(0, plan.steps * batch)).reshape(len(own), plan.steps, batch)[:, :, : plan.wide]
     return augment.draws(chance)
 
 
@@ -344,4 +349,6 @@ def _objective_on(group: Group, batch: Batch) -> Tensor:
     client = group.clients[0]
     module = copy.deepcopy(client.reference.network(client.view, client.weights)).train()
     with torch.no_grad(), hooked(module, group.phase):
-        return group.phase.objective(Net(module, trained(module, group.phase)), batch, group.phase.given)
+        net, phase = Net(module, trained(module, group.phase)), group.phase
+        both = [phase.objective, *([] if phase.also is None else [phase.also])]
+        return torch.stack([objective(net, batch, phase.given) for objective in both])

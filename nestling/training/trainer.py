@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nestling.seeds import numbers, torch_seeded
 from nestling.training.augment import AUGMENTATIONS
-from nestling.training.objectives import Batch, Net
+from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Buffers, step
 from nestling.training.order import Schedule, counters, keys, schedule
 from nestling.training.phase import Phase
@@ -53,13 +53,26 @@ def train_step(net: Net, phase: Phase, batch: Batch, buffers: Buffers, lr: Tenso
     """One update of the network on one batch; gives the loss. `lr` stands in for the optimiser's own where it must be a tensor."""
     leaves = list(net.params.values())
     loss = phase.objective(net, batch, phase.given)
-    raw = torch.autograd.grad(loss, leaves, allow_unused=True)
-    grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, raw, strict=True)]
+    grads = _gradients(loss, leaves)
     if phase.rule is not None:
-        ruled = phase.rule(net.params, dict(zip(net.params, grads, strict=True)), phase.given)
+        given = phase.given
+        if phase.also is not None:
+            second = _gradients(phase.also(net, batch, given), leaves)
+            given = with_second(given, dict(zip(net.params, second, strict=True)))
+        ruled = phase.rule(net.params, dict(zip(net.params, grads, strict=True)), given)
         grads = [ruled[name] for name in net.params]
     step(phase.optim, leaves, grads, buffers, lr=lr)
     return loss.detach()
+
+
+def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    raw = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, raw, strict=True)]
+
+
+def with_second(given: Given, second: Mapping[str, Tensor]) -> Given:
+    """What a rule is given where its phase has a second objective."""
+    return {**given, **{f"also/{name}": grad for name, grad in second.items()}}
 
 
 def trained(module: nn.Module, phase: Phase) -> dict[str, Tensor]:

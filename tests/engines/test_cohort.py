@@ -34,6 +34,7 @@ from tests.small import small, tasks_of
 TIERS = (Tier(name="small", ratio=0.25, count=4), Tier(name="large", ratio=1.0, count=3))
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5)},
+    "full batches, two epochs": {"train": Train(epochs=2, batch=20, lr=0.01, augment="none")},
     "unequal sizes": {"split": SplitConfig(kind="quantity", alpha=8.0, min_size=5), "train": Train(epochs=1, batch=90, lr=0.01)},
     "adam, decay, clipping": {"train": Train(epochs=1, batch=16, optimizer="adam", lr=1e-3, weight_decay=1e-2, clip=1.0)},
     "batch norm, short batches": {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from nestling.training import device_order
 from nestling.training.order import keys, order, orders, schedule
 
 
@@ -47,3 +49,10 @@ def test_even_means_that_all_batches_are_full() -> None:
     assert schedule(keys("order", 0, [1, 2], 1, 0), [20, 20], epochs=2, batch=5).even
     assert not schedule(keys("order", 0, [1, 2], 1, 0), [20, 21], epochs=2, batch=5).even
     assert not schedule(keys("order", 0, [1, 2], 1, 0), [20, 15], epochs=1, batch=5).even
+
+
+@pytest.mark.parametrize(("epoch", "rows"), [(0, 50), (3, 50), (7, 33), (2**20, 5)])
+def test_a_device_draws_the_same_order(epoch: int, rows: int) -> None:
+    own = keys("order", 3, range(40), 5, 1)
+    drawn = device_order.orders(torch.from_numpy(own.view(np.int64))[:, None], epoch, rows)
+    assert np.array_equal(drawn.numpy(), orders(own, epoch, rows))
