@@ -132,6 +132,28 @@ def report(
 
 
 @app.command()
+def analyse(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    clients: Annotated[int, typer.Option(help="How many clients' models, spread over the tiers.")] = 10,
+    rows: Annotated[int, typer.Option(help="How many rows of the test set, the same of every class.")] = 250,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the analysis as a page of its own.")] = None,
+) -> None:
+    """Compare the clients' models of a run: how alike they see (CKA, maps) and what they say; its report then shows it."""
+    from nestling.analysing import write_analysis
+    from nestling.progress import step_watcher
+    from nestling.report.page import write_analysis_page, write_report
+
+    with step_watcher() as step:
+        found = write_analysis(folder, clients=clients, rows=rows, step=step)
+    for remark in found["notes"]:
+        print(remark)
+    print(f"analysis: {folder / 'analysis.json'}")
+    print(f"report: {write_report(folder)}")
+    if out is not None:
+        print(f"page: {write_analysis_page(folder, out)}")
+
+
+@app.command()
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders.")],
     out: Annotated[Path | None, typer.Option(help="Also write the comparison as a page.")] = None,

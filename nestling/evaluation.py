@@ -99,7 +99,7 @@ def _test_client(method: Method, world: World, bench: Bench, device: Device, tes
     hits = _known_hits(model, tested, world, bench)
     held_out = world.split.holdout(device.id)
     if len(held_out):
-        module = _ready(model, world, bench)
+        module = ready(model, bench)
         index = torch.from_numpy(np.asarray(held_out)).to(bench.x.device)
         personal = float((_predict(module, bench.x[index], bench.batch) == bench.y[index]).float().mean())
     else:
@@ -108,10 +108,11 @@ def _test_client(method: Method, world: World, bench: Bench, device: Device, tes
 
 
 def _hits(model: Model, world: World, bench: Bench) -> Tensor:
-    return _predict(_ready(model, world, bench), bench.x_test, bench.batch) == bench.y_test
+    return _predict(ready(model, bench), bench.x_test, bench.batch) == bench.y_test
 
 
-def _ready(model: Model, world: World, bench: Bench) -> nn.Module:
+def ready(model: Model, bench: Bench) -> nn.Module:
+    """A model's network as it is tested: calibrated where it must be. The next model of the same view takes it over."""
     module = model.reference.network(model.view, model.state)
     if _calibrated(module):
         module = calibrate(module, (bench.x[rows] for rows in bench.calibration.split(bench.batch)))

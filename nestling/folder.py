@@ -2,7 +2,7 @@
 
 experiment.toml (the complete description), federation.json (what fits where, the split), metrics.jsonl (a line a round),
 checkpoint.bin, clients/ (what clients keep), events (TensorBoard reads along), and at the end summary.json, global.safetensors and
-report.html.
+report.html; `nestling analyse` adds analysis.json.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ class RunFolder:
         self._lock: int | None = None
         self._events: EventFile | None = None
 
-    def take(self) -> RunFolder:
+    def take(self, field: str = "--resume") -> RunFolder:
         """Takes the folder for this process; a second one is refused."""
         lock = os.open(self.path, os.O_RDONLY)  # the folder itself, since its files are replaced as they change
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)
-            raise InputError(
-                f"another process is running in {self.path}", field="--resume", fix="wait for it, or stop it"
-            ) from None
+            raise InputError(f"another process is running in {self.path}", field=field, fix="wait for it, or stop it") from None
         self._lock = lock
         return self
 
@@ -118,10 +116,10 @@ def create(path: Path, files: dict[str, str]) -> RunFolder:
     return RunFolder(path)
 
 
-def reopen(path: Path) -> RunFolder:
+def reopen(path: Path, field: str = "--resume") -> RunFolder:
     """The folder of an earlier run."""
     if not (path / "experiment.toml").is_file():
-        raise InputError(f"{path} is not a run folder", field="--resume", fix="name a folder that holds experiment.toml")
+        raise InputError(f"{path} is not a run folder", field=field, fix="name a folder that holds experiment.toml")
     return RunFolder(path)
 
 

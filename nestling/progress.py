@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +78,16 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         console.print(f"[yellow]round {round}: the reply of client {client} was refused: {reason}[/yellow]")
 
     return Watcher(started, client, round_, refusal, lambda text: console.print(f"[dim]{escape(text)}[/dim]"))
+
+
+@contextmanager
+def step_watcher() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for what goes in steps, told (what, done, of); nothing where there is no terminal."""
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("setting up", total=None)
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
 
 
 def show_result(result: Result) -> None:

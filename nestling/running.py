@@ -89,21 +89,42 @@ def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple
             )
     home = folder.reopen(Path(path)).take()
     try:
-        experiment = Experiment.read(home.path / "experiment.toml", overrides)
-        saved = checkpoint.load(home.path)
         with _one_thread():
-            store = ClientStore(home.path / "clients")
-            store.resume(saved[1].round if saved else 0)
-            settled, federation = assemble(experiment, store)
-            if saved:
-                place = federation.world.place
-                federation.method.restore({k: {n: t.to(place) for n, t in part.items()} for k, part in saved[0].items()})
-                federation.totals = saved[1]
+            settled, federation = _restored(home, overrides)
             if overrides:
                 home.write("experiment.toml", settled.to_toml())
             return _play(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
     finally:
         home.close()
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[Result]:
+    """The result of the run in a folder as of its last checkpoint, for looking at its models; no round is played. The folder is this
+    process's while the block lasts."""
+    home = folder.reopen(Path(path), field="RUN").take(field="RUN")
+    try:
+        if not checkpoint.exists(home.path):
+            raise InputError(f"the run in {home.path} has not finished a round", field="RUN", fix="go on with it: --resume")
+        # How the clients were trained does not matter here, and what trained them may be missing on this machine.
+        federation = _restored(home, ("engine.name=auto", "engine.device=auto"))[1]
+        yield Result(home.read_json("summary.json") or {}, home.metrics(), home.path, federation)
+    finally:
+        home.close()
+
+
+def _restored(home: RunFolder, overrides: tuple[str, ...]) -> tuple[Experiment, Federation]:
+    """The federation of a folder's run, as of its last checkpoint."""
+    experiment = Experiment.read(home.path / "experiment.toml", overrides)
+    saved = checkpoint.load(home.path)
+    store = ClientStore(home.path / "clients")
+    store.resume(saved[1].round if saved else 0)
+    settled, federation = assemble(experiment, store)
+    if saved:
+        place = federation.world.place
+        federation.method.restore({k: {n: t.to(place) for n, t in part.items()} for k, part in saved[0].items()})
+        federation.totals = saved[1]
+    return settled, federation
 
 
 def _play(

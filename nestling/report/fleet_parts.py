@@ -100,7 +100,7 @@ def split_part(run: Run, rows: Sequence[Row]) -> str:
     labels = {row["tier"]: row["label"] for row in rows}
     clients.sort(key=lambda client: order.get(str(client.get("tier")), len(order)))
     counts = [[_count(client["counts"], index) for client in clients] for index in range(len(names))]
-    groups = _groups(clients, order, labels)
+    groups = tier_groups(clients, order, labels)
     title = "Samples of each class on each client"
     image = heat_map(
         counts,
@@ -114,7 +114,7 @@ def split_part(run: Run, rows: Sequence[Row]) -> str:
     )
     body = (
         f'<figure class="card"><div class="scroll plot" tabindex="0" role="region" aria-label="{title}">{image}</div>'
-        f"{_group_legend(groups)}{_shades(counts)}</figure>"
+        f"{group_legend(groups)}{_shades(counts)}</figure>"
     )
     return section("split", "Data split", _split_lead(split, len(clients)), body)
 
@@ -140,7 +140,8 @@ def _split_lead(split: Row, shown: int) -> str:
     return "; ".join(parts) + "."
 
 
-def _groups(clients: Sequence[Row], order: Mapping[str, int], labels: Mapping[str, str]) -> list[Group]:
+def tier_groups(clients: Sequence[Row], order: Mapping[str, int], labels: Mapping[str, str]) -> list[Group]:
+    """Neighbouring clients of one tier."""
     groups: list[Group] = []
     for client in clients:
         tier = str(client.get("tier"))
@@ -150,7 +151,8 @@ def _groups(clients: Sequence[Row], order: Mapping[str, int], labels: Mapping[st
     return groups
 
 
-def _group_legend(groups: Sequence[Group]) -> str:
+def group_legend(groups: Sequence[Group]) -> str:
+    """Which colour marks which tier."""
     keys = "".join(
         f'<li><span class="block {style_class(group.style)}"></span><span class="who">{esc(group.label)}</span> '
         f"<b>{plural(group.columns, 'client')}</b></li>"

@@ -1,10 +1,10 @@
-"""Reading a run folder: its four plain files, checked, and its summary even while the run is still going."""
+"""Reading a run folder: its plain files, checked, and its summary even while the run is still going."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What lies in one run folder. `metrics` is in order of rounds; `summary` and `federation` are empty where absent."""
+    """What lies in one run folder. `metrics` is in order of rounds; the JSON files are empty where absent."""
 
     folder: Path
     config_text: str
@@ -25,6 +25,7 @@ class Run:
     metrics: list[Record]
     summary: Record
     federation: Record
+    analysis: Record = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -47,6 +48,7 @@ def read_run(folder: Path) -> Run:
         metrics,
         _object(folder / "summary.json"),
         _object(folder / "federation.json"),
+        _object(folder / "analysis.json"),
     )
 
 

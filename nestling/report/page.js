@@ -101,10 +101,10 @@
     });
   };
 
-  const cellReadOut = (svg) => {
+  const titleReadOut = (svg) => {
     const sheet = sheetOver(svg);
     sheet.addEventListener("pointermove", (event) => {
-      const hit = document.elementsFromPoint(event.clientX, event.clientY).find((element) => element.matches("rect.cell, rect.strip"));
+      const hit = document.elementsFromPoint(event.clientX, event.clientY).find((element) => element.matches("rect.cell, rect.strip, .points .dot"));
       const title = hit && hit.querySelector("title");
       if (!title) { hideTip(); return; }
       tip.box.replaceChildren(title.textContent);
@@ -119,7 +119,7 @@
     tip.box.setAttribute("aria-hidden", "true");
     document.querySelectorAll("table.sortable").forEach(sortable);
     document.querySelectorAll("svg[data-read-out]").forEach(lineReadOut);
-    document.querySelectorAll("svg.heat").forEach(cellReadOut);
+    document.querySelectorAll("svg.heat, svg.points").forEach(titleReadOut);
     addEventListener("scroll", hideTip, { passive: true });
   });
 })();

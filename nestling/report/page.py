@@ -17,7 +17,7 @@ from nestling.errors import InputError
 from nestling.report.comparison import COMPARISON_PARTS, Entry, cautions, comparison_body, comparison_rows, comparison_title
 from nestling.report.folder import Run, read_run, summarise
 from nestling.report.markup import esc
-from nestling.report.run_page import RUN_PARTS, run_body, run_title
+from nestling.report.run_page import RUN_PARTS, analysis_body, run_body, run_title
 
 _ICON = (
     b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M1 7a7 7 0 0 0 14 0z" fill="#0b63b0"/>'
@@ -28,15 +28,24 @@ _ICON = (
 def write_report(folder: Path) -> Path:
     """Write `folder`/report.html for the run in `folder`, finished or not, and give its path."""
     run = read_run(Path(folder))
-    return _write(run.folder / "report.html", _page(run_title(run), RUN_PARTS, run_body(run)))
+    body = run_body(run)
+    return _write(run.folder / "report.html", _page(run_title(run), _parts_in(body, RUN_PARTS), body))
+
+
+def write_analysis_page(folder: Path, out: Path) -> Path:
+    """Write the analysis of the run in `folder` as a page of its own to the file `out`, and give its path."""
+    run = read_run(Path(folder))
+    body = analysis_body(run)
+    if not body:
+        raise InputError("the run folder has no analysis", field=str(folder), fix="make one: nestling analyse RUN")
+    return _write(Path(out), _page(run_title(run), _parts_in(body, RUN_PARTS), body))
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     """Write one page to the file `out` that compares the runs in `folders`, and give its path."""
     runs = _different_runs(folders)
     body = comparison_body(runs)
-    parts = [part for part in COMPARISON_PARTS if f'<section id="{part[0]}"' in body]
-    return _write(Path(out), _page(comparison_title(runs), parts, body))
+    return _write(Path(out), _page(comparison_title(runs), _parts_in(body, COMPARISON_PARTS), body))
 
 
 def compare_runs(folders: Sequence[Path]) -> tuple[Table, list[str]]:
@@ -53,6 +62,10 @@ def _different_runs(folders: Sequence[Path]) -> list[Run]:
     if not different:
         raise InputError("nothing to compare", fix="give at least one run folder")
     return [read_run(folder) for folder in reversed(different.values())]
+
+
+def _parts_in(body: str, parts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [part for part in parts if f'<section id="{part[0]}"' in body]
 
 
 def _page(title: str, parts: Sequence[tuple[str, str]], body: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nestling.report.analysis_part import analysis_part
 from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
 from nestling.report.fleet_parts import device_part, fit_part, split_part
 from nestling.report.folder import Run, is_behind, last_best, listed, mapping, summarise, tier_block, traffic_totals
@@ -21,6 +22,7 @@ RUN_PARTS = [
     ("fit", "What fits"),
     ("split", "Data split"),
     ("devices", "Devices"),
+    ("analysis", "Clients compared"),
     ("rounds", "Rounds"),
     ("origin", "Configuration"),
 ]
@@ -57,10 +59,18 @@ def run_body(run: Run) -> str:
             fit_part(run, rows),
             split_part(run, rows),
             device_part(rows),
+            analysis_part(run, rows),
             _rounds(run),
             _origin(run, summary),
         ]
     )
+
+
+def analysis_body(run: Run) -> str:
+    """The page of the analysis alone; nothing where the run has none."""
+    summary = summarise(run)
+    part = analysis_part(run, tier_rows(summary, run.federation))
+    return _header(run, summary) + part if part else ""
 
 
 def _header(run: Run, summary: Row) -> str:

@@ -1,4 +1,4 @@
-"""Charts as static SVG text: lines, a heat map, bars against a limit.
+"""Charts as static SVG text: lines, heat maps, bars against a limit, a map of points.
 
 Pure functions without a plotting library. Colours are classes (`s0` … `s7`, `ink`) that the page's style sheet
 fills in for light and dark; a series is told apart by its dash and its marker as well, never by colour alone.
@@ -23,6 +23,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 20, 16, 50
 _MOST_POINTS = 400
 _MOST_MARKERS = 12
 _MOST_TITLED_CELLS = 5000
+_ROOM_FOR_A_NUMBER = 30
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,18 @@ class Group:
     label: str
     style: int
     columns: int
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A point of a map: where, what its colour and its shape stand for, and what is said of it. Colours past the last come again as
+    outlines."""
+
+    x: float
+    y: float
+    colour: int
+    shape: int
+    note: str
 
 
 def line_chart(series: Sequence[Series], *, title: str, desc: str, x: Axis, y: Axis, ident: str) -> str:
@@ -121,15 +134,78 @@ def heat_map(
                     f'<rect class="cell mark" x="{left + c * wide:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" '
                     f'height="{tall - 1:.1f}" fill-opacity="{shade(value, most):.2f}">{note}</rect>'
                 )
-    every = math.ceil((10 + 7 * max((len(name) for name in columns), default=1)) / wide)
-    below = top + tall * len(rows)
-    body += [
-        f'<text class="tick" x="{left + (c + 0.5) * wide:.1f}" y="{below + 17:.1f}" text-anchor="middle">{_esc(name)}</text>'
-        for c, name in enumerate(columns)
-        if c % every == 0
-    ]
-    body.append(f'<text class="axis" x="{left:.1f}" y="{below + 35:.1f}">client</text>')
+    body += _column_names(columns, left, wide, top + tall * len(rows))
     return _frame("heat", width, height, title, desc, ident, "".join(body), f' width="{width:.0f}" height="{height:.0f}"')
+
+
+def pair_map(
+    values: Sequence[Sequence[float | None]],
+    *,
+    names: Sequence[str],
+    groups: Sequence[Group],
+    tell: Callable[[float], str],
+    title: str,
+    desc: str,
+    ident: str,
+) -> str:
+    """`values[row][column]`, from 0 to 1, of every two clients, written into the cells where there is room; None leaves a gap."""
+    size = _clamp(400 / max(len(names), 1), 10, 40)
+    left, top = 14 + 7.2 * max((len(_cut(name)) for name in names), default=1), 14.0
+    side = size * len(names)
+    written = size >= _ROOM_FOR_A_NUMBER
+    # Text in a cell stays readable on the strongest shade, light or dark.
+    strongest = 0.55 if written else 1.0
+    body = [f'<rect class="field" x="{left:.1f}" y="{top:.1f}" width="{side:.1f}" height="{side:.1f}"/>']
+    body += _group_strips(groups, left, size)
+    for r, name in enumerate(names):
+        y = top + r * size
+        if r % math.ceil(13 / size) == 0:
+            body.append(
+                f'<text class="tick" x="{left - 7:.1f}" y="{y + size / 2 + 4:.1f}" text-anchor="end">{_esc(_cut(name))}</text>'
+            )
+        for c, value in enumerate(values[r]):
+            if value is None:
+                continue
+            x = left + c * size
+            note = f"<title>clients {_esc(name)} and {_esc(names[c])}: {_esc(tell(value))}</title>"
+            body.append(
+                f'<rect class="cell mark" x="{x:.1f}" y="{y:.1f}" width="{size - 1:.1f}" height="{size - 1:.1f}" '
+                f'fill-opacity="{strongest * _clamp(value, 0, 1):.2f}">{note}</rect>'
+            )
+            if written:
+                middle = f'x="{x + (size - 1) / 2:.1f}" y="{y + size / 2 + 3.5:.1f}"'
+                body.append(f'<text class="in" {middle} text-anchor="middle" aria-hidden="true">{value:.2f}</text>')
+    body += _column_names(names, left, size, top + side)
+    width, height = left + side + 2, top + side + 40
+    return _frame("heat", width, height, title, desc, ident, "".join(body), f' width="{width:.0f}" height="{height:.0f}"')
+
+
+def point_map(dots: Sequence[Dot], labels: Sequence[tuple[float, float, str]], *, title: str, desc: str, ident: str) -> str:
+    """Points in the plane, both directions in the same measure, with words where they belong."""
+    if not dots:
+        raise ValueError("a map needs at least one point")
+    width, height, edge = 520, 400, 14
+    xs, ys = [dot.x for dot in dots], [dot.y for dot in dots]
+    by = max((max(xs) - min(xs)) / (width - 2 * edge), (max(ys) - min(ys)) / (height - 2 * edge)) or 1.0
+    middle = ((max(xs) + min(xs)) / 2, (max(ys) + min(ys)) / 2)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return width / 2 + (x - middle[0]) / by, height / 2 - (y - middle[1]) / by
+
+    body = [f'<rect class="field" x="0" y="0" width="{width}" height="{height}" rx="6"/>']
+    body += [_shape(*place(dot.x, dot.y), dot.shape, _colour(dot.colour), dot.note) for dot in dots]
+    for x, y, text in labels:
+        across, down = place(x, y)
+        body.append(
+            f'<text class="label" x="{across:.1f}" y="{down + 4:.1f}" text-anchor="middle" aria-hidden="true">{_esc(_cut(text))}</text>'
+        )
+    return _frame("points", width, height, title, desc, ident, "".join(body))
+
+
+def dot_key(colour: int, shape: int) -> str:
+    """The legend's key for a dot of a map; colour `INK` where only the shape counts."""
+    kind = style_class(INK) if colour == INK else _colour(colour)
+    return f'<svg class="swatch" viewBox="0 0 14 14" width="14" height="14" aria-hidden="true">{_shape(7, 7, shape, kind)}</svg>'
 
 
 def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> str:
@@ -286,8 +362,26 @@ def _group_strips(groups: Sequence[Group], left: float, wide: float) -> list[str
     return strips
 
 
+def _column_names(columns: Sequence[str], left: float, wide: float, below: float) -> list[str]:
+    """As many of the names as there is room for, and what they are."""
+    every = math.ceil((10 + 7 * max((len(name) for name in columns), default=1)) / wide)
+    names = [
+        f'<text class="tick" x="{left + (c + 0.5) * wide:.1f}" y="{below + 17:.1f}" text-anchor="middle">{_esc(name)}</text>'
+        for c, name in enumerate(columns)
+        if c % every == 0
+    ]
+    return [*names, f'<text class="axis" x="{left:.1f}" y="{below + 35:.1f}">client</text>']
+
+
+def _colour(number: int) -> str:
+    return style_class(number) + (" hollow" if number // COLOURS % 2 else "")
+
+
 def _marker(x: float, y: float, style: int, note: str = "") -> str:
-    shape = "circle" if style == INK else MARKERS[style % len(MARKERS)]
+    return _shape(x, y, 0 if style == INK else style, style_class(style), note)
+
+
+def _shape(x: float, y: float, shape: int, kind: str, note: str = "") -> str:
     r = 3.4
     path = {
         "circle": f"m{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
@@ -297,9 +391,9 @@ def _marker(x: float, y: float, style: int, note: str = "") -> str:
         "down": f"m0 {r + 1}l{r + 0.8} {-2 * r}h{-2 * r - 1.6}z",
         "plus": "m-1.2 -4.4h2.4v3.2h3.2v2.4h-3.2v3.2h-2.4v-3.2h-3.2v-2.4h3.2z",
         "cross": "m0 -1.7l2.4 -2.4l1.7 1.7l-2.4 2.4l2.4 2.4l-1.7 1.7l-2.4 -2.4l-2.4 2.4l-1.7 -1.7l2.4 -2.4l-2.4 -2.4l1.7 -1.7z",
-    }[shape]
+    }[MARKERS[shape % len(MARKERS)]]
     title = f"<title>{_esc(note)}</title>" if note else ""
-    return f'<path class="mark dot {style_class(style)}" d="M{x:.1f} {y:.1f}{path}">{title}</path>'
+    return f'<path class="mark dot {kind}" d="M{x:.1f} {y:.1f}{path}">{title}</path>'
 
 
 def _dash(style: int) -> str:

@@ -134,6 +134,40 @@ def write_run(
     return folder
 
 
+def write_analysis(folder: Path, *, clients: int = 5, rows: int = 20, classes: int = 10) -> Path:
+    """An analysis in a run folder: the first client has no convolution."""
+    noise = stream(0, "made-up analysis")
+    tiers = sorted(at % len(TIERS) for at in range(clients))
+    draw = noise.uniform(0, 1, (3, clients, clients)).round(3)
+    matrices = [
+        [[1.0 if a == b else float(m[min(a, b), max(a, b)]) for b in range(clients)] for a in range(clients)] for m in draw
+    ]
+    gaps = [[None if 0 in (a, b) else value for b, value in enumerate(row)] for a, row in enumerate(matrices[0])]
+    whole = list(range(clients))
+    found = {
+        "round": 20,
+        "class_names": [f"c{c}" for c in range(classes)],
+        "rows": [100 + row for row in range(rows)],
+        "labels": [row * classes // rows for row in range(rows)],
+        "clients": [{"id": 10 + at, "tier": TIERS[tier]["name"], "params": 1000 + at} for at, tier in enumerate(tiers)],
+        "cka": {"first": gaps, "features": matrices[1]},
+        "agreement": {"equal": matrices[0], "kl": matrices[1], "js": matrices[2], "right": [0.5] * clients},
+        "maps": [
+            {
+                "stage": stage,
+                "how": "t-SNE",
+                "clients": who,
+                "rows": list(range(0, rows, 2)),
+                "at": noise.normal(0, 30, (len(who), len(range(0, rows, 2)), 2)).round(3).tolist(),
+            }
+            for stage, who in (("features", whole), ("logits", whole), ("first", whole[1:]))
+        ],
+        "notes": ["Client 99 is left out."],
+    }
+    (folder / "analysis.json").write_text(json.dumps(found))
+    return folder
+
+
 def change(path: Path, **fields: Any) -> None:
     """Rewrite a JSON file with some top-level fields changed."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
