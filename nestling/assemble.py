@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from nestling.data import Dataset, load, make_split, take_public
 from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
+from nestling.devices.fit import exceeded
 from nestling.engines import Settings, choose_device, make_engine
 from nestling.errors import InputError
 from nestling.evaluation import Bench, panel
@@ -21,7 +23,7 @@ from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore
 from nestling.training.client import Site
 from nestling.views import Reference
-from nestling.world import World, plan_tiers
+from nestling.world import Piece, World, piece_cost, plan_tiers
 
 DEFAULT_FLEET_SIZE = 20
 
@@ -34,7 +36,7 @@ def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[
     place = choose_device(experiment.engine.name, experiment.engine.device)
     experiment = _settle_model(experiment, dataset)
     main = _main_network(experiment, dataset)
-    experiment = _settle_fleet(experiment, dataset, main)
+    experiment = _settle_networks(_settle_fleet(experiment, dataset, main), dataset)
     fleet = make_fleet(experiment.fleet, experiment.seed)
     split = make_split(
         experiment.split,
@@ -137,6 +139,40 @@ def _default_tiers(experiment: Experiment, dataset: Dataset, main: Reference, si
             continue
     total = sum(tier.share for tier in possible)
     return tuple(replace(tier, share=tier.share / total) for tier in possible)
+
+
+def _settle_networks(experiment: Experiment, dataset: Dataset) -> Experiment:
+    """The experiment in which every tier that names only a device has the largest network of the fleet's list that fits it."""
+    listed = experiment.fleet.networks
+    if not listed:
+        return experiment
+    profiles = make_fleet(experiment.fleet, experiment.seed).profiles
+    budget = _budget(experiment, dataset)
+    built = [(n, _listed_network(n, k, dataset, experiment.seed)) for k, n in enumerate(listed)]
+    built.sort(key=lambda pair: -piece_cost(Piece(pair[1], pair[1].full)).params)
+    tiers = []
+    for number, (tier, profile) in enumerate(zip(experiment.fleet.tiers, profiles, strict=True)):
+        if tier.device and not tier.model and not tier.ratio:
+            limits = replace(budget, ram_share=min(1.0, tier.memory_mean / 100))
+            found = next((n for n, r in built if not exceeded(profile, piece_cost(Piece(r, r.full)), limits)), None)
+            if found is None:
+                raise InputError(
+                    f"none of the fleet's networks trains on {profile.name}",
+                    field=f"fleet.tiers[{number}] ({tier.name})",
+                    fix="list a smaller network in fleet.networks",
+                )
+            options = {key: value for key, value in found.items() if key != "name"}
+            tier = replace(tier, model=found["name"], model_options=options)
+        tiers.append(tier)
+    return experiment.with_changes(fleet=replace(experiment.fleet, tiers=tuple(tiers), networks=()))
+
+
+def _listed_network(table: dict[str, Any], number: int, dataset: Dataset, seed: int) -> Reference:
+    options = {key: value for key, value in table.items() if key != "name"}
+    try:
+        return reference_network(table["name"], options, dataset.shape, dataset.classes, seed, f"listed {number}")
+    except InputError as error:
+        raise InputError(str(error), field=f"fleet.networks[{number}]") from None
 
 
 def _budget(experiment: Experiment, dataset: Dataset) -> Budget:

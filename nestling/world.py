@@ -20,6 +20,7 @@ from nestling.errors import InputError
 from nestling.store import ClientStore
 from nestling.training.phase import Train
 from nestling.views import Reference, State, View, prefix, to_spec
+from nestling.views.depth import depth_views
 
 MEMORY_STEPS = 32
 """Free memory is rounded down to this many steps, so that a fleet whose memory changes meets few different pieces."""
@@ -52,7 +53,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a tier trains and why it fits. `ratio` is the width ratio (1 for a network of its own)."""
+    """What a tier trains and why it fits. `ratio` is the tier's or that of the width that fits (1 for a network of its own)."""
 
     tier: Tier
     profile: Profile
@@ -177,7 +178,7 @@ def _plan(tier: Tier, profile: Profile, references: dict[str, Reference], main: 
     if tier.model:
         return _plan_own_network(tier, profile, references[tier.name], budget)
     if tier.ratio:
-        piece = Piece(main, ratio_view(main, tier.ratio))
+        piece = _depth_piece(main, tier.ratio) if tier.cut == "depth" else Piece(main, ratio_view(main, tier.ratio))
         return Plan(tier, profile, piece, tier.ratio, piece_cost(piece), None, budget)
     found = fit(profile, lambda ratio: ratio_cost(main, ratio), replace(budget, ram_share=min(1.0, tier.memory_mean / 100)))
     _require_fit(found, main.name)
@@ -207,6 +208,8 @@ def _piece_in(plan: Plan, share: float) -> Piece:
     tier without a device. The smallest piece is always trainable."""
     if plan.tier.model:
         return plan.piece
+    if plan.tier.cut == "depth":
+        return _depth_piece(plan.piece.reference, min(share, plan.ratio), or_shallowest=True)
     main, ratios = plan.piece.reference, [r for r in RATIOS if r <= plan.ratio]
     if plan.fit is not None:
         ratio = fit(plan.profile, lambda r: ratio_cost(main, r), replace(plan.budget, ram_share=share), ratios).ratio
@@ -214,6 +217,19 @@ def _piece_in(plan: Plan, share: float) -> Piece:
         whole = ratio_cost(main, 1.0).params
         ratio = max((r for r in ratios if ratio_cost(main, r).params <= share * whole), default=0.0)
     return Piece(main, ratio_view(main, ratio or min(RATIOS)))
+
+
+@lru_cache(maxsize=256)
+def _depth_piece(main: Reference, share: float, *, or_shallowest: bool = False) -> Piece:
+    """The deepest piece with at most a share of the network's parameters."""
+    pieces = [Piece(main, view) for view in depth_views(main)]
+    sizes = [piece_cost(piece).params for piece in pieces]
+    allowed = share * ratio_cost(main, 1.0).params
+    fitting = [number for number, size in enumerate(sizes) if size <= allowed]
+    if not fitting and not or_shallowest:
+        message = f"the shallowest part of {main.name} has {min(sizes)} of {max(sizes)} parameters, more than {share:g} of them"
+        raise InputError(message, fix="give a larger ratio, or take a network of more blocks")
+    return pieces[max(fitting, default=0)]
 
 
 @lru_cache(maxsize=256)

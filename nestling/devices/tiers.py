@@ -14,15 +14,17 @@ from nestling.files import read_toml
 from nestling.schema import check_keys
 
 DEFAULT_SIZE, LARGEST = 20, 10**9
+CUTS = ("width", "depth")
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Devices of one kind, which train what fits `device`, a width of `ratio`, or a network of their own, `model`."""
+    """Devices of one kind, which train what fits `device`, a part of the model of size `ratio`, or a network of their own, `model`."""
 
     name: str = ""  # by default the device's name, "ratio-0.25", or the model's name
     device: str = ""
     ratio: float = 0.0
+    cut: str = "width"  # what `ratio` is of: the "width" of every layer, or the parameters, met by leaving out "depth"
     model: str = ""
     model_options: dict[str, Any] = field(default_factory=dict)
     share: float = 0.0
@@ -66,13 +68,16 @@ class FleetConfig:
     tiers: tuple[Tier, ...] = ()  # empty: DEFAULT_TIERS
     deadline: float = 0.0  # virtual seconds after which a reply is late and refused; 0: none
     catalogue: str = ""  # a file of devices of the user's own, beside the built-in ones
+    # Networks, each a table of name and options: a tier that names only a device trains the largest that fits it, instead of a part
+    # of the model.
+    networks: tuple[dict[str, Any], ...] = ()
 
 
 def read_fleet(path: str | Path, defaults: FleetConfig | None = None) -> FleetConfig:
     """A fleet file: `size`, `deadline`, `catalogue` and [[tiers]] tables. Absent keys come from `defaults`."""
     defaults = defaults or FleetConfig()
     table = read_toml(path, "fleet.path")
-    check_keys(table, ("size", "deadline", "catalogue", "tiers"), "fleet")
+    check_keys(table, ("size", "deadline", "catalogue", "networks", "tiers"), "fleet")
     raw = table.get("tiers", [])
     if not isinstance(raw, list) or not all(isinstance(tier, dict) for tier in raw):
         raise InputError("tiers must be tables", field="fleet.tiers", fix="write [[tiers]] before each of them")
@@ -84,6 +89,7 @@ def read_fleet(path: str | Path, defaults: FleetConfig | None = None) -> FleetCo
         size=table.get("size", 0 if any(tier.count for tier in tiers) else defaults.size),
         tiers=tiers,
         deadline=table.get("deadline", defaults.deadline),
+        networks=tuple(table.get("networks", defaults.networks)),
         catalogue=str(Path(path).parent / own) if isinstance(own, str) and own else own or defaults.catalogue,
     )
     check_fleet(config)
@@ -101,6 +107,11 @@ def check_fleet(config: FleetConfig) -> None:
     _number(config.deadline, "fleet.deadline")
     if not isinstance(config.catalogue, str):
         raise InputError(f"{config.catalogue!r} is not a path", field="fleet.catalogue", fix="give the path of a TOML file")
+    for index, network in enumerate(config.networks):
+        if not isinstance(network, dict) or not isinstance(network.get("name"), str):
+            raise InputError(
+                f"{network!r} names no network", field=f"fleet.networks[{index}]", fix='write { name = "resnet8", width = 0.5 }'
+            )
     devices = devices_of(config)
     for index, tier in enumerate(config.tiers):
         _check_tier(tier, f"fleet.tiers[{index}]", devices)
@@ -119,6 +130,10 @@ def _check_tier(tier: Tier, where: str, devices: dict[str, Profile]) -> None:
     if not isinstance(tier.model_options, dict):
         raise InputError(f"{tier.model_options!r} is not a table", field=f"{where}.model_options", fix="write { key = value }")
     _number(tier.ratio, f"{where}.ratio", most=1)
+    if tier.cut not in CUTS:
+        raise unknown("cut", str(tier.cut), CUTS, field=f"{where}.cut")
+    if tier.cut != "width" and not tier.ratio:
+        raise InputError("cut without a ratio", field=f"{where}.cut", fix="give ratio too: the share of the model's parameters")
     if tier.ratio and tier.model:
         fix = "give the width of the shared model or a network of its own, not both"
         raise InputError("ratio and model are both set", field=f"{where}.ratio", fix=fix)

@@ -1,7 +1,7 @@
 """Which piece a device trains, for methods that cut the network in their own way.
 
 A method lists its pieces from small to large; a device gets the largest that fits its budget, which is the same for every method:
-RAM, flash and time of the tier's device, or the size of the tier's width ratio where it names no device.
+RAM, flash and time of the tier's device, or the size of the tier's ratio where it names no device.
 """
 
 from __future__ import annotations

@@ -311,6 +311,8 @@ BAD = [
     ((A, replace(B, model_options={"hidden": 3})), "fleet.tiers[1].model_options", "model"),
     ((A, replace(B, ratio=1.5)), "fleet.tiers[1].ratio", "1.5"),
     ((A, replace(B, ratio=-0.5)), "fleet.tiers[1].ratio", "-0.5"),
+    ((A, replace(B, cut="length")), "fleet.tiers[1].cut", "allowed: depth, width"),
+    ((A, Tier(device="esp32", cut="depth", share=0.5)), "fleet.tiers[1].cut", "ratio"),
     ((A, Tier(device="esp23", share=0.5)), "fleet.tiers[1].device", "esp32"),
     ((A, replace(B, availability=1.1)), "fleet.tiers[1].availability", "1.1"),
     ((A, replace(B, dropout=-0.1)), "fleet.tiers[1].dropout", "-0.1"),

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nestling
-from nestling import EngineConfig, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
+from benchmarks import fashion_table
+from nestling import Data, EngineConfig, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.devices import make_fleet
 from nestling.message import Message
@@ -35,6 +36,7 @@ from nestling.training.together import work_together
 from nestling.views import Contribution, Reference, State, merge
 from nestling.views.depth import columns, depth_views, kept
 from nestling.views.flat import Row
+from nestling.world import Piece
 from tests.methods.learning import alone, learned, mean
 from tests.small import small
 
@@ -535,6 +537,53 @@ def test_exits_as_published(heads: str) -> None:
     assert same(one_by_one, stacked, 1e-4)
     views = depth_views(Reference("main", build("exitcnn", shape=(1, 28, 28), classes=10, **model.options), (1, 28, 28)))
     assert len(views) == 3
+
+
+# -- budgets of parameters -----------------------------------------------------------------------------------------------------
+
+
+def sizes_of(federation: Federation, round: int = 0) -> list[int]:
+    world, method = federation.world, federation.method
+    devices = [world.device(world.fleet.member(tier, 0), round) for tier in world.plans]
+    return [world.cost(method.piece(device, round)).params for device in devices]
+
+
+@pytest.mark.parametrize(("group", "name"), [line for line in fashion_table._lines("") if line[0] == "B"])
+def test_methods_of_the_table_train_what_its_five_budgets_allow(group: str, name: str) -> None:
+    experiment = replace(fashion_table.experiment(group, name, 0), data=Data())
+    _, federation = assemble(replace(experiment, fleet=replace(experiment.fleet, size=20)))
+    found, whole = sizes_of(federation), federation.world.cost(Piece(federation.world.main, federation.world.main.full)).params
+    budgets = fashion_table.BUDGETS[-1:] * 5 if name == "fedavg" else fashion_table.BUDGETS
+    assert all(0.9 * share * whole <= size <= share * whole for size, share in zip(found, budgets, strict=True))
+    assert len(set(found)) == (1 if name == "fedavg" else 5)
+
+
+def test_a_tier_that_is_cut_in_depth() -> None:
+    model = Named("tinyresnet", {"blocks": [5], "channels": [8, 8]})
+    tiers = (Tier(name="all", ratio=1.0, cut="depth", count=1), Tier(name="half", ratio=0.5, cut="depth", count=2))
+    _, federation = assemble(small("local", model=model, fleet=FleetConfig(tiers=tiers)))
+    every = [federation.world.cost(Piece(federation.world.main, view)).params for view in depth_views(federation.world.main)]
+    assert sizes_of(federation) == [every[4], max(size for size in every if size <= every[4] / 2)]
+    tiny_ratio = (Tier(name="none", ratio=0.01, cut="depth"),)
+    with pytest.raises(InputError, match=rf"{every[0]} of {every[4]} parameters"):
+        assemble(small("local", model=model, fleet=FleetConfig(tiers=tiny_ratio, size=3)))
+    with pytest.raises(InputError, match="cannot be cut in depth"):
+        assemble(small("local", fleet=FleetConfig(tiers=tiers)))
+
+
+def test_a_tier_that_is_cut_in_depth_follows_its_free_memory() -> None:
+    model = Named("tinyresnet", {"blocks": [5], "channels": [8, 8]})
+    tiers = (Tier(name="busy", ratio=0.8, cut="depth", count=3, memory_mean=90.0, memory_std=(60.0,)),)
+    _, federation = assemble(small("fedavg", model=model, fleet=FleetConfig(tiers=tiers)))
+    world = federation.world
+    whole, most = world.cost(Piece(world.main, world.main.full)).params, world.plans["busy"].cost.params
+    shallowest = world.cost(Piece(world.main, depth_views(world.main)[0])).params
+    met = set()
+    for round in range(1, 30):
+        size, free = world.cost(world.device(0, round).piece).params, world.fleet.free_memory(0, round) / 100
+        assert size <= max(shallowest, min(most, free * whole))
+        met.add(size)
+    assert len(met) > 2 and min(met) == shallowest
 
 
 EXITS_LEARNING: dict[str, Any] = {"model": Named("tinyexits")}

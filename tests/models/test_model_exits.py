@@ -12,13 +12,18 @@ from nestling.errors import InputError
 from nestling.models import ExitNet, build
 from nestling.seeds import torch_seeded
 
-NAMES = ("exitcnn", "exitresnet", "tinyexits")
+SMALL: dict[str, dict[str, object]] = {
+    "exitcnn": {},
+    "exitresnet": {"width": 0.125, "blocks": (1, 1, 1, 1)},
+    "tinyexits": {"channels": (4, 8, 8, 8)},
+    "tinyresnet": {"blocks": (3, 2), "channels": (4, 4, 8), "exits": (1, 2, 4, 5)},
+}
+NAMES = tuple(SMALL)
 
 
 def make(name: str) -> ExitNet:
-    small = {"exitcnn": {}, "tinyexits": {"channels": (4, 8, 8, 8)}, "exitresnet": {"width": 0.125, "blocks": (1, 1, 1, 1)}}
     with torch_seeded(0, "test"):
-        network = build(name, shape=(1, 16, 16), classes=3, **small[name])
+        network = build(name, shape=(1, 16, 16), classes=3, **SMALL[name])
     assert isinstance(network, ExitNet)
     return network
 
@@ -64,6 +69,22 @@ def test_all_exits_together_train_every_parameter(x: Tensor) -> None:
     network = make("exitcnn")
     torch.stack(network.all_exits(x)).square().sum().backward()
     assert all(value.grad is not None for value in network.parameters())
+
+
+def test_exits_of_a_residual_network_are_all_that_is_added_to_it(x: Tensor) -> None:
+    """The last exit answers what the network without exits does with the same weights."""
+    network = make("tinyresnet")
+    plain = build("tinyresnet", shape=(1, 16, 16), classes=3, **{**SMALL["tinyresnet"], "exits": ()})
+    trunk = [tensor for name, tensor in network.state_dict().items() if not name.startswith("heads")]
+    own = [*trunk, network.head.weight, network.head.bias]
+    plain.load_state_dict(dict(zip(plain.state_dict(), own, strict=True)))
+    assert torch.equal(plain(x), network(x))
+
+
+@pytest.mark.parametrize("exits", [(2, 4), (5, 4), (3, 3, 5), (4, 6)])
+def test_exits_must_rise_to_the_last_block(exits: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="the last one 5"):
+        build("tinyresnet", shape=(1, 16, 16), classes=3, **{**SMALL["tinyresnet"], "exits": exits})
 
 
 @pytest.mark.parametrize("depth", [0, 5, -1])

@@ -78,6 +78,7 @@ def test_the_usual_family_deepens_the_later_half_first() -> None:
     uneven = reference("tinyresnet", blocks=(1, 3, 2), channels=(4, 4, 4, 4))
     assert family(uneven) == [[1, 1, 1], [1, 2, 2], [1, 3, 2]]
     assert family(reference("resnet18", width=0.0625)) == [[1] * 4, [1, 1, 2, 2], [2] * 4]
+    assert family(reference("tinyresnet", blocks=(5,), channels=(4, 4))) == [[1], [2], [3], [4], [5]]
 
 
 def test_a_family_of_ones_own() -> None:
