@@ -18,10 +18,14 @@ TIERS = (
 
 QUICK: dict[str, dict[str, Any]] = {
     "distreal": {"pareto": [[0.5, 0.5, 0.5], [0.25, 0.25, 0.25], [0.0, 0.0, 0.0]]},
+    "fedet": {"steps": 2},
+    "fedftg": {"iterations": 1, "student_steps": 2},
+    "fedmd": {"pretrain": 1},
+    "fedzkt": {"iterations": 2, "student_steps": 1, "back": 1},
     "flexfl": {"pretrain": 2},
     "prunefl": {"stage_one": 10, "every": 2},
 }
-"""Settings that make what a method does before its first round short."""
+"""Settings that make short what a method does before its first round, and on the server."""
 
 NETWORKS = {"": Named("tinycnn", {"channels": [8, 16, 16]}), "tinyexits": Named("tinyexits"), "tinyresnet": Named("tinyresnet")}
 """The network of a test, by what the method takes where nobody names one."""

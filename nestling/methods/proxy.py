@@ -19,12 +19,13 @@ Proxy = tuple[Tensor, Tensor, Tensor, Tensor]
 """Inputs and labels to train on, inputs and labels to judge by."""
 
 
-def labelled_proxy(world: World, method: str, fix: str, share: float = 1.0) -> Proxy:
-    """A share of the public rows with their labels, in two parts; `fix` says what to do where there are none."""
+def labelled_proxy(world: World, method: str, fix: str, share: float = 1.0, tried: float = TRIED) -> Proxy:
+    """A share of the public rows with their labels, in two parts, the first of which is `tried` of them; `fix` says what to do where
+    there are none."""
     x, y = world.public, world.public_labels
     if x is None or y is None:
         raise InputError(f"{method} needs a labelled proxy set on the server and there is none", field="split.public", fix=fix)
     rows = stream(world.seed, "proxy").permutation(len(x))[: math.ceil(share * len(x))]
     require(len(rows) >= FEWEST, f"a proxy of {len(rows)} rows is too small (at least {FEWEST})", "split.public", fix)
-    first, rest = np.split(rows, [int(TRIED * len(rows))])
+    first, rest = np.split(rows, [int(tried * len(rows))])
     return x[first], y[first], x[rest], y[rest]

@@ -26,4 +26,7 @@ def with_embedding(module: nn.Module, taps: Taps, size: int, activation: str = "
     assert isinstance(head, nn.Linear)
     top = named(embed=nn.Linear(head.in_features, size), act=ACTIVATIONS[activation](), out=nn.Linear(size, head.out_features))
     setattr(changed.get_submodule(parent), last, top.to(head.weight.device))
+    own = getattr(changed, "taps", {})
+    if "head" in own:  # a network that names its head itself
+        vars(changed)["taps"] = {**own, "head": f"{taps.head}.out"}
     return changed

@@ -219,7 +219,8 @@ def watching(module: nn.Module, names: Sequence[str], head: str = "") -> Iterato
     handles = []
 
     def note(name: str) -> Callable[..., None]:
-        return lambda _, inputs, out: seen.__setitem__(name, out)
+        # A copy: a layer behind it may write into what it is given (in-place activations, sums with a shortcut).
+        return lambda _, inputs, out: seen.__setitem__(name, out.clone())
 
     for name in dict.fromkeys(names):
         handles.append(module.get_submodule(name).register_forward_hook(note(name)))

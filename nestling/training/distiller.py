@@ -167,3 +167,10 @@ def teacher_weights(logits: Tensor, samples: Sequence[int], weighting: str) -> T
         return logits.var(dim=-1, keepdim=True)
     sizes = [float(n) if weighting == "samples" else 1.0 for n in samples]
     return torch.tensor(sizes, dtype=logits.dtype, device=logits.device).reshape(-1, 1, 1)
+
+
+def teacher_shares(logits: Tensor, samples: Sequence[int], weighting: str) -> Tensor:
+    """The same, adding up to 1 over the teachers; where none counts (by variance: nobody says anything) all count alike."""
+    weight = teacher_weights(logits, samples, weighting)
+    total = weight.sum(0)
+    return torch.where(total > 0, weight / total, 1 / len(weight))

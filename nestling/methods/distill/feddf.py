@@ -1,0 +1,149 @@
+"""FedDF: an average for every architecture, then distillation from all received models into each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.methods.distill.architectures import PerArchitecture, held_parts, noise_inputs, said_of, whole_and_parts
+from nestling.methods.method import Info, Reply
+from nestling.methods.proxy import labelled_proxy
+from nestling.schema import require
+from nestling.training.distiller import WEIGHTINGS, Distillation, Student, distil, logits_of, proxy, teacher_shares
+from nestling.training.optimisers import Optim
+from nestling.views import Reference, State, View
+from nestling.world import World
+
+SOURCES = ("public", "noise")
+COMPAT = ("paper", "code")
+
+
+@dataclass
+class FedDF(PerArchitecture):
+    """FedDF (Lin, Kong, Stich, Jaggi, "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020).
+
+    Idea: averages exist only among equal networks, but an ensemble can teach anybody. Every architecture starts from the average of
+    its own replies and is then fitted, on unlabelled inputs, to what all received models together say of them.
+    Loss: clients cross-entropy; server τ²·KL(softmax(mean logits / τ) ‖ student). Travels: each client's network down and up. Merge:
+    mean by n_k within an architecture, distillation between them; with steps = 0 that mean is all. The server keeps the student that
+    was best on a labelled validation set, and stops when none is better for a while.
+    Differs from the paper: it takes 10⁴ steps, looks every 100 and waits for 1 000; the defaults here are 100, 10 and 50, for small
+    networks. The validation set is split off the public rows. Widths of one network are one architecture, merged over
+    views, and the student is fitted as a whole and at the devices' widths in turn. The global model is the main network's.
+    Differs from the released code: see compat.
+
+    steps, batch, lr, temperature: the distillation: Adam whose rate falls along a half cosine.
+    clip:       the largest norm of a gradient (0: any).
+    validation: the share of the public rows that is the validation set, with labels; 0: none, and all steps are taken.
+    every, patience: how many steps lie between two looks at it, and after how many without a better one it ends (0: never).
+    source:     the inputs: "public" rows, or "noise" where the server holds none.
+    noise:      how many noise inputs, drawn anew every round.
+    weighting:  how teachers count: "uniform", "samples" (n_k) or "variance" (per input, by the spread of the logits).
+    drop_worst: models that are no better than chance on the validation set neither teach nor are averaged.
+    compat:     "paper" fits the student to the teachers' mean logits; "code" minimises the mean of the losses to every teacher.
+    """
+
+    steps: int = 100
+    batch: int = 128
+    lr: float = 1e-3
+    temperature: float = 1.0
+    clip: float = 5.0
+    validation: float = 0.2
+    every: int = 10
+    patience: int = 50
+    source: str = "public"
+    noise: int = 256
+    weighting: str = "uniform"
+    drop_worst: bool = False
+    compat: str = "paper"
+
+    inputs: Tensor | None = field(init=False, repr=False, compare=False)
+    judged: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="FedDF",
+        family="public data",
+        heterogeneity="any: averaged within an architecture, distilled between them",
+        auxiliary="server proxy, unlabelled, and a labelled validation set",
+        global_model=True,
+        paper="Lin et al., NeurIPS 2020",
+        evidence="official code read",
+        own_networks=True,
+        group="D",
+    )
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("source", SOURCES), ("weighting", WEIGHTINGS), ("compat", COMPAT)):
+            value = getattr(self, name)
+            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
+        for name in ("batch", "noise", "every"):
+            require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
+        for name in ("steps", "clip", "patience"):
+            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
+        for name in ("lr", "temperature"):
+            require(getattr(self, name) > 0, "must be above 0", f"method.{name}")
+        require(0 <= self.validation <= 0.5, "must be in [0, 0.5]", "method.validation")
+        require(
+            not self.drop_worst or self.validation > 0, "needs a validation set", "method.drop_worst", "set method.validation"
+        )
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.inputs, self.judged = world.public, None
+        fix = 'set it above 0, or method.source = "noise" with method.validation = 0'
+        if self.validation:
+            self.inputs, _, x, y = labelled_proxy(world, self.info.title, fix, tried=1 - self.validation)
+            self.judged = (x, y)
+        if self.source == "noise":
+            self.inputs = None
+        elif self.inputs is None:
+            raise InputError("FedDF distils on public data and there is none", field="split.public", fix=fix)
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        if self.drop_worst:
+            replies = self._above_chance(replies)
+        if not replies:
+            return
+        self.weights = self.average(replies)
+        if self.steps:
+            x = noise_inputs(self.world, self.noise, round) if self.inputs is None else self.inputs
+            targets = self.targets(torch.stack(said_of(replies, x)), [r.samples for r in replies])
+            self.weights = {name: self._distil(r, self.weights[name], x, targets, round) for name, r in self.references.items()}
+
+    def targets(self, logits: Tensor, samples: Sequence[int]) -> Tensor:
+        """What students are fitted to, as logits, given those of the teachers: (teachers, inputs, classes)."""
+        share = teacher_shares(logits, samples, self.weighting)
+        if self.compat == "paper":
+            return (share * logits).sum(0)
+        # Σ share·KL(p ‖ q) is KL(Σ share·p ‖ q) and something that does not depend on q: fitting to the mean of the teachers'
+        # probabilities has the same gradient.
+        return self.temperature * (share.log() + (logits / self.temperature).log_softmax(-1)).logsumexp(0)
+
+    def _distil(self, reference: Reference, state: State, x: Tensor, targets: Tensor, round: int) -> State:
+        optim = Optim("adam", self.lr, clip=self.clip)
+        settings = Distillation(self.steps, self.batch, self.temperature, optim, True, self.every, self.patience)
+        student = Student(state, reference.parameters, whole_and_parts(self.world, reference), optim)
+        views = dict.fromkeys([reference.full, *held_parts(self.world, reference)])
+
+        def check(state: State) -> float:
+            return sum(self._accuracy(reference, view, view.extract(state)) for view in views) / len(views)
+
+        seed, purpose = self.world.seed, (reference.name, round)
+        source = proxy(x, targets, self.batch, seed, *purpose)
+        return distil(student, source, settings, seed, *purpose, check=check if self.judged else None)
+
+    def _accuracy(self, reference: Reference, view: View, state: Mapping[str, Tensor]) -> float:
+        """On the validation set."""
+        assert self.judged is not None
+        x, y = self.judged
+        return float((logits_of(reference.network(view, state), x).argmax(-1) == y).float().mean())
+
+    def _above_chance(self, replies: Sequence[Reply]) -> list[Reply]:
+        """The replies whose model knows something; all of them where none does, so that a slow start is not the end."""
+        chance = 1 / self.world.classes
+        good = [r for r in replies if self._accuracy(r.piece.reference, r.piece.view, r.message["weights"]) > chance]
+        return good or list(replies)

@@ -1,0 +1,181 @@
+"""Fed-ET: small networks of any kind teach a large one on the server, and get its head back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nestling.errors import InputError
+from nestling.methods.distill.architectures import PerArchitecture, said_of
+from nestling.methods.method import Info, Reply
+from nestling.methods.personal import own_pieces
+from nestling.models.embedding import with_embedding
+from nestling.models.taps import Taps
+from nestling.schema import require
+from nestling.seeds import torch_seeded
+from nestling.training.distiller import Distillation, Student, distil, proxy, teacher_shares, whole
+from nestling.training.objectives import divergence
+from nestling.training.optimisers import Optim
+from nestling.views import Contribution, Reference, State, merge
+from nestling.views.flat import layout_of
+from nestling.world import Device, Model, Piece, World
+
+Consensus = tuple[Tensor, Tensor, Tensor]
+"""Per input: the label that the teachers agree on, the logits of those who do not, and whether there are any."""
+
+
+@dataclass
+class FedET(PerArchitecture):
+    """Fed-ET (Cho, Manoel, Joshi, Sim, Dimitriadis, "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated
+    Learning", IJCAI 2022), from memory and an unofficial implementation.
+
+    Idea: devices train small networks of any kind; the server distils them on unlabelled data into a network that is too large for a
+    device. Sure teachers count for more, and what the dissenters say is kept as a regulariser. All networks end in one layer of
+    the same size, in which knowledge goes back.
+    Loss: clients cross-entropy. Server, with the share α_k(x) of client k in the variance of logits: cross-entropy to the consensus
+    label ŷ = argmax Σ α_k·logits_k, plus λ·KL(softmax(α-mean of the logits of clients whose argmax is not ŷ) ‖ server) for inputs
+    that have such clients, and nothing for the others.
+    Travels: each client's network down and up. Merge: uniform mean within an architecture. The server's network, which is the main
+    one at full size, takes the mean of all clients' heads, is trained, and its head then replaces those of all small networks.
+    Differs from the paper: the common layer is a linear layer to `features` behind each network's own; devices get the largest piece
+    of the main network (or the tier's own) that still fits with it. Every width is an architecture; tiers of one width share it.
+
+    steps, batch, lr, momentum: the server's training (SGD).
+    diversity: λ.
+    features:  how many features the common head is given.
+    weighting: how much clients count in the means, of bodies and heads: "uniform" or "samples" (n_k).
+    """
+
+    steps: int = 128
+    batch: int = 64
+    lr: float = 5e-3
+    momentum: float = 0.9
+    diversity: float = 0.05
+    features: int = 32
+    weighting: str = "uniform"
+
+    pieces: dict[str, Piece] = field(init=False, repr=False, compare=False)
+    server: Reference = field(init=False, repr=False, compare=False)
+    head: Reference = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="Fed-ET",
+        family="public data",
+        heterogeneity="any: averaged within an architecture; all share the head's shape",
+        auxiliary="server proxy, unlabelled",
+        global_model=True,
+        paper="Cho et al., IJCAI 2022",
+        evidence="from memory",
+        own_networks=True,
+        group="D",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.weighting in ("uniform", "samples"), "unknown weighting", "method.weighting", "allowed: uniform, samples")
+        for name in ("steps", "diversity"):
+            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
+        for name in ("batch", "features"):
+            require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
+        require(self.lr > 0, "must be above 0", "method.lr")
+        require(0 <= self.momentum < 1, "must be in [0, 1)", "method.momentum")
+
+    # -- the networks ----------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        if world.public is None:
+            fix = "set it above 0, e.g. 0.01"
+            raise InputError("Fed-ET distils on public data and there is none", field="split.public", fix=fix)
+        self.world = world
+        self.pieces = _shared(world, own_pieces(world, self._tailor))
+        self.server = self._large(world)
+        with torch_seeded(world.seed, "network", "head"):
+            self.head = Reference("head", nn.Linear(self.features, world.classes), (self.features,))
+        self.keep([self.server, *(piece.reference for piece in self.pieces.values())])
+        first = self._head_of(self.server, self.weights[self.server.name])
+        self.weights = {name: self._with_head(name, state, first) for name, state in self.weights.items()}
+
+    def _tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        return with_embedding(module, taps, self.features)
+
+    def _large(self, world: World) -> Reference:
+        with torch_seeded(world.seed, "network", "server"):
+            module = self._tailor(copy.deepcopy(world.main.module).to("cpu"), world.main.taps)
+        found = Reference("server (tailored main)", module, world.main.shape)
+        _ = found.axes  # traced where the network was made
+        found.to(str(world.place))
+        return found
+
+    def piece(self, device: Device, round: int) -> Piece:
+        return self.pieces[device.tier]
+
+    def global_model(self) -> Model:
+        return Model(self.server, self.server.full, self.weights[self.server.name])
+
+    # -- the merge -------------------------------------------------------------------------------------------------------------
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        if not replies:
+            return
+        means, name = self.average(replies), self.server.name
+        heads = [
+            Contribution(self.head.full, self._head_of(r.piece.reference, r.message["weights"]), self._weight(r)) for r in replies
+        ]
+        start = self._with_head(name, means[name], merge(self._head_of(self.server, means[name]), heads))
+        taught = self._teach(start, replies, round) if self.steps else start
+        head = self._head_of(self.server, taught)
+        self.weights = {**{name: self._with_head(name, state, head) for name, state in means.items()}, name: taught}
+
+    def contribution(self, reply: Reply) -> Contribution:
+        return Contribution(reply.piece.view, reply.message["weights"], self._weight(reply))
+
+    def _weight(self, reply: Reply) -> float:
+        return float(reply.samples) if self.weighting == "samples" else 1.0
+
+    def _teach(self, start: State, replies: Sequence[Reply], round: int) -> State:
+        """The server's network after its training."""
+        x = self.world.public
+        assert x is not None
+        targets = consensus(torch.stack(said_of(replies, x)), [r.samples for r in replies])
+        settings = Distillation(self.steps, self.batch, 1.0, Optim("sgd", self.lr, self.momentum))
+        student = Student(start, self.server.parameters, whole(self.server.network(self.server.full)), settings.optim)
+
+        def loss(said: Tensor, targets: Consensus) -> Tensor:
+            return server_loss(said, targets, self.diversity)
+
+        seed = self.world.seed
+        return distil(student, proxy(x, targets, self.batch, seed, round), settings, seed, round, loss=loss)
+
+    def _head_of(self, reference: Reference, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: state[f"{reference.taps.head}.{name}"] for name in ("weight", "bias")}
+
+    def _with_head(self, name: str, state: State, head: Mapping[str, Tensor]) -> State:
+        at = self.references[name].taps.head
+        return {**state, **{f"{at}.{part}": tensor.clone() for part, tensor in head.items()}}
+
+
+def consensus(logits: Tensor, samples: Sequence[int]) -> Consensus:
+    """What teachers agree on and what dissenters say, for logits of shape (teachers, inputs, classes)."""
+    share = teacher_shares(logits, samples, "variance")
+    label = (share * logits).sum(0).argmax(-1)
+    dissent = torch.where((logits.argmax(-1) != label).unsqueeze(-1), share, 0.0)
+    total = dissent.sum(0)
+    others = (dissent * logits).sum(0) / torch.where(total > 0, total, 1.0)
+    return label, others, total.squeeze(-1) > 0
+
+
+def server_loss(said: Tensor, targets: Consensus, diversity: float) -> Tensor:
+    """Cross-entropy to the consensus, and the divergence from the dissenters where there are any."""
+    label, others, dissent = targets
+    return F.cross_entropy(said, label) + diversity * torch.where(dissent, divergence(others, said), 0.0).mean()
+
+
+def _shared(world: World, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    """Tiers whose parts of the main network came out equal train one network."""
+    first: dict[object, Piece] = {}
+    own = {tier: bool(world.plans[tier].tier.model) for tier in pieces}
+    return {t: first.setdefault(t if own[t] else layout_of(p.reference.initial), p) for t, p in pieces.items()}

@@ -1,0 +1,143 @@
+"""FedMD: unlike networks that agree on logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.method import Info, Reply
+from nestling.methods.personal import own_weights
+from nestling.methods.public import PublicExchange
+from nestling.schema import require
+from nestling.store import Records
+from nestling.training.client import Client
+from nestling.training.distiller import combine, logits_of
+from nestling.training.objectives import Batch, Given, Net
+from nestling.training.optimisers import Optim
+from nestling.training.phase import Phase
+from nestling.world import Device, Piece, World
+
+
+@dataclass
+class FedMD(PublicExchange):
+    """FedMD (Li, Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS 2019 workshop).
+
+    Idea: networks with nothing in common still put out logits of the same classes. Clients exchange theirs on a public set, and each
+    learns the consensus ("digest") before it goes back to its own data ("revisit").
+    Loss: in a client's first round cross-entropy on the public labels, then on its own data. In every later one digest: mean absolute
+    error to the consensus logits as they are, then revisit: cross-entropy on its own data.
+    Travels: up logits (N_align × C); down the consensus (N_align × C), and until a client has answered once the public labels, one
+    byte each. Merge: the plain mean of the logits. There is no global model.
+    Differs from the paper: a round is digest, revisit, and the logits that the next consensus is made of (see `PublicExchange`),
+    which is the paper's order shifted by half a round. Training to convergence at the start is `pretrain` epochs on the public rows
+    and one round's epochs on the client's own. Revisiting uses the run's training settings (published: Adam 1e-3, 4 epochs, batch 5).
+
+    align:        N_align, the public rows of a round (5000 as published, all where there are fewer).
+    pretrain:     epochs on the public labels in a client's first round; 0 leaves them out, and labels are not needed then.
+    digest:       epochs on the consensus.
+    digest_batch: rows a batch there.
+    digest_lr:    its learning rate (Adam).
+    """
+
+    pretrain: int = 20
+    digest: int = 1
+    digest_batch: int = 256
+    digest_lr: float = 1e-3
+
+    told: Records = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="FedMD",
+        family="public data",
+        heterogeneity="any: only logits travel",
+        auxiliary="public inputs on every client, labelled for the start",
+        global_model=False,
+        paper="Li & Wang, NeurIPS 2019 workshop",
+        evidence="official code read",
+        own_networks=True,
+        personal=True,
+        group="D",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.pretrain >= 0, "must not be negative (0 leaves public labels out)", "method.pretrain")
+        require(self.digest >= 1, "at least one epoch", "method.digest")
+        require(self.digest_batch >= 1, "at least one row a batch", "method.digest_batch")
+        require(self.digest_lr > 0, "must be above 0", "method.digest_lr")
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.told = Records(world.store)
+        if self.pretrain and world.public_labels is None:
+            raise InputError(
+                "FedMD starts from public labels, and there are none", field="split.public", fix="set method.pretrain = 0"
+            )
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        # Who has answered has had the labels and used them; a device that vanished may not have.
+        new = bool(self.pretrain) and not self.told.get(device.id)
+        if (round, new) not in self._messages:
+            parts = {"consensus": self.known} if self.known else {}
+            self._messages[round, new] = Message({**parts, **({"labels": self._labels()} if new else {})}, self.facts(round))
+        return self._messages[round, new]
+
+    def _labels(self) -> dict[str, Tensor]:
+        assert self.world.public_labels is not None
+        return {"labels": self.world.public_labels.to(torch.uint8 if self.world.classes <= 256 else torch.int32)}
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"logits": {"logits": torch.empty(self.asked, self.world.classes)}}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        for reply in replies:
+            if "labels" in reply.sent:
+                self.told.put(reply.device.id, {"labels": torch.tensor(True)}, round)
+        if replies:
+            said = [reply.message["logits"]["logits"] for reply in replies]
+            self.know({"logits": combine(said, [reply.samples for reply in replies], "uniform")}, round)
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        found, usual = [], client.train.phase(client.round)
+        if "labels" in received and not own_weights(client.memory):
+            found.append(
+                client.train.phase(
+                    client.round, source="public", epochs=self.pretrain, objective=_labelled, given=received["labels"]
+                )
+            )
+        if "consensus" in received:
+            found.append(
+                Phase(
+                    objective=_digest,
+                    optim=Optim("adam", self.digest_lr),
+                    epochs=self.digest,
+                    batch=self.digest_batch,
+                    source="public",
+                    rows=self.rows(client, received),
+                    given=received["consensus"],
+                )
+            )
+        return [*found, usual]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        kept = super().reply(client, received)
+        said = logits_of(client.reference.network(client.view, client.weights), self.inputs(client, received))
+        return Message({"logits": {"logits": said}}, kept.facts)
+
+
+def _labelled(net: Net, batch: Batch, given: Given) -> Tensor:
+    return batch.mean(F.cross_entropy(net(batch.x), given["labels"][batch.rows].long(), reduction="none"))
+
+
+def _digest(net: Net, batch: Batch, given: Given) -> Tensor:
+    return batch.mean((net(batch.x) - given["logits"][batch.rows]).abs())

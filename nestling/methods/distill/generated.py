@@ -1,0 +1,51 @@
+"""What methods share whose server makes its own inputs: the generator, and networks that are only asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nestling.methods.method import Reply
+from nestling.models.generators import generator
+from nestling.schema import require
+from nestling.seeds import torch_seeded
+from nestling.training.distiller import Student, whole
+from nestling.training.optimisers import Optim
+from nestling.views import State
+from nestling.world import World
+
+Asked = Callable[[Tensor], Tensor]
+"""A network whose weights are fixed: inputs → logits, with a gradient for the inputs."""
+
+
+def check_generator(nz: int, channels: int, batch: int, lr: float) -> None:
+    """Refuses settings that no generator can have."""
+    require(nz >= 1, "must be at least 1", "method.nz")
+    require(channels >= 1, "must be at least 1", "method.channels")
+    require(batch >= 2, "must be at least 2 (what is made is normalised over the batch)", "method.batch")
+    require(lr > 0, "must be above 0", "method.generator_lr")
+
+
+def make_generator(world: World, nz: int, channels: int, classes: int = 0) -> nn.Module:
+    """The generator of the data's inputs, as every run of the experiment starts with it."""
+    with torch_seeded(world.seed, "generator"):
+        made = generator(world.main.shape, nz=nz, channels=channels, classes=classes)
+    return made.to(world.place)
+
+
+def learner(module: nn.Module, state: State, optim: Optim) -> Student:
+    """A network without buffers, to be trained one step at a time."""
+    return Student(state, state.keys(), whole(module), optim)
+
+
+def asked(reply: Reply) -> Asked:
+    """What came back as a teacher: the client's network under the client's weights, in evaluation mode."""
+    forward, weights = whole(reply.piece.reference.network(reply.piece.view), training=False), reply.message["weights"]
+    return lambda x: forward(weights, x, 0)
+
+
+def noise(count: int, nz: int, world: World) -> Tensor:
+    """Codes from torch's generator on the CPU, which is the same on every machine."""
+    return torch.randn(count, nz).to(world.place)

@@ -1,0 +1,202 @@
+"""KT-pFL: every client learns from the others as much as suits it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.method import Info, Reply
+from nestling.methods.public import PublicExchange
+from nestling.schema import require
+from nestling.store import Records
+from nestling.training.client import Client
+from nestling.training.distiller import Distillation, Student, distil, logits_of
+from nestling.training.objectives import Batch, Given, Net, distillation
+from nestling.training.optimisers import Optim
+from nestling.training.phase import Phase
+from nestling.world import Device, Piece, World
+
+SHARPEN, STEP = 5.0, 0.01
+"""The released code's factor in front of its softmax, and the mean size of its step."""
+
+
+@dataclass
+class KTpFL(PublicExchange):
+    """KT-pFL (Zhang et al., "Parameterized Knowledge Transfer for Personalized Federated Learning", NeurIPS 2021).
+
+    Idea: clients exchange soft predictions q = softmax(logits/T) on public inputs, and each has a target of its own, Σ_l c_kl·q_l. The
+    server learns the coefficients c, one row of a simplex a client: near to what the client says itself, and not far from equal.
+    Loss: weight·T²·KL(target ‖ q) on public rows, then cross-entropy on the client's own. Server, per row k: MSE(q_k, Σ_l c_kl·q_l) +
+    ρ·MSE(c_k, 1/K).
+    Travels: predictions up, a target down (N_align × C each). Merge: the coefficients. There is no global model.
+    Of a client only the coefficients towards those who answered in the same round move, and their sum stays; in a target, those who
+    answered last count, by their coefficients. Rows begin with 1/K and hold an entry for whom the client has met.
+    Differs from the paper: the order within a round is that of `PublicExchange`. Rows are softmax(θ), moved by a few steps of Adam,
+    instead of a gradient step and a projection. The published local epochs grow from round to round; ours are those of the run.
+    compat = "code": one gradient step, rescaled by powers of 5 to a mean of 0.01, and softmax(5·row) kept as the next row, which over
+    some rounds makes rows of more than 5 clients equal; clients take softmax(target) for the target, and the mean over classes too.
+
+    align:             N_align, the public rows of a round (published: 500 to 4000).
+    temperature:       T.
+    rho:               ρ, how much equal coefficients are wanted.
+    coefficient_steps: steps on the coefficients a round; 0 leaves them equal.
+    coefficient_lr:    their learning rate (Adam on θ).
+    distill:           epochs on the target.
+    distill_batch:     rows a batch there.
+    weight:            of T²·KL; the default is the paper's plain KL at T = 10.
+    compat:            "paper" or "code".
+    """
+
+    align: int = 2000
+    temperature: float = 10.0
+    rho: float = 0.7
+    coefficient_steps: int = 10
+    coefficient_lr: float = 0.1
+    distill: int = 1
+    distill_batch: int = 16
+    weight: float = 0.01
+    compat: str = "paper"
+
+    coefficients: Coefficients = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="KT-pFL",
+        family="public data",
+        heterogeneity="any: only predictions travel",
+        auxiliary="public inputs on every client, unlabelled",
+        global_model=False,
+        paper="Zhang et al., NeurIPS 2021",
+        evidence="official code read",
+        own_networks=True,
+        personal=True,
+        group="D",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.temperature > 0, "must be above 0", "method.temperature")
+        require(self.rho >= 0, "must not be negative", "method.rho")
+        require(self.coefficient_steps >= 0, "must not be negative (0 leaves them equal)", "method.coefficient_steps")
+        require(self.coefficient_lr > 0, "must be above 0", "method.coefficient_lr")
+        require(self.distill >= 1, "at least one epoch", "method.distill")
+        require(self.distill_batch >= 1, "at least one row a batch", "method.distill_batch")
+        require(self.weight >= 0, "must not be negative", "method.weight")
+        require(self.compat in ("paper", "code"), f"unknown value {self.compat!r}", "method.compat", "allowed: paper, code")
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.coefficients = Coefficients(Records(world.store), world.fleet.size, world.place)
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        if not self.known:
+            return Message({}, self.facts(round))
+        row = self.coefficients.row(device.id, [int(client) for client in self.known])
+        said = torch.stack(list(self.known.values()))
+        target = torch.tensordot((row / row.sum()).to(said.dtype), said, 1)
+        return Message({"target": {"target": target}}, self.facts(round))
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"predictions": {"predictions": torch.empty(self.asked, self.world.classes)}}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        if not replies:
+            return
+        clients = [reply.device.id for reply in replies]
+        said = [reply.message["predictions"]["predictions"] for reply in replies]
+        before = torch.stack([self.coefficients.row(client, clients) for client in clients])
+        share = before.sum(1, keepdim=True)
+        for client, row in zip(clients, share * self.learn(before / share, torch.stack(said), round), strict=True):
+            self.coefficients.put(client, clients, row, round)
+        self.know({str(client): q for client, q in zip(clients, said, strict=True)}, round)
+
+    def learn(self, rows: Tensor, said: Tensor, round: int = 0) -> Tensor:
+        """The coefficients of some clients towards each other after a round, one row each, given what each of them said."""
+        flat = said.flatten(1).to(rows.dtype)
+        products = flat @ flat.T / flat.shape[1]
+        loss = partial(_row_loss, rho=self.rho)
+        if self.compat == "code":
+            return _released_step(rows, products, loss)
+        optim = Optim("adam", self.coefficient_lr, eps=1e-6)  # what is rounding only must not become a step
+        student = Student({"theta": rows.log()}, {"theta"}, lambda state, x, number: state["theta"].softmax(-1), optim)
+        settings = Distillation(self.coefficient_steps, optim=optim)
+        fitted = distil(student, repeat((products, products)), settings, self.world.seed, "coefficients", round, loss=loss)
+        return fitted["theta"].softmax(-1)
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        usual = client.train.phase(client.round)
+        if "target" not in received:
+            return [usual]
+        target, code = received["target"]["target"], self.compat == "code"
+        weight = self.weight / client.classes if code else self.weight
+        learn = client.train.phase(
+            client.round,
+            source="public",
+            rows=self.rows(client, received),
+            epochs=self.distill,
+            batch=self.distill_batch,
+            augment="none",
+            objective=partial(_match, temperature=self.temperature, weight=weight),
+            # As logits, whose softmax at the temperature is the target (or, in the code, that of the target once more).
+            given={"logits": self.temperature * (target if code else target.clamp_min(1e-12).log())},
+        )
+        return [learn, usual]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        kept = super().reply(client, received)
+        said = logits_of(client.reference.network(client.view, client.weights), self.inputs(client, received))
+        return Message({"predictions": {"predictions": (said / self.temperature).softmax(-1)}}, kept.facts)
+
+
+@dataclass
+class Coefficients:
+    """The matrix c: row k says how much client k learns from whom. Entries that never moved are 1/K and are not stored."""
+
+    records: Records
+    size: int
+    place: torch.device
+
+    def row(self, client: int, others: Sequence[int]) -> Tensor:
+        """A client's coefficients towards some others."""
+        known = self._known(client)
+        return torch.tensor([known.get(other, 1 / self.size) for other in others], dtype=torch.float64, device=self.place)
+
+    def put(self, client: int, others: Sequence[int], row: Tensor, round: int) -> None:
+        """Writes down a client's coefficients towards some others; the rest stays."""
+        known = {**self._known(client), **dict(zip(others, row.tolist(), strict=True))}
+        ids = sorted(known)
+        values = torch.tensor([known[other] for other in ids], dtype=torch.float64)
+        self.records.put(client, {"clients": torch.tensor(ids), "row": values}, round)
+
+    def _known(self, client: int) -> dict[int, float]:
+        kept = self.records.get(client)
+        return dict(zip(kept["clients"].tolist(), kept["row"].tolist(), strict=True)) if kept else {}
+
+
+def _row_loss(rows: Tensor, products: Tensor, rho: float) -> Tensor:
+    """The sum over rows k of MSE(q_k, Σ_l c_kl·q_l) + ρ·MSE(c_k, 1/K), by the scalar products of what the clients said."""
+    away = rows - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+    apart = ((away @ products) * away).sum(1)
+    return (apart + rho * (rows - 1 / len(rows)).square().mean(1)).sum()
+
+
+def _released_step(rows: Tensor, products: Tensor, loss: partial[Tensor]) -> Tensor:
+    leaf = rows.clone().requires_grad_()
+    grad = torch.autograd.grad(loss(leaf, products), leaf)[0]
+    sizes = grad.abs().mean(1, keepdim=True).clamp_min(1e-30)
+    scale = 5 ** (torch.log(STEP / sizes) / math.log(5)).round()
+    return (SHARPEN * (rows - scale * grad)).softmax(-1)
+
+
+def _match(net: Net, batch: Batch, given: Given, *, temperature: float, weight: float) -> Tensor:
+    return weight * distillation(given["logits"][batch.rows], net(batch.x), temperature, batch)

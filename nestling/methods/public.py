@@ -1,0 +1,97 @@
+"""What methods share whose clients say something of public inputs that everybody holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.personal import Personal
+from nestling.schema import require
+from nestling.seeds import derive, stream
+from nestling.training.client import Client
+from nestling.views import State
+from nestling.world import World
+
+
+@dataclass
+class PublicExchange(Personal):
+    """Base of the methods in which every round is about some rows of the public data, the same for all clients.
+
+    Round t: the server tells what it made of the last replies, and names the rows of round t + 1. A client learns from the first,
+    trains on its own data, and replies with what its model, as it is then, says of the second. What it learns from in round t + 1 is
+    thus about the rows of that round and comes from the models as they stood when it began, as if clients were asked first and told
+    afterwards, at half the messages. Rows travel as the number that they are drawn from, a fact of the message.
+
+    align: how many public rows a round is about, drawn anew for every round (all of them where there are fewer).
+    """
+
+    align: int = 5000
+
+    known: State = field(init=False, repr=False, compare=False)
+    about: int = field(init=False, repr=False, compare=False)  # the round whose rows `known` is about
+    _messages: dict[Any, Message] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require(self.align >= 1, "at least one public row a round", "method.align")
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        if world.public is None:
+            raise InputError(
+                f"{self.info.title} needs public inputs that all clients hold, and there are none",
+                field="split.public",
+                fix="set the share of rows that are public, e.g. 0.01",
+            )
+        super().setup(world)
+        self.know({}, 0)
+
+    def know(self, known: State, round: int) -> None:
+        """The server makes this of the replies of a round; it is about the rows of the next."""
+        self.known, self.about, self._messages = known, round + 1, {}
+
+    def facts(self, round: int) -> dict[str, int]:
+        """Which rows a message of the round is about, and which its reply."""
+        return {
+            "rows": derive(self.world.seed, "public rows", self.about),
+            "next": derive(self.world.seed, "public rows", round + 1),
+        }
+
+    @property
+    def asked(self) -> int:
+        """How many rows a reply is about."""
+        assert self.world.public is not None
+        return min(self.align, len(self.world.public))
+
+    def state(self) -> dict[str, State]:
+        return {"known": self.known, "about": {"round": torch.tensor(self.about)}}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        self.know(dict(state["known"]), int(state["about"]["round"]) - 1)
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def rows(self, client: Client, received: Message, which: str = "rows") -> Tensor:
+        """The public rows that a message is about ("rows"), or that the reply must be about ("next")."""
+        assert client.public is not None
+        return drawn(int(received.facts[which]), self.align, len(client.public), client.place)
+
+    def inputs(self, client: Client, received: Message) -> Tensor:
+        """The inputs that the reply must be about."""
+        assert client.public is not None
+        return client.public[self.rows(client, received, "next")]
+
+
+@lru_cache(maxsize=16)
+def drawn(number: int, count: int, size: int, place: torch.device) -> Tensor:
+    """At most `count` of `size` rows, in ascending order; the same tensor every time, so that clients can share it."""
+    rows = np.sort(stream(number, "rows").permutation(size)[:count])
+    return torch.from_numpy(rows.astype(np.int64)).to(place)

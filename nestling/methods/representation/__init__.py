@@ -1,0 +1,1 @@
+"""Methods that exchange what networks make of data, not the networks alone."""

@@ -1,0 +1,221 @@
+"""Statistics by class: what a client tells of its features, and what the server makes of it.
+
+A client tells of the classes it holds, one row of every statistic each, and of no others: rows of absent classes do not travel. Which
+classes they are stands in a message's facts, as names do. The server takes means over the clients that tell of a class, so that a class
+on one client alone is that client's statistic, and keeps what it knew of a class of which nobody told this time.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.method import Reply
+from nestling.methods.personal import Personal, keep_weights
+from nestling.models.embedding import with_embedding
+from nestling.models.taps import Taps, watching
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import Given, Net
+from nestling.views import State
+from nestling.world import Device, Piece, World
+
+STATISTICS, COUNTS = "statistics", "counts"
+WEIGHTINGS = ("samples", "uniform")
+_LOOK = 256  # rows that a client looks at in one go
+
+
+@dataclass(frozen=True)
+class Told(Piece):
+    """A piece, and the classes that a reply tells of."""
+
+    classes: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Table:
+    """What the server knows by class: statistics with one row a class (zero where nothing is known), and which classes it knows of."""
+
+    rows: State
+    known: Tensor
+
+    @staticmethod
+    def empty(shapes: Mapping[str, tuple[int, ...]], classes: int, place: torch.device) -> Table:
+        """A table of statistics of these shapes, in which nothing is known."""
+        rows = {name: torch.zeros(classes, *shape, device=place) for name, shape in shapes.items()}
+        return Table(rows, torch.zeros(classes, dtype=torch.bool, device=place))
+
+    def told(self, replies: Sequence[Reply], weighting: str = "samples", rate: float = 1.0) -> Table:
+        """The table after some replies: per class the mean over the clients that tell of it, weighted by their rows of the class or
+        not at all; of what was known before, 1 − `rate` stays."""
+        rows: State = {}
+        said = self.known.clone()
+        for name, old in self.rows.items():
+            new, said = _class_mean(replies, name, old, weighting)
+            both = torch.where(_wide(self.known, old), old.lerp(new, rate), new)
+            rows[name] = torch.where(_wide(said, old), both, old)
+        return Table(rows, self.known | said)
+
+    def message(self) -> Message:
+        """What is known, as it travels."""
+        classes = self.known.nonzero().flatten()
+        part = {STATISTICS: {name: rows[classes] for name, rows in self.rows.items()}} if len(classes) else {}
+        return Message(part, {"classes": classes.tolist()})
+
+
+def _class_mean(replies: Sequence[Reply], name: str, like: Tensor, weighting: str) -> tuple[Tensor, Tensor]:
+    """Per class Σ weight·statistic / Σ weight over the clients that tell of it, and of which classes anybody does."""
+    total = torch.zeros_like(like, dtype=torch.float64)
+    weight = torch.zeros(len(like), dtype=torch.float64, device=like.device)
+    for reply in replies:
+        classes = torch.tensor(reply.message.facts["classes"], dtype=torch.int64, device=like.device)
+        own = reply.message[STATISTICS][name].to(total)
+        share = reply.message[COUNTS]["rows"].to(weight) if weighting == "samples" else torch.ones(len(classes)).to(weight)
+        total.index_add_(0, classes, own * _wide(share, own))
+        weight.index_add_(0, classes, share)
+    return (total / _wide(weight.clamp(min=1e-12), total)).to(like.dtype), weight > 0
+
+
+def _wide(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.reshape(-1, *[1] * (like.dim() - 1))
+
+
+@dataclass
+class ByClass(Personal):
+    """Base of the methods whose clients keep their networks and exchange statistics of their features by class. An embedding gives all
+    networks features of one size.
+
+    size: how many features.
+    """
+
+    size: int = 32
+
+    table: Table = field(init=False, repr=False, compare=False)
+    _sent: Message | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, "must be at least 1", "method.size")
+
+    @abstractmethod
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every statistic of one class, by name."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether clients also tell how many rows of a class they have."""
+        return True
+
+    @property
+    def fewest(self) -> int:
+        """The fewest rows of a class that a client tells of."""
+        return 1
+
+    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        return with_embedding(module, taps, self.size)
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.know_nothing(world)
+
+    def know_nothing(self, world: World) -> None:
+        """Makes the table for a new run."""
+        self.table = Table.empty(self.shapes(world.classes), world.classes, world.place)
+        self._sent = None
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        if self._sent is None:
+            self._sent = self.table.message()
+        return self._sent
+
+    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        found, most = facts.get("classes"), self.world.classes
+        good = isinstance(found, list) and all(type(c) is int and 0 <= c < most for c in found) and sorted(set(found)) == found
+        if not isinstance(found, list) or not good:
+            raise InputError(f"the classes told of are {str(found)[:60]!r}, no rising numbers below {most}")
+        return Told(piece.reference, piece.view, tuple(found))
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        assert isinstance(piece, Told)
+        rows = len(piece.classes)
+        like = {name: torch.empty(rows, *shape, device="meta") for name, shape in self.shapes(self.world.classes).items()}
+        counts = {COUNTS: {"rows": torch.empty(rows, dtype=torch.int32, device="meta")}} if self.counted else {}
+        return {STATISTICS: like, **counts}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        self.table, self._sent = self.table.told(replies), None
+
+    def state(self) -> dict[str, State]:
+        return {STATISTICS: self.table.rows, "known": {"classes": self.table.known}}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        self.table, self._sent = Table(dict(state[STATISTICS]), state["known"]["classes"]), None
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def reply(self, client: Client, received: Message) -> Message:
+        keep_weights(client)
+        return self.tell(client, self.statistics(client))
+
+    def statistics(self, client: Client) -> State:
+        """The client's statistics now, one row a class each; what rows of absent classes hold does not matter."""
+        raise NotImplementedError
+
+    def tell(self, client: Client, statistics: Mapping[str, Tensor]) -> Message:
+        """The reply about the classes of which a client has enough rows."""
+        counts = torch.bincount(client.y, minlength=client.classes)
+        classes = (counts >= self.fewest).nonzero().flatten()
+        parts: dict[str, dict[str, Tensor]] = {STATISTICS: {name: rows[classes] for name, rows in statistics.items()}}
+        if self.counted:
+            parts[COUNTS] = {"rows": counts[classes].to(torch.int32)}
+        return Message(parts, {"samples": client.samples, "classes": classes.tolist()})
+
+
+@torch.no_grad()
+def look(client: Client, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The features, logits and labels of a client's (first) rows under its weights as they are now, in evaluation mode."""
+    module = client.reference.network(client.view, client.weights).eval()
+    features, logits = [], []
+    for x in client.x[:rows].split(_LOOK):
+        with watching(module, (), client.reference.taps.head) as seen:
+            logits.append(module(x))
+        features.append(seen["features"])
+    return torch.cat(features), torch.cat(logits), client.y[:rows]
+
+
+def class_means(values: Tensor, y: Tensor, classes: int) -> Tensor:
+    """The mean of every class's rows, (classes, …); zero where a class has none."""
+    flags = (y[:, None] == torch.arange(classes, device=y.device)).to(torch.float64)
+    sums = flags.T @ values.reshape(len(values), -1).to(torch.float64)
+    means = sums / flags.sum(0).clamp(min=1)[:, None]
+    return means.reshape(classes, *values.shape[1:]).to(values.dtype)
+
+
+def spread(received: Message, classes: int) -> dict[str, Tensor]:
+    """What was received by class, one row for each of all classes, and "known": 1 for those that it tells of, 0 for the others."""
+    given: dict[str, Tensor] = {}
+    for name, rows in received[STATISTICS].items():
+        which = torch.tensor(received.facts["classes"], dtype=torch.int64, device=rows.device)
+        given[name] = rows.new_zeros(classes, *rows.shape[1:]).index_copy(0, which, rows)
+        given["known"] = rows.new_zeros(classes).index_fill(0, which, 1.0)
+    return given
+
+
+def see(net: Net, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
+    """A network's logits and features, inside an objective."""
+    with watching(net.module, (), head) as seen:
+        logits = net(x)
+    return logits, seen["features"]
+
+
+def gap(features: Tensor, y: Tensor, given: Given, name: str = "features") -> Tensor:
+    """Per row, how far its features are from the received ones of its class (mean square); 0 where nothing is known of the class."""
+    return ((features - given[name][y]) ** 2).mean(1) * given["known"][y]

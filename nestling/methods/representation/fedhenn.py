@@ -1,0 +1,137 @@
+"""FedHeNN: unlike networks that see the same likenesses between inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from nestling.message import Message
+from nestling.methods.method import Info, Reply
+from nestling.methods.public import PublicExchange
+from nestling.models.taps import watching
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.phase import Phase
+from nestling.world import Device, Piece
+
+
+@dataclass
+class FedHeNN(PublicExchange):
+    """FedHeNN (Makhija et al., "Architecture Agnostic Federated Learning for Neural Networks", ICML 2022).
+
+    Idea: features of unlike networks cannot be compared, but what each finds alike among the same inputs can. Clients pull the kernel
+    of their features on a set of public inputs, the RAD, towards the mean of all clients' kernels, and keep their networks.
+    Loss: cross-entropy + η_t·(1 − CKA(K̄, K)), K = A·Aᵀ of what the last linear layer is given for the RAD, CKA with both kernels
+    centred, η_t = η₀·√t. Every step passes the whole RAD through the network, which the device's memory budget does not count. In a
+    client's rounds before there is a mean kernel: cross-entropy.
+    Travels: a kernel up and the mean kernel down (N_rad × N_rad each). Merge: the mean kernel, plain. There is no global model.
+    Differs from the paper: the RAD are public inputs, where the released code takes training images of all clients. It is drawn anew
+    for every round, and clients send their kernels on it at the end of the round before (see `PublicExchange`). Running statistics,
+    in networks that have them, are read on the RAD and not moved.
+
+    align: N_rad, the public inputs of the RAD (1000 in the released code, all where there are fewer).
+    eta:   η₀ (0.01 in the released code; the paper's grid is 0.001 to 1, from memory).
+    """
+
+    align: int = 1000
+    eta: float = 0.01
+
+    info = Info(
+        title="FedHeNN",
+        family="representation",
+        heterogeneity="any: only kernels travel",
+        auxiliary="public inputs on every client, unlabelled",
+        global_model=False,
+        paper="Makhija et al., ICML 2022",
+        evidence="official code read",
+        own_networks=True,
+        personal=True,
+        group="D",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.align >= 2, "a kernel needs at least two public rows", "method.align")
+        require(self.eta >= 0, "must not be negative", "method.eta")
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        if round not in self._messages:
+            self._messages[round] = Message({"kernel": self.known} if self.known else {}, self.facts(round))
+        return self._messages[round]
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"kernel": {"kernel": torch.empty(self.asked, self.asked)}}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        if replies:
+            total = sum((reply.message["kernel"]["kernel"] for reply in replies[1:]), replies[0].message["kernel"]["kernel"])
+            self.know({"kernel": total / len(replies)}, round)
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        if "kernel" not in received:
+            return [client.train.phase(client.round)]
+        assert client.public is not None
+        given = {
+            "kernel": received["kernel"]["kernel"],
+            "public": client.public,
+            "rad": self.rows(client, received),
+            # A tensor, so that the same work is known as the same in every round.
+            "eta": torch.tensor(self.eta * math.sqrt(client.round), device=client.place),
+        }
+        objective = partial(_alike, head=client.reference.taps.head)
+        return [client.train.phase(client.round, objective=objective, given=given)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        kept = super().reply(client, received)
+        module = client.reference.network(client.view, client.weights).eval()
+        with torch.no_grad():
+            seen = [features(module, part, client.reference.taps.head) for part in self.inputs(client, received).split(256)]
+        return Message({"kernel": {"kernel": linear_kernel(torch.cat(seen))}}, kept.facts)
+
+
+def features(module: nn.Module, x: Tensor, head: str) -> Tensor:
+    """What a network's head is given."""
+    with watching(module, (), head) as seen:
+        module(x)
+    return seen["features"]
+
+
+def linear_kernel(seen: Tensor) -> Tensor:
+    """How alike a network finds every two inputs: the scalar products of their features."""
+    return seen @ seen.T
+
+
+def cka(one: Tensor, other: Tensor) -> Tensor:
+    """Centred kernel alignment: 1 for kernels that differ in scale and in what is common to all inputs only."""
+    one, other = centred(one), centred(other)
+    return (one * other).sum() / (_norm(one) * _norm(other))
+
+
+def centred(kernel: Tensor) -> Tensor:
+    """H·K·H: the kernel of features whose mean is taken off."""
+    rows = kernel - kernel.mean(0, keepdim=True)
+    return rows - rows.mean(1, keepdim=True)
+
+
+def _norm(kernel: Tensor) -> Tensor:
+    # A network that puts out the same for every input has a norm of 0, where a root has no gradient.
+    return kernel.square().sum().clamp_min(1e-12).sqrt()
+
+
+def _alike(net: Net, batch: Batch, given: Given, *, head: str) -> Tensor:
+    loss = cross_entropy(net, batch, given)
+    net.module.eval()
+    try:
+        seen = features(net.module, given["public"][given["rad"]], head)
+    finally:
+        net.module.train()
+    return loss + given["eta"] * (1 - cka(given["kernel"], linear_kernel(seen)))

@@ -1,0 +1,243 @@
+"""FedIN: clients learn from each other's pairs of intermediate features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.errors import InputError
+from nestling.message import Message
+from nestling.methods.baselines.averaged import Averaged, parameters_of
+from nestling.methods.baselines.fedprox import proximal
+from nestling.methods.method import Info, Reply
+from nestling.schema import require
+from nestling.seeds import derive, stream
+from nestling.training.client import Client
+from nestling.training.noise import normal
+from nestling.training.objectives import Batch, Given, Net, Objective, cross_entropy
+from nestling.training.phase import Phase
+from nestling.views import State
+from nestling.views.middle import Middle, changed, features, middle_of, through
+from nestling.world import Device, Piece, World
+
+RULES = ("simplified", "exact", "sum")
+NOISE_IN = ("training", "message")
+
+
+@dataclass
+class FedIN(Averaged):
+    """FedIN (Chan et al., "FedIN: Federated Intermediate Layers Learning for Model Heterogeneity").
+
+    Idea: networks of unequal depth agree on what enters their stages (s_in, behind the stem) and what leaves them (s_out, what the
+    classifier is given). A client sends one batch of such pairs of its own, gets one of somebody else, and also learns to turn that
+    s_in into that s_out: it learns of foreign data without seeing any.
+    Loss: G_local = ∇[cross-entropy + μ·‖w − w_received‖²]; G_IN = ∇ mean squared error of f_middle(s_in) against s_out, which only
+    the layers in the middle have. These move along Z (`rule`), all others along G_local. Travels: the client's piece and one batch
+    of pairs, both ways; in the first round nobody has any yet. The server keeps the newest batch of each of the clients heard last.
+    Merge: as HeteroAvg; without exchange and with mu = 0 it is HeteroAvg.
+    Differs from the paper: no code was released; how pairs are pooled and drawn, the granularity of σ (here per tensor) and how
+    features for sending are normalised (here by their own batch, as in training) are our choice. The middle's second pass normalises
+    by the batch of pairs and moves no running statistics; a device's memory budget does not count it.
+
+    averaging, cut, weighting: see HeteroAvg. Pairs go only to networks of the same shapes; a cut in width changes these, so it needs
+              averaging = "group".
+    exchange: whether pairs are sent and learned from ("w/o IN" when false).
+    mu:       the pull towards the received weights; it multiplies the squared norm (FedProx's is half of that).
+    rule:     "simplified": Z = G_IN + λ/2·G_local; "exact" (eq. 12): Z = G_IN where ⟨G_IN, G_local⟩ ≥ 0, else G_IN less its part
+              along G_local, which drops the local loss where both agree; "sum": Z = G_IN + G_local ("w/o Opt", as we read it).
+    lam:      λ of the simplified rule.
+    batch:    pairs in a batch.
+    pool:     the most batches that the server keeps.
+    noise:    the standard deviation of what is added to s_in and s_out, as a multiple of theirs (published: 0.8); 0 for none.
+    noise_in: where: "training" (in the client's forward passes, and so in what it sends) or only in the "message".
+    entry:    the layer whose input is s_in (empty: the first stage, or the first repeated block).
+    """
+
+    cut: str = "depth"
+    exchange: bool = True
+    mu: float = 0.05
+    rule: str = "simplified"
+    lam: float = 1.0
+    batch: int = 16
+    pool: int = 100
+    noise: float = 0.0
+    noise_in: str = "training"
+    entry: str = ""
+
+    pairs: list[tuple[int, State]] = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="FedIN",
+        family="representation",
+        heterogeneity="depth: averaged by name, or among equals",
+        auxiliary="none",
+        global_model=True,
+        paper="Chan et al. (FedIN)",
+        evidence="from paper",
+        group="B",
+        model="tinyresnet",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in (("rule", RULES), ("noise_in", NOISE_IN)):
+            value = getattr(self, name)
+            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
+        for name in ("mu", "lam", "noise"):
+            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
+        for name in ("batch", "pool"):
+            require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
+        fix = 'use cut = "depth", or averaging = "group"'
+        shared = self.cut == "depth" or self.averaging == "group" or not self.exchange
+        require(shared, "networks of unequal width have features of unequal size", "method.cut", fix)
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.pairs = []
+        if self.exchange:
+            self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        pieces = self._ladder.pieces if self._ladder else [plan.piece for plan in self.world.plans.values()]
+        shapes = {(middle.before, middle.after) for middle in map(self._middle, pieces)}
+        if self.averaging == "layer" and len(shapes) > 1:
+            raise InputError(
+                f"FedIN exchanges features, and {self.reference.name} has others in every depth: {sorted(shapes)}",
+                field="model.name",
+                fix='take a residual network (tinyresnet, resnet18, …), or method.averaging = "group"',
+            )
+
+    def _middle(self, piece: Piece) -> Middle:
+        return middle_of(piece.reference, piece.view, self.entry)
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        whole = super().send(device, piece, round)
+        pair = self._drawn(device, piece, round) if self.exchange else None
+        return whole if pair is None else Message({**whole.parts, "pairs": pair})
+
+    def _drawn(self, device: Device, piece: Piece, round: int) -> State | None:
+        """Somebody's pairs, another's where there are any, that fit the piece."""
+        wanted = self._like(piece)
+        fitting = [(owner, pair) for owner, pair in self.pairs if all(pair[n].shape == t.shape for n, t in wanted.items())]
+        chosen = [pair for owner, pair in fitting if owner != device.id] or [pair for _, pair in fitting]
+        return chosen[stream(self.world.seed, "pairs", device.id, round).integers(len(chosen))] if chosen else None
+
+    def _like(self, piece: Piece) -> State:
+        middle = self._middle(piece)
+        return {n: torch.empty(self.batch, *s, device="meta") for n, s in (("in", middle.before), ("out", middle.after))}
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"weights": sent["weights"], **({"pairs": self._like(piece)} if self.exchange else {})}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        super().merge(replies, round)
+        if self.exchange:
+            heard = {reply.device.id: {n: t.clone() for n, t in reply.message["pairs"].items()} for reply in replies}
+            older = [(owner, pair) for owner, pair in self.pairs if owner not in heard]
+            self.pairs = [*older, *heard.items()][-self.pool :]
+
+    def state(self) -> dict[str, State]:
+        kept = {f"{number} {owner} {n}": t for number, (owner, pair) in enumerate(self.pairs) for n, t in pair.items()}
+        return {**super().state(), **({"pairs": kept} if kept else {})}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        super().restore(state)
+        found: dict[tuple[int, int], State] = {}
+        for name, tensor in state.get("pairs", {}).items():
+            number, owner, n = name.split(" ")
+            found.setdefault((int(number), int(owner)), {})[n] = tensor
+        self.pairs = [(owner, pair) for (_, owner), pair in sorted(found.items(), key=lambda item: item[0])]
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        objective: Objective = partial(proximal, mu=2 * self.mu) if self.mu else cross_entropy
+        given = parameters_of(client, received["weights"]) if self.mu else {}
+        changes: dict[str, object] = {}
+        if self.noise and self.noise_in == "training":
+            middle = middle_of(client.reference, client.view, self.entry)
+            objective = partial(_noisy, objective=objective, entry=middle.entry, head=middle.head, amount=self.noise)
+            given = {**given, "noise": _key(client, "features")}
+        if "pairs" in received:
+            middle = middle_of(client.reference, client.view, self.entry)
+            given = {**given, **{f"pairs/{n}": t for n, t in received["pairs"].items()}}
+            along = 1.0 if self.rule == "sum" else self.lam / 2 if self.rule == "simplified" else None
+            changes["also"] = partial(_matching, entry=middle.entry, head=middle.head, shape=client.reference.shape)
+            changes["rule"] = partial(_joined, along=along, middle=middle.parameters)
+        return [client.train.phase(client.round, objective=objective, given=given, **changes)]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        sent = super().reply(client, received)
+        if not self.exchange or not client.samples:
+            return sent
+        return replace(sent, parts={**sent.parts, "pairs": self._own_pairs(client)})
+
+    @torch.no_grad()
+    def _own_pairs(self, client: Client) -> State:
+        """One batch of what enters and leaves the middle of the client's network; rows repeat where it has too few."""
+        order = stream(client.site.seed, "rows of pairs", client.id, client.round).permutation(client.samples)
+        rows = torch.from_numpy(client.rows[np.resize(order, self.batch)]).to(client.place)
+        middle = middle_of(client.reference, client.view, self.entry)
+        module = client.reference.network(client.view, client.weights).train()
+        change = partial(_with_noise, draws=_Draws(_key(client, "pairs"), 0), amount=self.noise) if self.noise else None
+        within = change if self.noise_in == "training" else None
+        pair = features(module, middle.entry, middle.head, client.site.x[rows], within)
+        if change is not None and within is None:
+            pair = change(pair[0]), change(pair[1])
+        return {"in": pair[0].clone(), "out": pair[1].clone()}
+
+
+@dataclass
+class _Draws:
+    """Sets of normal draws of one key, one after another."""
+
+    key: Tensor
+    number: int
+
+    def next(self, like: Tensor) -> Tensor:
+        self.number += 1
+        return normal(self.key, self.number, like.shape)
+
+
+def _key(client: Client, purpose: str) -> Tensor:
+    return torch.tensor(derive(client.site.seed, "noise of", purpose, client.id, client.round), device=client.place)
+
+
+def _with_noise(given: Tensor, *, draws: _Draws, amount: float) -> Tensor:
+    return given + amount * given.detach().std() * draws.next(given)
+
+
+def _noisy(net: Net, batch: Batch, given: Given, *, objective: Objective, entry: str, head: str, amount: float) -> Tensor:
+    """The objective with noise on what enters the middle and on what leaves it."""
+    change = partial(_with_noise, draws=_Draws(given["noise"], 2 * batch.number), amount=amount)
+    with changed(net.module, entry, change), changed(net.module, head, change):
+        return objective(net, batch, given)
+
+
+def _matching(net: Net, batch: Batch, given: Given, *, entry: str, head: str, shape: tuple[int, ...]) -> Tensor:
+    """How far the middle is from turning the given s_in into the given s_out."""
+    return F.mse_loss(through(net.module, entry, head, given["pairs/in"], shape), given["pairs/out"])
+
+
+def _joined(
+    params: Mapping[str, Tensor], grads: Mapping[str, Tensor], given: Given, *, along: float | None, middle: tuple[str, ...]
+) -> Mapping[str, Tensor]:
+    """Z = G_IN + along·G_local for the middle's parameters; without `along` it is found as eq. 12 says."""
+    inner = {name: given[f"also/{name}"] for name in middle if name in grads}
+    share: Tensor | float = _against(inner, grads) if along is None else along
+    return {name: inner[name] + share * grad if name in inner else grad for name, grad in grads.items()}
+
+
+def _against(inner: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:
+    """−b/a where b = ⟨G_IN, G_local⟩ is negative, else 0; a = ‖G_local‖²."""
+    b = torch.stack([(grad * grads[name]).sum() for name, grad in inner.items()]).sum()
+    a = torch.stack([grads[name].square().sum() for name in inner]).sum()
+    return torch.where(b < 0, -b / torch.where(a > 0, a, 1.0), torch.zeros_like(b))
