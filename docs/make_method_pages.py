@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from nestling.fair import GROUPS
 from nestling.methods import METHODS, Method, method_class
@@ -28,7 +29,7 @@ def main(folder: Path) -> None:
     (folder / "README.md").write_text(index())
 
 
-def page(name: str, method: type[Method], row: dict[str, str] | None) -> str:
+def page(name: str, method: type[Method], row: dict[str, Any] | None) -> str:
     """The page of one method."""
     info = method.info
     facts = {
@@ -104,12 +105,14 @@ def _default(field: dataclasses.Field[object]) -> str:
     return json.dumps(value) if not isinstance(value, tuple) else json.dumps(list(value))
 
 
-def _measured(row: dict[str, str] | None) -> str:
+def _measured(row: dict[str, Any] | None) -> str:
     if row is None:
         return "No measured row yet."
-    head = "| network | global accuracy | personal accuracy | smallest tier | parameters a tier trains | up + down a round |"
-    note = "Fashion-MNIST, Dirichlet(0.5), 100 clients, 10 a round, five tiers, 30 rounds, 3 seeds: see [the results](../results.md)."
-    return "\n".join([note, "", head, "|---|---|---|---|---|---|", f"| {row['network']} | {row['cells']} |"])
+    columns = ("network", *row["columns"])
+    head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return "\n".join(
+        [f"{row['setting']}: see [the results](../results.md).", "", *head, f"| {row['network']} | {row['cells']} |"]
+    )
 
 
 if __name__ == "__main__":

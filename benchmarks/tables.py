@@ -1,0 +1,82 @@
+"""What the scripts share that play many runs and put a table into the documentation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+Row = dict[str, Any]
+
+
+def options(what: str, cache: str, lines: str) -> argparse.Namespace:
+    """--lines --seeds --workers --cache --write; `lines` says what they are."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", default="", help=f"separated by commas (default: all): {lines}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--cache", default=cache, help="runs that it holds are not played again")
+    parser.add_argument("--write", action="store_true", help="put the table into the documentation")
+    return parser.parse_args()
+
+
+def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], chosen: argparse.Namespace) -> dict[str, Row]:
+    """The row of every run, by its name; `wanted` says what `play` is called with. Each is written down as soon as it is there."""
+    cache = Path(chosen.cache)
+    known: dict[str, Row] = json.loads(cache.read_text()) if cache.exists() else {}
+    missing = {name: given for name, given in wanted.items() if name not in known}
+    print(f"{len(wanted)} runs, {len(missing)} to play", flush=True)
+    with ProcessPoolExecutor(chosen.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running = {pool.submit(play, *given): name for name, given in missing.items()}
+        for done in as_completed(running):
+            row = known[running[done]] = done.result()
+            cache.write_text(json.dumps(known, indent=1))
+            shares = [f"{key} {value:.2%}" for key, value in row.items() if isinstance(value, float) and value <= 1]
+            print(f"{running[done]}: {', '.join(shares)}, {row['seconds']:.0f} s", flush=True)
+    return {name: known[name] for name in wanted}
+
+
+def spread(values: Sequence[float], sign: str = "", unit: str = " %") -> str:
+    """Mean and standard deviation of shares, in points."""
+    around = f" ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{100 * statistics.mean(values):{sign}.2f}{around}{unit}"
+
+
+def megabytes(rows: Sequence[Row]) -> str:
+    """The mean bytes a round."""
+    return f"{statistics.mean(row['bytes'] for row in rows) / 1e6:.2f} MB"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A method's row, for its page: the network, and the cells of the table."""
+
+    network: str
+    cells: str
+
+
+def write_rows(rows: Mapping[str, Measured], setting: str, columns: Sequence[str]) -> None:
+    """Puts rows beside those of other tables in docs/methods/measured.json."""
+    page = DOCS / "methods" / "measured.json"
+    known = json.loads(page.read_text()) if page.exists() else {}
+    known |= {name: {"setting": setting, "columns": list(columns), **asdict(row)} for name, row in rows.items()}
+    page.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
+
+
+def write(marker: str, text: str) -> None:
+    """Puts text between `<!-- marker: begin -->` and `<!-- marker: end -->` in docs/results.md."""
+    page, begin, end = DOCS / "results.md", f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"{page} has no place for the table: write {begin} and {end} where it belongs")
+    page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
