@@ -1,5 +1,6 @@
 # make run   set up, then run the default experiment on the embedded data
-# make test  set up, then lint, types, import rules and all tests
+# make test  set up, then lint, types, import rules and all tests (of the slow ones every third)
+# make proof the same with all slow tests
 # make lint  lint, types and import rules only
 
 PYTHON ?= python3
@@ -7,13 +8,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: run test lint setup setup-dev clean
+SLOW ?= part
+
+.PHONY: run test proof lint setup setup-dev clean
 
 run: setup
 	$(BIN)/nestling run
 
 test: setup-dev lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --slow=$(SLOW)
+
+proof:
+	$(MAKE) test SLOW=all
 
 lint: setup-dev
 	$(BIN)/ruff check nestling tests benchmarks examples

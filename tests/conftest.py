@@ -1,5 +1,26 @@
-"""One torch thread a test process, as in every engine: sums then run in the same order everywhere."""
+"""One torch thread a test process, as in every engine: sums then run in the same order everywhere. And which slow tests run."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+PART = 3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow", choices=("none", "part", "all"), default="part", help=f"slow tests: every {PART}rd of them, or all"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the slow tests (three seeds of a small federation each) only a part runs, unless all are asked for."""
+    chosen = config.getoption("--slow")
+    # A test that is named on the command line is wanted.
+    if chosen == "all" or any("::" in str(argument) for argument in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    left_out = set(slow) if chosen == "none" else set(slow) - set(slow[::PART])
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]

@@ -19,7 +19,7 @@ TIERS = (
 QUICK: dict[str, dict[str, Any]] = {
     "distreal": {"pareto": [[0.5, 0.5, 0.5], [0.25, 0.25, 0.25], [0.0, 0.0, 0.0]]},
     "fedet": {"steps": 2},
-    "fedftg": {"iterations": 1, "student_steps": 2},
+    "fedftg": {"iterations": 1, "student_steps": 1, "generator_lr": 1e-4},
     "fedmd": {"pretrain": 1},
     "fedzkt": {"iterations": 2, "student_steps": 1, "back": 1},
     "flexfl": {"pretrain": 2},

@@ -573,12 +573,14 @@ def test_a_stack_gives_what_clients_give_one_by_one(name: str, setting: str) -> 
 # -- learning --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in BASELINES if n != "fedper:FedPer"])
 def test_sharing_beats_training_alone(name: str) -> None:
     found = learned(BASELINES[name]())
     assert mean(found) > alone() and mean(found) > 0.3, found
 
 
+@pytest.mark.slow
 def test_a_shared_base_beats_training_alone() -> None:
     found = learned(FedPer(), kind="personal_accuracy")
     assert mean(found) > alone(kind="personal_accuracy") and mean(found) > 0.5, found

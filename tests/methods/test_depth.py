@@ -596,6 +596,7 @@ BLOCKS_LEARNING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_it_learns(name: str) -> None:
     setting = EXITS_LEARNING if FOUR[name] is EXITS else BLOCKS_LEARNING

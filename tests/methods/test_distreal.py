@@ -219,6 +219,7 @@ def test_equal_clients_are_one_stack() -> None:
     assert len(train_stack(group).values) == 4
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     found = learned(Distreal(pareto=VECTORS))
     assert mean(found) > alone() + 0.03 and mean(found) > 0.4

@@ -387,6 +387,7 @@ SCARCE: dict[str, Any] = {
 others."""
 
 
+@pytest.mark.slow
 def test_three_families_learn_from_each_other() -> None:
     """Measured on the common test rows, as published, and on each client's own mix of classes."""
     found: dict[str, dict[str, list[float]]] = {"ours": {}, "alone": {}}

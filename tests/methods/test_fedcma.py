@@ -170,6 +170,7 @@ def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
         small(Named(NAME, options)).make_method()
 
 
+@pytest.mark.slow
 def test_unlike_networks_learn() -> None:
     """Far above chance. The moments and the consensus are no gain in so few steps, and the published λ_c holds classifiers back."""
     assert mean(unlike(FedCMA(lam_c=0.01), **FEW)) > 0.55

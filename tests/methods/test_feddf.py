@@ -282,6 +282,7 @@ LEARNING: dict[str, Any] = {
 """Few private rows, and a main network that others know more than: an average of three clients leaves something to learn."""
 
 
+@pytest.mark.slow
 def test_it_beats_training_alone_and_plain_averages_within_architectures() -> None:
     def learned(method: Any) -> tuple[list[float], list[float]]:
         runs: list[Experiment] = [experiment(method, seed, **LEARNING) for seed in SEEDS]

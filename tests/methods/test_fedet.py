@@ -224,6 +224,7 @@ LEARNING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_it_beats_training_alone_and_the_server_learns_from_what_clients_say() -> None:
     """No client ever trains the server's network: what it knows it knows from them."""
 

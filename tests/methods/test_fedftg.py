@@ -273,6 +273,7 @@ def test_bad_settings_are_named(options: dict[str, Any], field: str) -> None:
 UNEVEN = SplitConfig(kind="dirichlet", alpha=0.1, size=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fleet", "baseline", "rounds"), [("equal", "fedavg", 6), ("parts", "shared-average", 4)])
 def test_fine_tuning_helps_where_clients_have_few_classes(fleet: str, baseline: str, rounds: int) -> None:
     """Equal clients, as in the paper, and parts of one network: better than the mean alone with every seed."""

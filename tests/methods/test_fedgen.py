@@ -303,11 +303,13 @@ def test_a_cohort_plays_the_same(mixed: bool) -> None:
     same_state(runs[0].federation, runs[1].federation, 1e-4)
 
 
+@pytest.mark.slow
 def test_it_learns_more_than_everybody_alone() -> None:
     found = learned(Named(NAME), engine=EngineConfig("cohort", 1))
     assert mean(found) > alone(engine=EngineConfig("cohort", 1)) + 0.05 and mean(found) > 0.5
 
 
+@pytest.mark.slow
 def test_unlike_networks_learn_with_a_common_classifier() -> None:
     """No more is claimed: a classifier that is replaced every round costs more than it teaches in so few rounds of skewed data."""
     found = unlike(Named(NAME), engine=EngineConfig("cohort", 1))

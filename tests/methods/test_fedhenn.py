@@ -175,6 +175,7 @@ def test_a_stack_gives_the_same() -> None:
     same_in_a_cohort(FedHeNN(align=RAD, eta=1.0))
 
 
+@pytest.mark.slow
 def test_it_learns_and_loses_little_against_clients_alone() -> None:
     ours, alone = mean(reached(FedHeNN(align=40))), mean(reached_alone())
     assert ours > 0.4 and ours > alone - 0.05

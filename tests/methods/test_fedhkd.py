@@ -275,11 +275,13 @@ def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
 # -- learning ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hyper_knowledge_helps_unlike_networks_learn() -> None:
     """With noise, more than the same networks without it."""
     assert mean(unlike(FedHKD(), **FEW)) > max(0.55, mean(embedded_alone()) + 0.005)
 
 
+@pytest.mark.slow
 def test_with_weights_the_global_model_learns_what_no_client_could_alone() -> None:
     found = learned(FedHKD(variant="weights"))
     assert mean(found) > alone() + 0.05

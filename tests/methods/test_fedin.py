@@ -423,6 +423,7 @@ LEARNING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_it_learns_more_than_everybody_alone() -> None:
     ours, others = ([nestling.run(experiment(m, s, **LEARNING)).summary for s in SEEDS] for m in (Named(NAME), "local"))
     for kind in ("global_accuracy", "personal_accuracy"):

@@ -154,6 +154,7 @@ def test_a_stack_gives_the_same() -> None:
     same_in_a_cohort(FedMD(align=50, pretrain=1))
 
 
+@pytest.mark.slow
 def test_it_learns_more_than_clients_alone() -> None:
     """By the public labels for the most part: the consensus of nine small models adds little in so few rounds."""
     assert clearly_above(reached(FedMD(pretrain=10, digest_batch=32)), reached_alone())

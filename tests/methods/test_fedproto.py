@@ -231,6 +231,7 @@ def test_means_of_classes_are_those_of_a_loop() -> None:
         assert torch.allclose(found[label], rows.mean(0) if len(rows) else torch.zeros(2, 3), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_prototypes_help_unlike_networks_learn() -> None:
     """Three unrelated architectures learn more with prototypes than the same networks without. The networks of Local, which have no
     embedding to learn, are not beaten with so few steps; we stay within five points of them."""

@@ -279,6 +279,7 @@ def test_sequences_and_vectors_can_be_made_too(tmp_path: Path, shape: tuple[int,
 # -- learning ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_f_learns_without_data_and_nobody_is_much_worse_for_it() -> None:
     """F never sees a digit. It ends far above chance, and above what the devices' models reach alone on all classes; on their own
     classes devices stay about as good as alone."""

@@ -298,6 +298,7 @@ def test_stacked_clients_get_what_single_ones_get() -> None:
     assert far(*both) < 1e-4
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     found = learned(FlexFL(levels=LEVELS, pretrain=20))
     assert mean(found) > alone() + 0.1 and mean(found) > 0.5

@@ -115,6 +115,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert resumed.summary["personal_accuracy"]["last"] == whole.summary["personal_accuracy"]["last"]
 
 
+@pytest.mark.slow
 def test_unlike_networks_learn_together() -> None:
     """Far above chance, but slowly: with so few rounds each would still do better alone, and the deepest one has hardly begun."""
     settings = {
@@ -132,6 +133,7 @@ def test_unlike_networks_learn_together() -> None:
         assert sum(s["by_tier"][tier]["personal_accuracy"]["last"] for s in found) / 3 > 0.35
 
 
+@pytest.mark.slow
 def test_with_hardly_any_data_it_beats_training_alone() -> None:
     """Twenty rows a client and many rounds: the only kind of setting found in which φ is worth more than weights of one's own."""
     settings: dict[str, Any] = {

@@ -227,6 +227,7 @@ def test_bytes_equal_the_closed_formula(method: Any) -> None:
     assert result.summary["bytes_down"] == result.summary["bytes_up"] == 4 * total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", BOTH, ids=lambda m: m.info.title)
 def test_sharing_beats_training_alone(method: Any) -> None:
     accuracy = mean(learned(method))

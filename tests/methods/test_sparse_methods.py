@@ -549,6 +549,7 @@ PERSONAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [LotteryFL(acc_thr=0.6, r_target=0.7), Hermes(acc_thr=0.6, r_target=0.7)])
 def test_sharing_masked_models_beats_training_alone(method: Any) -> None:
     """Little data a client and a pruning that ends early; each rewinding costs LotteryFL a round of training."""
@@ -556,6 +557,7 @@ def test_sharing_masked_models_beats_training_alone(method: Any) -> None:
     assert mean(accuracies) > alone("personal_accuracy", **PERSONAL) > 0.5, accuracies
 
 
+@pytest.mark.slow
 def test_one_sparse_model_for_all_learns() -> None:
     accuracies = learned(PruneFL(steps=0, every=3, stage_one=0))
     assert mean(accuracies) > alone() and min(accuracies) > 0.3, accuracies

@@ -592,6 +592,7 @@ def test_bytes_equal_the_closed_formula(method: Any, model: Named) -> None:
         assert (row["bytes_down"], row["bytes_up"]) == (down, down + flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [FjORD(), FjORD(distil=True), FedRolex()])
 def test_sharing_beats_training_alone(method: Any) -> None:
     found = learned(method)
