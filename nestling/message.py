@@ -50,10 +50,11 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """The serial form."""
-        tensors, shapes = {}, {}
+        tensors, shapes, order = {}, {}, []
         for kind, part in self.parts.items():
             for name, tensor in part.items():
                 key = f"{kind}{_SEPARATOR}{name}"
+                order.append(key)
                 if tensor.dtype == torch.bool:
                     shapes[key] = list(tensor.shape)
                     tensors[_PACKED + key] = pack_bits(tensor)
@@ -61,8 +62,9 @@ class Message:
                     tensors[key] = tensor.detach().cpu().contiguous()
         # safetensors wants every tensor in storage of its own.
         tensors = {k: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for k, t in tensors.items()}
-        meta = {"facts": json.dumps(dict(self.facts)), "bits": json.dumps(shapes), "kinds": json.dumps(list(self.parts))}
-        return _save(tensors, metadata=meta)
+        # The format keeps names in no order, and a sum over them is rounded by it.
+        told = {"facts": dict(self.facts), "bits": shapes, "kinds": list(self.parts), "order": order}
+        return _save(tensors, metadata={name: json.dumps(value) for name, value in told.items()})
 
     @staticmethod
     def from_bytes(data: bytes) -> Message:
@@ -71,11 +73,14 @@ class Message:
             raise InputError(f"a message of {len(data)} bytes is over the limit of {MAX_BYTES}")
         try:
             meta = _metadata(data)
-            facts, shapes, kinds = (json.loads(meta[k]) for k in ("facts", "bits", "kinds"))
+            facts, shapes, kinds, order = (json.loads(meta[k]) for k in ("facts", "bits", "kinds", "order"))
             parts: dict[str, dict[str, Tensor]] = {str(kind): {} for kind in kinds}
-            for key, tensor in _load(data).items():
-                if key.startswith(_PACKED):
-                    key = key[len(_PACKED) :]
+            found = {key.removeprefix(_PACKED): (key, tensor) for key, tensor in _load(data).items()}
+            if sorted(found) != sorted(order):
+                raise ValueError("the tensors are not those that the header names")
+            for key in order:
+                stored, tensor = found[key]
+                if stored.startswith(_PACKED):
                     tensor = unpack_bits(tensor, shapes[key])
                 kind, _, name = key.partition(_SEPARATOR)
                 parts[kind][name] = tensor

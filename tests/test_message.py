@@ -84,3 +84,13 @@ def test_faulty_replies_are_told(parts: dict[str, dict[str, torch.Tensor]], reas
 
 def test_a_good_reply_has_no_fault() -> None:
     assert faults(Message(GOOD), GOOD) is None
+
+
+def test_the_order_of_names_survives() -> None:
+    """Sums over a state are rounded by the order of its tensors, and a resumed run must be the same to the bit."""
+    names = [f"{number:02d}" for number in range(40)]
+    shuffled = [*names[1::2], *names[::2][::-1]]
+    flags = {name: torch.tensor([True, False]) for name in shuffled[:3]}
+    back = Message.from_bytes(Message({"b": {name: torch.ones(2) for name in shuffled}, "a": flags}).to_bytes())
+    assert list(back.parts) == ["b", "a"]
+    assert list(back["b"]) == shuffled and list(back["a"]) == shuffled[:3]

@@ -99,8 +99,10 @@ class KTpFL(PublicExchange):
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         if not self.known:
             return Message({}, self.facts(round))
-        row = self.coefficients.row(device.id, [int(client) for client in self.known])
-        said = torch.stack(list(self.known.values()))
+        # In an order of its own: a checkpoint does not keep that of names, and sums are rounded by it.
+        clients = sorted(self.known, key=int)
+        row = self.coefficients.row(device.id, [int(client) for client in clients])
+        said = torch.stack([self.known[client] for client in clients])
         target = torch.tensordot((row / row.sum()).to(said.dtype), said, 1)
         return Message({"target": {"target": target}}, self.facts(round))
 
