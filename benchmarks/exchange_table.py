@@ -9,6 +9,7 @@ so that DraftFed can take part. The method's settings are its defaults. Runs tha
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from tables import Measured, megabytes, options, played, spread, write, write_rows
@@ -49,7 +50,7 @@ def play(name: str, seed: int) -> dict[str, Any]:
     return {
         "global": summary["global_accuracy"]["last"],
         "personal": summary["personal_accuracy"]["last"],
-        "tiers": [summary["by_tier"][tier.name]["personal_accuracy"]["last"] for tier in FLEET.tiers],
+        "tiers": {name: tier["personal_accuracy"]["last"] for name, tier in summary["by_tier"].items()},
         "bytes": (summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"],
         "seconds": summary["seconds"],
     }
@@ -90,7 +91,10 @@ def tables(rows: dict[str, list[dict[str, Any]]]) -> str:
 
 def _cells(found: list[dict[str, Any]]) -> str:
     every = [spread([row[key] for row in found]) for key in ("global", "personal")]
-    tiers = [spread(values, unit="").split(" ")[0] + " %" for values in zip(*(row["tiers"] for row in found), strict=True)]
+    tiers = [
+        f"{100 * statistics.mean(row['tiers'][tier.name] for row in found):.2f} %" if tier.name in found[0]["tiers"] else "–"
+        for tier in FLEET.tiers
+    ]
     return " | ".join([*every, *tiers, megabytes(found)])
 
 

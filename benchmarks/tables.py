@@ -38,6 +38,9 @@ def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], ch
     with ProcessPoolExecutor(chosen.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running = {pool.submit(play, *given): name for name, given in missing.items()}
         for done in as_completed(running):
+            if done.exception():
+                # What waits would be played first and lost.
+                pool.shutdown(wait=False, cancel_futures=True)
             row = known[running[done]] = done.result()
             cache.write_text(json.dumps(known, indent=1))
             shares = [f"{key} {value:.2%}" for key, value in row.items() if isinstance(value, float) and value <= 1]
