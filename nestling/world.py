@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nestling.data.split import Split
 from nestling.devices import Budget, Cost, Fit, Fleet, Profile, Tier, Timing, cost_of, fit, round_time
@@ -123,6 +123,14 @@ class World:
     def place(self) -> torch.device:
         """The device that weights and data live on; what a method makes itself must be there too."""
         return next(iter(self.main.initial.values())).device
+
+    def adopt(self, name: str, module: nn.Module) -> Reference:
+        """A network that a method has made itself, for clients to train."""
+        found = Reference(name, module, self.main.shape)
+        _ = found.axes  # traced where the network was made
+        found.to(str(self.place))
+        self.references[name] = found
+        return found
 
     def cost(self, piece: Piece) -> Cost:
         """What a piece costs, remembered."""

@@ -15,7 +15,7 @@ from nestling.methods.method import Method
 from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
 from nestling.training.client import Client
-from nestling.views import Reference, State
+from nestling.views import State
 from nestling.world import Device, Model, Piece, Plan, World, ratio_view
 
 WEIGHTS = "weights/"
@@ -109,11 +109,8 @@ def _tailored(world: World, plan: Plan, piece: Piece, tailor: Tailor) -> Piece:
     module = copy.deepcopy(piece.reference.network(piece.view, start)).to("cpu")
     with torch_seeded(world.seed, "network", plan.tier.name, "tailored"):
         made = tailor(module, piece.reference.taps.cut(module))
-    own = Reference(f"{plan.tier.name} (tailored)", made, piece.reference.shape)
-    found = Piece(own, own.full)
-    own.to(str(world.place))
-    world.references[own.name] = own
-    return found
+    own = world.adopt(f"{plan.tier.name} (tailored)", made)
+    return Piece(own, own.full)
 
 
 def _fits(plan: Plan, piece: Piece, world: World) -> bool:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestling.models.taps import watching
+
 Given = Mapping[str, Tensor]
 
 
@@ -68,6 +70,13 @@ def cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
 def present_cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
     """Cross-entropy with the logits of classes the client does not hold set to 0 (not −∞): `given["present"]` flags its classes."""
     return batch.mean(F.cross_entropy(net(batch.x) * given["present"], batch.y, reduction="none"))
+
+
+def see(net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """A network's logits and its features, which are what its head is given; its own, or those under other weights."""
+    with watching(net.module, (), head) as seen:
+        logits = net(x) if weights is None else net.with_weights(weights, x)
+    return logits, seen["features"]
 
 
 def divergence(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:

@@ -3,10 +3,15 @@ CNNs on a slice of the embedded digits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from nestling import FleetConfig, SplitConfig, Tier
+import torch
+
+import nestling
+from nestling import EngineConfig, Experiment, FleetConfig, SplitConfig, Tier
 from tests.methods.learning import learned
 
 UNLIKE = FleetConfig(
@@ -29,3 +34,21 @@ def unlike(method: Any, kind: str = "personal_accuracy", **changes: Any) -> list
 def clearly_above(ours: list[float], others: list[float]) -> bool:
     """Whether one mean is above the other by more than the seeds' spread."""
     return mean(ours) - mean(others) > max(stdev(ours), stdev(others))
+
+
+def goes_on_where_it_stood(make: Callable[..., Experiment], folder: Path) -> None:
+    """Stopped after a round and gone on to two, against two in one go: the server's states are the same to the bit."""
+    nestling.run(make(rounds=1), out=folder / "parts")
+    parts = nestling.resume(folder / "parts", overrides=("rounds=2",)).federation.method.state()
+    whole = nestling.run(make(rounds=2)).federation.method.state()
+    assert parts.keys() == whole.keys()
+    for name, state in whole.items():
+        assert all(torch.equal(parts[name][key], tensor) for key, tensor in state.items())
+
+
+def same_in_a_stack(make: Callable[..., Experiment]) -> None:
+    """Clients that are trained together give the server's states that they give one by one."""
+    one, other = (nestling.run(make(engine=EngineConfig(name, 1))).federation.method.state() for name in ("inline", "cohort"))
+    for name, state in one.items():
+        flat = [torch.cat([s[key].reshape(-1).double() for key in state]) for s in (state, other[name])]
+        assert float((flat[0] - flat[1]).norm()) <= 1e-4 * float(flat[0].norm())

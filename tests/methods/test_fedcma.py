@@ -12,9 +12,9 @@ import torch.nn.functional as F
 import nestling
 from nestling import InputError, Named, SplitConfig
 from nestling.message import faults
-from nestling.methods.representation.class_means import STATISTICS, see
+from nestling.methods.representation.class_means import STATISTICS
 from nestling.methods.representation.fedcma import HEAD, FedCMA, _aligned
-from nestling.training.objectives import Batch, Net
+from nestling.training.objectives import Batch, Net, see
 from tests.methods.by_class import FEW, MIXED, held, holders, known_after, one_round, resumes, same_on_every_engine
 from tests.methods.learning import mean
 from tests.methods.mixed import unlike

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from nestling.rounds import Federation
 from nestling.training.distiller import logits_of
 from nestling.views import Contribution, State, merge
 from tests.methods.learning import SEEDS, experiment, mean
-from tests.methods.mixed import SETTING, clearly_above
+from tests.methods.mixed import SETTING, clearly_above, goes_on_where_it_stood, same_in_a_stack
 from tests.methods.test_methods import MIXED, equal, one_round
 from tests.small import small
 
@@ -238,20 +239,11 @@ def test_devices_with_one_part_get_one_message() -> None:
 
 
 def test_it_goes_on_where_it_stood(tmp_path: Path) -> None:
-    nestling.run(small(quick(), fleet=MIXED, rounds=1), out=tmp_path / "parts")
-    parts = nestling.resume(tmp_path / "parts", overrides=("rounds=2",)).federation.method.state()
-    whole = nestling.run(small(quick(), fleet=MIXED)).federation.method.state()
-    assert all(equal(dict(parts[name]), dict(whole[name])) for name in whole)
+    goes_on_where_it_stood(partial(small, quick(), fleet=MIXED), tmp_path)
 
 
 def test_stacks_of_clients_give_the_same() -> None:
-    one, other = (
-        nestling.run(small(quick(), fleet=MIXED, engine=EngineConfig(engine, 1))).federation.method.state()
-        for engine in ("inline", "cohort")
-    )
-    for name, state in one.items():
-        flat = [torch.cat([s[k].reshape(-1).double() for k in state]) for s in (state, other[name])]
-        assert float((flat[0] - flat[1]).norm()) <= 1e-4 * float(flat[0].norm())
+    same_in_a_stack(partial(small, quick(), fleet=MIXED))
 
 
 def test_running_statistics_follow_the_distilled_weights() -> None:

@@ -14,7 +14,8 @@ from nestling import EngineConfig, FleetConfig, InputError, Named, Tier
 from nestling.assemble import assemble, site_of
 from nestling.message import payload
 from nestling.methods import Reply
-from nestling.methods.distill.fedgen import Classifier, FedGen, _drawn, columns_of, shares, weighted
+from nestling.methods.distill.fedgen import Classifier, FedGen, _drawn, shares, weighted
+from nestling.methods.heads import columns_of
 from nestling.models.latent_generator import LatentGenerator, generated
 from nestling.rounds import Federation
 from nestling.seeds import torch_seeded

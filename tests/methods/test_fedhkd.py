@@ -15,9 +15,9 @@ from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.assemble import assemble
 from nestling.methods.distill import gaussian
 from nestling.methods.distill.fedhkd import FedHKD, _taught, clipped
-from nestling.methods.representation.class_means import STATISTICS, class_means, look, see
+from nestling.methods.representation.class_means import STATISTICS, class_means, look
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Net
+from nestling.training.objectives import Batch, Net, see
 from nestling.views import Contribution, merge
 from tests.methods.by_class import (
     FEW,

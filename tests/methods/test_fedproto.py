@@ -13,10 +13,10 @@ import nestling
 from nestling import InputError, Named, SplitConfig
 from nestling.message import faults
 from nestling.methods.personal import own_weights
-from nestling.methods.representation.class_means import STATISTICS, class_means, see
+from nestling.methods.representation.class_means import STATISTICS, class_means
 from nestling.methods.representation.fedproto import FedProto, _near_prototypes
 from nestling.models import build
-from nestling.training.objectives import Batch, Net
+from nestling.training.objectives import Batch, Net, see
 from tests.methods.by_class import (
     FEW,
     MIXED,

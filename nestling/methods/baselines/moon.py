@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,12 +14,11 @@ from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.baselines.averaged import Averaged
 from nestling.methods.method import Info
-from nestling.models.taps import watching
 from nestling.schema import require
 from nestling.seeds import torch_seeded
 from nestling.training.client import Client
 from nestling.training.memory import keep, recall
-from nestling.training.objectives import Batch, Given, Net
+from nestling.training.objectives import Batch, Given, Net, see
 from nestling.training.phase import Phase
 from nestling.views import Reference
 from nestling.world import World
@@ -69,11 +68,7 @@ class Moon(Averaged):
     def network(self, world: World) -> Reference:
         if not self.projection:
             return world.main
-        found = Reference("moon", projected(world, self.projection), world.main.shape)
-        _ = found.axes  # traced where the network was made
-        found.to(str(world.place))
-        world.references[found.name] = found
-        return found
+        return world.adopt("moon", projected(world, self.projection))
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         glob = received["weights"]
@@ -104,7 +99,7 @@ def projected(world: World, size: int) -> nn.Module:
 
 
 def _contrastive(net: Net, batch: Batch, given: Given, *, mu: float, temperature: float, head: str) -> Tensor:
-    logits, z = _see(net, batch.x, head)
+    logits, z = see(net, batch.x, head)
     loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     near, far = (
         F.cosine_similarity(z, _features(net, batch.x, given, of, head), dim=-1) / temperature for of in ("global", "previous")
@@ -118,13 +113,6 @@ def _features(net: Net, x: Tensor, given: Given, of: str, head: str) -> Tensor:
     weights = {name.removeprefix(f"{of}/"): t for name, t in given.items() if name.startswith(f"{of}/")}
     net.module.eval()
     try:
-        return _see(net, x, head, weights)[1].detach()
+        return see(net, x, head, weights)[1].detach()
     finally:
         net.module.train()
-
-
-def _see(net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """The logits, and what the head was given."""
-    with watching(net.module, (), head) as seen:
-        logits = net(x) if weights is None else net.with_weights(weights, x)
-    return logits, seen["features"]

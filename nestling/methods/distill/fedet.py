@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.methods.distill.architectures import PerArchitecture, said_of
+from nestling.methods.heads import head_of, with_head
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import own_pieces
 from nestling.models.embedding import with_embedding
@@ -150,12 +151,11 @@ class FedET(PerArchitecture):
         seed = self.world.seed
         return distil(student, proxy(x, targets, self.batch, seed, round), settings, seed, round, loss=loss)
 
-    def _head_of(self, reference: Reference, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: state[f"{reference.taps.head}.{name}"] for name in ("weight", "bias")}
+    def _head_of(self, reference: Reference, state: Mapping[str, Tensor]) -> State:
+        return head_of(state, reference.taps.head)
 
     def _with_head(self, name: str, state: State, head: Mapping[str, Tensor]) -> State:
-        at = self.references[name].taps.head
-        return {**state, **{f"{at}.{part}": tensor.clone() for part, tensor in head.items()}}
+        return with_head(state, self.references[name].taps.head, {leaf: tensor.clone() for leaf, tensor in head.items()})
 
 
 def consensus(logits: Tensor, samples: Sequence[int]) -> Consensus:

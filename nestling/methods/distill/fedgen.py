@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.message import Message
+from nestling.methods.heads import columns_of, head_of, with_head
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import Personal, keep_weights
 from nestling.models.embedding import with_embedding
@@ -26,12 +27,11 @@ from nestling.training.noise import uniform
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
 from nestling.training.phase import Phase
-from nestling.views import Contribution, Reference, State, View, merge
+from nestling.views import Contribution, State, merge
 from nestling.views.flat import only, pack
 from nestling.world import Device, Model, Piece, World
 
 ALLOWED = {"share": ("auto", "full", "head"), "compat": ("paper", "code")}
-LEAVES = ("weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class FedGen(Personal):
         else:
             super().setup(world)
             reference = next(iter(self.pieces.values())).reference
-            self.weights, features = pack(_head(reference.initial, reference.taps.head)), self.latent
+            self.weights, features = pack(head_of(reference.initial, reference.taps.head)), self.latent
         with torch_seeded(world.seed, "generator"):
             made = LatentGenerator(self.noise, world.classes, self.hidden, features)
         self.network = made.to(world.place)
@@ -179,7 +179,7 @@ class FedGen(Personal):
         if not self.full:
             return Classifier(reply.message["head"])
         head = reply.piece.reference.taps.head
-        return Classifier(_head(reply.message["weights"], head), columns_of(reply.piece.reference, reply.piece.view, head))
+        return Classifier(head_of(reply.message["weights"], head), columns_of(reply.piece.reference, reply.piece.view, head))
 
     def _teach(self, classifiers: Sequence[Classifier], share: Tensor) -> None:
         """G's steps of a round."""
@@ -203,7 +203,7 @@ class FedGen(Personal):
             piece = self.piece(device, 0)
             return Model(piece.reference, piece.view, piece.view.extract(self.weights))
         own, kept = super().model_for(device), self.world.store.get(device.id)
-        return own if kept else Model(own.reference, own.view, _with_head(own.state, own.reference.taps.head, self.weights))
+        return own if kept else Model(own.reference, own.view, with_head(own.state, own.reference.taps.head, self.weights))
 
     def global_model(self) -> Model | None:
         return Model(self.world.main, self.world.main.full, self.weights) if self.full else None
@@ -220,7 +220,7 @@ class FedGen(Personal):
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
         if "weights" in received:
             return received["weights"]
-        return _with_head(super().start(client, received), client.reference.taps.head, received["head"])
+        return with_head(super().start(client, received), client.reference.taps.head, received["head"])
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         if "generator" not in received:
@@ -244,7 +244,7 @@ class FedGen(Personal):
             kind, parts = "weights", only(client.weights, client.view.names)
         else:
             keep_weights(client)
-            kind, parts = "head", _head(client.weights, client.reference.taps.head)
+            kind, parts = "head", head_of(client.weights, client.reference.taps.head)
         return Message({kind: parts, "counts": counts}, {"samples": client.samples})
 
 
@@ -265,7 +265,7 @@ def _generative(net: Net, batch: Batch, given: Given, *, head: str, made: int, n
     logits = net(batch.x)
     loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     state = {name.removeprefix("generator/"): t for name, t in given.items() if name.startswith("generator/")}
-    classifier = Classifier(_head(net.params, head), given.get("columns"))
+    classifier = Classifier(head_of(net.params, head), given.get("columns"))
     key, number, (alpha, beta) = given["key"], 3 * batch.number, given["strength"]
     teacher = classifier(generated(state, uniform(key, number, (len(batch.x), noise)), batch.y, classes))
     loss = loss + beta * distillation(teacher.detach(), logits, batch=batch)
@@ -281,24 +281,6 @@ def _drawn(seen: Tensor, uniform: Tensor) -> Tensor:
     return order[(uniform * seen.sum()).long()]
 
 
-def _head(state: Mapping[str, Tensor], head: str) -> State:
-    return {leaf: state[f"{head}.{leaf}"] for leaf in LEAVES if f"{head}.{leaf}" in state}
-
-
-def _with_head(state: Mapping[str, Tensor], head: str, common: Mapping[str, Tensor]) -> State:
-    return {**state, **{f"{head}.{leaf}": t for leaf, t in common.items()}}
-
-
 def _mean(states: Sequence[Mapping[str, Tensor]], samples: Sequence[int]) -> State:
     share = torch.tensor(samples, dtype=torch.float64) / sum(samples)
     return {name: torch.tensordot(share.to(t), torch.stack([s[name] for s in states]), 1) for name, t in states[0].items()}
-
-
-@lru_cache(maxsize=256)
-def columns_of(reference: Reference, view: View, head: str) -> Tensor | None:
-    """Which of the reference's features a view's classifier reads; None for all."""
-    name = f"{head}.weight"
-    weight = reference.initial[name]
-    places = torch.arange(weight.shape[1], device=weight.device).to(weight.dtype).expand_as(weight)
-    kept = view.extract({**reference.initial, name: places.contiguous()})[name][0].long()
-    return None if len(kept) == weight.shape[1] else kept

@@ -17,12 +17,12 @@ from nestling.message import Message
 from nestling.methods.allocation import Ladder, ladder
 from nestling.methods.distill import gaussian
 from nestling.methods.method import Info, Reply
-from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, gap, look, see, spread
+from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, gap, look, spread
 from nestling.models.embedding import with_embedding
 from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Given, Net, distillation
+from nestling.training.objectives import Batch, Given, Net, distillation, see
 from nestling.training.phase import Phase
 from nestling.views import Contribution, Reference, State, View, merge, prefix
 from nestling.views.flat import only, pack
@@ -277,10 +277,7 @@ def _embedded(world: World, size: int) -> Reference:
     """The main network with an embedding."""
     with torch_seeded(world.seed, "network", "embedded"):
         module = with_embedding(world.main.module, world.main.taps, size)
-    found = Reference("main (embedded)", module, world.main.shape)
-    found.to(str(world.place))
-    world.references[found.name] = found
-    return found
+    return world.adopt("main (embedded)", module)
 
 
 def _views(reference: Reference) -> list[View]:

@@ -23,7 +23,7 @@ from nestling.models.embedding import with_embedding
 from nestling.models.taps import Taps, watching
 from nestling.schema import require
 from nestling.training.client import Client
-from nestling.training.objectives import Given, Net
+from nestling.training.objectives import Given
 from nestling.views import State
 from nestling.world import Device, Piece, World
 
@@ -207,13 +207,6 @@ def spread(received: Message, classes: int) -> dict[str, Tensor]:
         given[name] = rows.new_zeros(classes, *rows.shape[1:]).index_copy(0, which, rows)
         given["known"] = rows.new_zeros(classes).index_fill(0, which, 1.0)
     return given
-
-
-def see(net: Net, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
-    """A network's logits and features, inside an objective."""
-    with watching(net.module, (), head) as seen:
-        logits = net(x)
-    return logits, seen["features"]
 
 
 def gap(features: Tensor, y: Tensor, given: Given, name: str = "features") -> Tensor:

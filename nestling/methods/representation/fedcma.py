@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.message import Message
+from nestling.methods.heads import head_of
 from nestling.methods.method import Info, Reply
-from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, look, see, spread
+from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, look, spread
 from nestling.models.embedding import with_embedding
 from nestling.models.taps import Taps
 from nestling.schema import require
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Given, Net
+from nestling.training.objectives import Batch, Given, Net, see
 from nestling.training.phase import Phase
 from nestling.views import State
 from nestling.world import Device, Piece, World
@@ -141,9 +142,8 @@ class FedCMA(ByClass):
         return {"moments": torch.stack([first, *central], 1)}
 
     def reply(self, client: Client, received: Message) -> Message:
-        told, head = super().reply(client, received), client.reference.taps.head
-        own = {name: client.weights[f"{head}.{name}"] for name in ("weight", "bias")}
-        return Message({**told.parts, HEAD: own}, told.facts)
+        told = super().reply(client, received)
+        return Message({**told.parts, HEAD: head_of(client.weights, client.reference.taps.head)}, told.facts)
 
 
 def _aligned(net: Net, batch: Batch, given: Given, *, lam: float, lam_c: float, moments: int, head: str) -> Tensor:

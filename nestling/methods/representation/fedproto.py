@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from nestling.message import Message
 from nestling.methods.method import Info, Reply
-from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, gap, look, see, spread
+from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, gap, look, spread
 from nestling.models.embedding import ACTIVATIONS, with_embedding
 from nestling.models.taps import Taps
 from nestling.schema import require
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Given, Net
+from nestling.training.objectives import Batch, Given, Net, see
 from nestling.training.phase import Phase
 from nestling.views import State
 from nestling.world import Device, Model
