@@ -8,7 +8,7 @@ sits out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from nestling.training.optimisers import Buffers, step
 from nestling.training.order import Schedule, counters, keys
 from nestling.training.phase import Phase
 from nestling.training.together import Losses
+from nestling.training.traced import replayed
 from nestling.training.trainer import hooked, trained, with_second
 from nestling.views.flat import FetchedRow, Layout, Stack, flat_of
 
@@ -72,7 +73,7 @@ def train_stack(group: Group) -> Losses:
     leaves = list(state.params.values())
     memory = Buffers.zeros(phase.optim, leaves)
     feed = Feed.of(group)
-    maskable = plan.even or honours_masks(group)
+    maskable, numbered = plan.even or honours_masks(group), reads_number(group)
     total = torch.zeros(len(group.clients), device=site.x.device)
     with hooked(group.module, phase):
         for number in range(plan.steps):
@@ -80,7 +81,8 @@ def train_stack(group: Group) -> Losses:
                 some = None if which is None else torch.from_numpy(which).to(site.x.device)
                 part = state.at(some)
                 batch = feed.batch(number, which, masked)
-                loss = stacked_step(group.module, phase, part, batch, memory_at(memory, some, number), some, memory)
+                key = (group.key, number if numbered else 0)
+                loss = stacked_step(group.module, phase, part, batch, memory_at(memory, some, number), some, memory, key)
                 state.put(some, part)
                 count = torch.tensor(plan.lengths[:, number] if which is None else plan.lengths[which, number])
                 weighted = loss * count.to(loss)
@@ -96,11 +98,21 @@ def losses_of(total: Tensor, plan: Schedule, fetched: FetchedRow | None = None) 
 
 
 def stacked_step(
-    module: nn.Module, phase: Phase, part: Stacked, batch: Batch, memory: Buffers, which: Tensor | None, whole: Buffers
+    module: nn.Module,
+    phase: Phase,
+    part: Stacked,
+    batch: Batch,
+    memory: Buffers,
+    which: Tensor | None,
+    whole: Buffers,
+    key: Hashable = None,
 ) -> Tensor:
-    """One update of some clients on one batch each; gives their losses."""
+    """One update of some clients on one batch each; gives their losses. `key` is that of the group, where the step may be replayed:
+    it does the same in every round."""
     compute = gradients(module, phase, part, masked=batch.mask is not None, number=batch.number)
-    grads, loss, moved = compute(part.params, part.rest, batch.x, batch.y, batch.rows, batch.mask, part.given)
+    args = (part.params, part.rest, batch.x, batch.y, batch.rows, batch.mask, part.given)
+    # A network that changes itself is not replayed.
+    grads, loss, moved = compute(*args) if key is None or part.moving else replayed((key, part.shared), compute, *args)
     part.rest.update(moved)
     step(phase.optim, list(part.params.values()), [grads[name] for name in part.params], memory, stacked=True)
     if which is not None:
