@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from nestling.data import Dataset, load, make_split, take_public
+from nestling.data import Dataset, Split, load, make_split, take_public
 from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
 from nestling.devices.fit import exceeded
 from nestling.engines import Settings, choose_device, make_engine
@@ -23,41 +23,63 @@ from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore
 from nestling.training.client import Site
 from nestling.views import Reference
-from nestling.world import Piece, World, piece_cost, plan_tiers
+from nestling.world import Piece, World, budget_of, piece_cost, plan_tiers
 
 DEFAULT_FLEET_SIZE = 20
 
 
+@dataclass(frozen=True)
+class Given:
+    """Data that somebody brings instead of the experiment's own: the rows, the public inputs, and whose the rows are."""
+
+    dataset: Dataset
+    public: Tensor | None
+    split: Split
+
+
 def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[Experiment, Federation]:
     """The experiment with all it left open settled, and its federation (the engine not yet opened)."""
+    experiment, dataset, world = make_world(experiment, store)
+    method = experiment.make_method()
+    method.setup(world)
+    return experiment, _federation(experiment, dataset, world, method, str(world.place))
+
+
+def make_world(
+    experiment: Experiment, store: ClientStore | None = None, given: Given | None = None
+) -> tuple[Experiment, Dataset, World]:
+    """The experiment with all it left open settled, its data, and what a method may know of the federation."""
     experiment.split.check()
-    dataset = load(experiment.data.name, path=experiment.data.path, missing=experiment.data.missing, seed=experiment.seed)
-    dataset, public = take_public(dataset, experiment.split.public, experiment.seed)
+    dataset, public = (given.dataset, None) if given else _data(experiment)
     place = choose_device(experiment.engine.name, experiment.engine.device)
     experiment = _settle_model(experiment, dataset)
     main = _main_network(experiment, dataset)
     experiment = _settle_networks(_settle_fleet(experiment, dataset, main), dataset)
     fleet = make_fleet(experiment.fleet, experiment.seed)
-    split = make_split(
-        experiment.split,
-        y=dataset.y.numpy(),
-        classes=dataset.classes,
-        clients=len(fleet),
-        seed=experiment.seed,
-        client=dataset.client,
-    )
+    split = given.split if given else _split(experiment, dataset, len(fleet))
     references = {main.name: main, **_own_networks(experiment, dataset)}
     plans = plan_tiers(fleet, references, main, _budget(experiment, dataset))
     for reference in references.values():
         reference.to(place)
     world = World(references, main, fleet, split, plans, dataset.classes, experiment.train, experiment.seed)
     world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
-    if public is not None:
+    if given is not None:
+        world.public = given.public
+    elif public is not None:
         world.public, world.public_labels = public.x.to(place), public.y.to(place)
     world.store, world.rounds = store or ClientStore(), experiment.rounds
-    method = experiment.make_method()
-    method.setup(world)
-    return experiment, _federation(experiment, dataset, world, method, place)
+    return experiment, dataset, world
+
+
+def _data(experiment: Experiment) -> tuple[Dataset, Dataset | None]:
+    data = experiment.data
+    whole = load(data.name, path=data.path, missing=data.missing, seed=experiment.seed)
+    return take_public(whole, experiment.split.public, experiment.seed)
+
+
+def _split(experiment: Experiment, dataset: Dataset, clients: int) -> Split:
+    y, classes = dataset.y.numpy(), dataset.classes
+    return make_split(experiment.split, y=y, classes=classes, clients=clients, seed=experiment.seed, client=dataset.client)
 
 
 def site_of(federation: Federation) -> Site:
@@ -153,7 +175,7 @@ def _settle_networks(experiment: Experiment, dataset: Dataset) -> Experiment:
     tiers = []
     for number, (tier, profile) in enumerate(zip(experiment.fleet.tiers, profiles, strict=True)):
         if tier.device and not tier.model and not tier.ratio:
-            limits = replace(budget, ram_share=min(1.0, tier.memory_mean / 100))
+            limits = replace(budget_of(tier, budget), ram_share=min(1.0, tier.memory_mean / 100))
             found = next((n for n, r in built if not exceeded(profile, piece_cost(Piece(r, r.full)), limits)), None)
             if found is None:
                 raise InputError(
@@ -179,7 +201,8 @@ def _budget(experiment: Experiment, dataset: Dataset) -> Budget:
     train = experiment.train
     optimizer = "adam" if train.optimizer == "adam" else "momentum" if train.momentum else "sgd"
     samples = experiment.split.size or max(1, len(dataset.y) // experiment.fleet.size)
-    return Budget(batch=train.batch, samples=samples, epochs=train.epochs, optimizer=optimizer, seconds=experiment.time_budget)
+    blocks = experiment.make_method().blocks
+    return Budget(train.batch, samples, train.epochs, optimizer, experiment.time_budget, blocks=blocks)
 
 
 def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Reference]:
@@ -219,6 +242,11 @@ def _federation(experiment: Experiment, dataset: Dataset, world: World, method: 
         Settings(chosen.precision, chosen.compile),
         chosen.address,
     )
+    if any(tier.board for tier in world.fleet.tiers):
+        from nestling.engines.boards import with_boards  # an extra
+
+        home = world.store.folder.parent / "boards" if world.store.folder else None
+        engine = with_boards(engine, world.fleet, verify=chosen.verify_boards, home=home)
     return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every)
 
 

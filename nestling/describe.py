@@ -45,6 +45,7 @@ def _tier(experiment: Experiment, federation: Federation, plan: Plan) -> dict[st
     return {
         "name": plan.tier.name,
         "device": plan.tier.device or None,
+        "board": plan.tier.board or None,
         "title": profile.title if known else plan.tier.name,
         "kind": profile.kind if known else None,
         "core": profile.core if known else None,

@@ -19,6 +19,7 @@ from nestling.devices import FleetConfig, Tier, read_fleet
 from nestling.engines import DEVICES, ENGINES, PRECISIONS
 from nestling.errors import InputError, unknown
 from nestling.files import parse_toml, read_toml
+from nestling.message import TRANSPORTS
 from nestling.methods import Method, method_class
 from nestling.schema import convert, from_table, require, to_table
 from nestling.training.phase import Train
@@ -53,6 +54,8 @@ class EngineConfig:
     precision: float32, tf32 or bf16, on a GPU; a CPU always computes in float32.
     compile:   whether torch.compile fuses the stacked step on a GPU: faster rounds after some ten seconds a kind of network.
     address:   the Ray cluster to join (empty: a local one).
+    verify_boards: whether every answer of an emulated board is compared, bit for bit, with that of the same C on this machine.
+    transport: how float tensors travel to real devices and back: float32 (exact), fp16, or int8 (matrices with one scale a tensor).
     """
 
     name: str = "auto"
@@ -61,6 +64,8 @@ class EngineConfig:
     precision: str = "float32"
     compile: bool = False
     address: str = ""
+    verify_boards: bool = True
+    transport: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class Experiment:
         if self.engine.name not in ENGINES:
             raise unknown("engine", self.engine.name, ENGINES, field="engine.name")
         require(self.engine.workers >= 0, "must not be negative (0: one a core)", "engine.workers")
-        for name, allowed in (("device", DEVICES), ("precision", PRECISIONS)):
+        for name, allowed in (("device", DEVICES), ("precision", PRECISIONS), ("transport", TRANSPORTS)):
             if getattr(self.engine, name) not in allowed:
                 raise unknown(name, getattr(self.engine, name), allowed, field=f"engine.{name}")
         require(self.evaluate.every >= 1, "must be at least 1", "evaluate.every")
@@ -184,13 +189,26 @@ class Experiment:
                 object.__setattr__(copy, name, getattr(self, name))
         return copy
 
+    def with_objects_of(self, other: Experiment | None) -> Experiment:
+        """A copy with the method and the network that another was given as objects, where it was given any."""
+        copy = self.with_changes()
+        for name, kind in (("own_method", "method"), ("own_model", "model")):
+            if other is not None and getattr(other, name) is not None and getattr(other, kind).name == getattr(self, kind).name:
+                object.__setattr__(copy, name, getattr(other, name))
+        return copy
+
 
 def fleet_of(config: FleetConfig) -> FleetConfig:
-    """The fleet with its file, if it names one, read in: the run folder then holds the whole description."""
-    if not config.path:
+    """The fleet with its file, if it names one, read in, and the devices of its boards named: the run folder then holds the whole
+    description."""
+    if config.path:
+        require(not config.tiers, "a fleet file and tiers are both given", "fleet.path", "keep one of them")
+        config = read_fleet(config.path, config)
+    if not any(tier.board for tier in config.tiers):
         return config
-    require(not config.tiers, "a fleet file and tiers are both given", "fleet.path", "keep one of them")
-    return read_fleet(config.path, config)
+    from nestling.tiny.lab import with_devices  # an extra
+
+    return with_devices(config)
 
 
 def _named(value: Any, key: str) -> Named:

@@ -1,8 +1,8 @@
 """The run folder: plain files that are whole at every moment.
 
 experiment.toml (the complete description), federation.json (what fits where, the split), metrics.jsonl (a line a round),
-checkpoint.bin, clients/ (what clients keep), events (TensorBoard reads along), and at the end summary.json, global.safetensors and
-report.html; `nestling analyse` adds analysis.json.
+boards.jsonl (where there are boards: a line for every job that one did), checkpoint.bin, clients/ (what clients keep), events
+(TensorBoard reads along), and at the end summary.json, global.safetensors and report.html; `nestling analyse` adds analysis.json.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from nestling.errors import InputError
 from nestling.events import EventFile
 from nestling.files import write_atomic
 
-METRICS = "metrics.jsonl"
+METRICS, BOARDS = "metrics.jsonl", "boards.jsonl"
 
 
 class RunFolder:
@@ -45,13 +45,22 @@ class RunFolder:
 
     def start(self, round: int) -> None:
         """Cuts the log back to the round the run stands at, and opens it."""
-        kept = [line for line in self.metrics() if line["round"] <= round]
-        write_atomic(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+        for name in (METRICS, BOARDS):
+            kept = [line for line in self._lines(name) if line["round"] <= round]
+            if kept or name == METRICS:
+                write_atomic(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = EventFile(self.path / "tensorboard", purge_from=round + 1)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The rounds logged so far; a line cut short by a crash is left out."""
-        path = self.path / METRICS
+        return self._lines(METRICS)
+
+    def boards(self) -> list[dict[str, Any]]:
+        """What boards did so far, likewise."""
+        return self._lines(BOARDS)
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / name
         lines = path.read_text().splitlines() if path.exists() else []
         rows = []
         for line in lines:
@@ -65,6 +74,11 @@ class RunFolder:
             file.write(json.dumps(metrics) + "\n")
         assert self._events is not None
         self._events.scalars(dict(_scalars(metrics)), step=metrics["round"])
+
+    def log_boards(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Adds what boards did."""
+        with open(self.path / BOARDS, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def write(self, name: str, data: str | bytes) -> None:
         """A whole file, or none."""

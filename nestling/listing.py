@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from nestling.assemble import reference_network
-from nestling.devices import Budget, catalogue, device, fit, mark, read_fleet
+from nestling.devices import Budget, FleetConfig, catalogue, device, fit, mark
 from nestling.devices.fleet import make_fleet
 from nestling.devices.units import show_bytes
+from nestling.experiment import fleet_of
 from nestling.methods import METHODS, method_class
 from nestling.models import MODELS
 from nestling.world import Plan, plan_tiers, ratio_cost
@@ -101,7 +102,7 @@ def fit_rows(
         assert device_name is not None
         found = fit(device(device_name), lambda ratio: ratio_cost(main, ratio), budget)
         return [{"tier": device_name, "count": 1, "whole": ratio_cost(main, 1.0).params, **asdict(found)}]
-    made = make_fleet(read_fleet(fleet), 0)
+    made = make_fleet(fleet_of(FleetConfig(path=str(fleet))), 0)
     own = {t.name: reference_network(t.model, t.model_options, shape, classes, 0, t.name) for t in made.tiers if t.model}
     plans = plan_tiers(made, own, main, budget)
     return [_plan_row(plan, made.count_of(plan.tier), ratio_cost(main, 1.0).params) for plan in plans.values()]

@@ -25,6 +25,10 @@ from nestling.errors import InputError
 MAX_BYTES = 2**31
 """The largest message that is read (2 GiB)."""
 
+TRANSPORTS = ("float32", "fp16", "int8")
+"""How float tensors travel to real devices: as they are, as 16-bit floats, or matrices as 8-bit integers with one scale a tensor (the
+rest as 16-bit floats)."""
+
 _SEPARATOR = "/"
 _PACKED = "bits:"
 

@@ -67,7 +67,8 @@ def _follow(console: Console, bar: Progress) -> Watcher:
 
     def round_(metrics: Metrics) -> None:
         if metrics["global_accuracy"] is not None:
-            state["accuracy"] = f"global {metrics['global_accuracy']:.1%} personal {metrics['personal_accuracy']:.1%}"
+            own = metrics["personal_accuracy"]
+            state["accuracy"] = f"global {metrics['global_accuracy']:.1%}" + (f" personal {own:.1%}" if own is not None else "")
         bar.update(task, advance=1, note=state.get("accuracy", ""))
         if bar.disable:
             print(
@@ -98,8 +99,10 @@ def show_result(result: Result) -> None:
     console.print(terminal_table(folder))
     whole, own = summary["global_accuracy"], summary["personal_accuracy"]
     what = "global model" if summary["global_model"] else "mean of the clients' models (no global model)"
-    console.print(f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round {whole['best_round']})")
-    console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
+    if whole["last"] is not None:
+        console.print(f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round {whole['best_round']})")
+    if own["last"] is not None:
+        console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
     console.print(f"norm: {summary['norm'] or 'as the network has it'}")
     console.print(
         f"sent up {_megabytes(summary['bytes_up'])}, down {_megabytes(summary['bytes_down'])}, {summary['seconds']:.0f} s"

@@ -159,7 +159,10 @@ def _train(federation: Federation, sent: dict[int, _Sent], number: int) -> dict[
 def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> list[Reply]:
     """The replies that count; writes down what happened to the others and to the clock."""
     world, replies, sent = federation.world, [], found.sent
-    events = {"late": 0, "dropped": sum(s.dropped for s in sent.values()), "seconds": 0.0, "joules": 0.0}
+    told = _refused_by_engine(federation.engine)
+    found.refusals += [(client, reason) for client, _, reason in told]
+    heard = {*found.outcomes, *(client for client, round, _ in told if round == found.number)}
+    events = {"late": 0, "dropped": sum(client not in heard for client in sent), "seconds": 0.0, "joules": 0.0}
     deadline = world.fleet.deadline
     seen: dict[Hashable, Timing] = {}  # clients with equal work take equally long, unless devices slow down by chance
     expected: dict[Hashable, Expected] = {}  # clients that got the same must send the same back
@@ -192,6 +195,15 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
 
 
 _NOT_FINITE = "values that are not finite"
+
+
+def _refused_by_engine(engine: Engine) -> list[tuple[int, int, str]]:
+    """What an engine with real devices behind it refused in this round, before anybody could look at the content: whose reply to which
+    round, and why."""
+    refused = getattr(engine, "refused", [])
+    found = list(refused)
+    refused.clear()
+    return found
 
 
 def _returned(method: Method, s: _Sent, reply: Message) -> tuple[Piece, str | None]:
@@ -248,6 +260,7 @@ def _measure(federation: Federation, done: _Round) -> Metrics:
     return {
         "round": done.number,
         "clients": list(sent),
+        "missed": [client for client in sent if client not in outcomes],
         "loss": _weighted_loss(list(outcomes.values()), losses),
         "by_tier": {tier: {**row, **accuracies.get(tier, {})} for tier, row in by_tier.items()},
         "bytes_up": up,

@@ -70,14 +70,14 @@ def run(experiment: Experiment | None = None, *, out: str | Path | None = None, 
     path = Path(out) if out is not None else None
     if path is not None:
         folder.check_new(path)
-    with _one_thread():
+    with one_thread():
         store = ClientStore(path / "clients" if path else None)
         settled, federation = assemble(experiment or Experiment(), store)
         description = describe(settled, federation)
         files = {"experiment.toml": settled.to_toml(), "federation.json": json.dumps(description, indent=1)}
         with _disk_errors(path):
             home = folder.create(path, files).take() if path else None
-        return _play(settled, federation, description, home, watcher or Watcher(), fresh=True)
+        return carry_on(settled, federation, description, home, watcher or Watcher(), fresh=True)
 
 
 def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()) -> Result:
@@ -89,11 +89,11 @@ def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple
             )
     home = folder.reopen(Path(path)).take()
     try:
-        with _one_thread():
-            settled, federation = _restored(home, overrides)
+        with one_thread():
+            settled, federation = restored(home, overrides)
             if overrides:
                 home.write("experiment.toml", settled.to_toml())
-            return _play(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
+            return carry_on(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
     finally:
         home.close()
 
@@ -107,15 +107,16 @@ def opened(path: str | Path) -> Iterator[Result]:
         if not checkpoint.exists(home.path):
             raise InputError(f"the run in {home.path} has not finished a round", field="RUN", fix="go on with it: --resume")
         # How the clients were trained does not matter here, and what trained them may be missing on this machine.
-        federation = _restored(home, ("engine.name=auto", "engine.device=auto"))[1]
+        federation = restored(home, ("engine.name=auto", "engine.device=auto"))[1]
         yield Result(home.read_json("summary.json") or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
 
 
-def _restored(home: RunFolder, overrides: tuple[str, ...]) -> tuple[Experiment, Federation]:
-    """The federation of a folder's run, as of its last checkpoint."""
-    experiment = Experiment.read(home.path / "experiment.toml", overrides)
+def restored(home: RunFolder, overrides: tuple[str, ...], own: Experiment | None = None) -> tuple[Experiment, Federation]:
+    """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of `own`: a method or a network that
+    was given as an object."""
+    experiment = Experiment.read(home.path / "experiment.toml", overrides).with_objects_of(own)
     saved = checkpoint.load(home.path)
     store = ClientStore(home.path / "clients")
     store.resume(saved[1].round if saved else 0)
@@ -127,14 +128,17 @@ def _restored(home: RunFolder, overrides: tuple[str, ...]) -> tuple[Experiment, 
     return settled, federation
 
 
-def _play(
+def carry_on(
     experiment: Experiment,
     federation: Federation,
     description: dict[str, Any],
     home: RunFolder | None,
     watcher: Watcher,
     fresh: bool,
+    every: float = CHECKPOINT_SECONDS,
 ) -> Result:
+    """Plays the rounds that are left and writes what comes of them, with a checkpoint as soon as `every` seconds have passed since the
+    last one. A `fresh` folder that has none yet is taken away again when the run fails."""
     federation.on_client, federation.on_refusal = watcher.client, watcher.refusal
     done = federation.totals.round
     metrics: list[Metrics] = []
@@ -152,7 +156,8 @@ def _play(
                 metrics.append(row)
                 if home:
                     home.log(row)
-                    due = time.monotonic() - saved >= CHECKPOINT_SECONDS or row["round"] == experiment.rounds
+                    _log_boards(home, federation)
+                    due = time.monotonic() - saved >= every or row["round"] == experiment.rounds
                     if due and not federation.ahead:
                         _save(home, federation)
                         saved, due = time.monotonic(), False
@@ -174,6 +179,14 @@ def _play(
         if home:
             home.close()
     return Result(summary, metrics, home.path if home else None, federation)
+
+
+def _log_boards(home: RunFolder, federation: Federation) -> None:
+    """What boards did since the last round, where there are any."""
+    facts = getattr(federation.engine, "facts", [])
+    if facts:
+        home.log_boards(facts)
+        facts.clear()
 
 
 def _save(home: RunFolder, federation: Federation) -> None:
@@ -247,7 +260,7 @@ def _commit() -> str | None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One torch thread, as in every worker process: sums then run in the same order everywhere."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

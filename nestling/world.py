@@ -102,7 +102,7 @@ class World:
         if known is not None:
             return known
         plan = self.plans[self.fleet.tier_of(client).name]
-        changes = plan.tier.memory_mean < 100 or any(plan.tier.memory_std)
+        changes = getattr(self.fleet, "live", False) or plan.tier.memory_mean < 100 or any(plan.tier.memory_std)
         piece = self._piece_now(plan, client, round) if changes and round else plan.piece
         device = Device(client, plan.tier.name, piece, self.split.size(client))
         if not changes and len(self._devices) < 2**16:
@@ -118,6 +118,11 @@ class World:
         if (tier, step) not in self._pieces:
             self._pieces[tier, step] = _piece_in(self.plans[tier], step / MEMORY_STEPS)
         return self._pieces[tier, step]
+
+    def become(self, fleet: Fleet, split: Split) -> None:
+        """Takes another fleet of the same tiers, and another division of rows: those of real devices."""
+        self.fleet, self.split = fleet, split
+        self._devices.clear()
 
     @property
     def place(self) -> torch.device:
@@ -176,10 +181,15 @@ def plan_tiers(fleet: Fleet, references: dict[str, Reference], main: Reference, 
     plans = {}
     for number, (tier, profile) in enumerate(zip(fleet.tiers, fleet.profiles, strict=True)):
         try:
-            plans[tier.name] = _plan(tier, profile, references, main, budget)
+            plans[tier.name] = _plan(tier, profile, references, main, budget_of(tier, budget))
         except InputError as error:
             raise InputError(error.message, field=f"fleet.tiers[{number}] ({tier.name})", fix=error.fix) from None
     return plans
+
+
+def budget_of(tier: Tier, budget: Budget) -> Budget:
+    """The budget of a tier: what a method keeps beside the weights is counted where a board really has to hold it."""
+    return budget if tier.board else replace(budget, blocks=())
 
 
 def _plan(tier: Tier, profile: Profile, references: dict[str, Reference], main: Reference, budget: Budget) -> Plan:

@@ -2,13 +2,15 @@
 
 The memory is a liveness bound. Time is one step an operation: all forwards in order, the loss, then the backwards in reverse.
 An activation lives from its forward until the last step that needs it; its gradient lives from the backward of its last reader
-to the backward of its producer. The peak over time of what is live together is a floor under every allocator, and the greedy
-planner of the C runtime reaches it on the networks tried. Conventions, the same as the C runtime's:
+to the backward of its producer. The peak over time of what is live together is a floor under every allocator. Conventions:
 
 - an activation function (ReLU and its kin) is fused into the operation before it and undone from its output;
 - max-pooling keeps one index byte an output instead of its input;
 - an entry-by-entry operation overwrites an operand nobody else wants, and the loss overwrites the logits with their gradient;
 - views (flatten, transpose) share the storage they look at; weights are counted apart.
+
+A microcontroller is not estimated: where the C runtime knows all of a network's operations, `Cost.planned` holds the sizes of the
+plan that it would be given.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from nestling.devices.record import FUSED, Operation, Record, record
+from nestling.errors import InputError
+from nestling.models.record import FUSED, Operation, Record, record
+from nestling.tiny.planning.forecast import Footprint, footprint
+from nestling.tiny.planning.graph import Unsupported, lower_record
+from nestling.tiny.planning.plan import plan
 
 FLOAT = 4
 
@@ -38,6 +44,8 @@ class Cost:
     activation_bytes: int  # peak of what is live in forward and backward
     inference_bytes: int  # peak of what is live in a forward alone
     layers: int  # operations a runtime steps through: views and fused activation functions are not counted
+    planned: Footprint | None = None  # the plan for the C runtime, if that can train the network
+    lacks: str = ""  # if not: what the C runtime lacks
 
 
 def cost_of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
@@ -45,7 +53,9 @@ def cost_of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None
 
     `dtype` is that of the input: float32, or int64 when the network begins with an embedding, unless given.
     """
-    forward = fuse(record(module, tuple(shape), dtype))
+    recorded = record(module, tuple(shape), dtype)
+    planned, lacks = _planned(recorded, module, tuple(shape))
+    forward = fuse(recorded)
     trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     macs = sum(operation.macs for operation in forward.operations)
     return Cost(
@@ -57,7 +67,18 @@ def cost_of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None
         activation_bytes=_peak(forward.bytes, _training_lives(forward)),
         inference_bytes=_peak(forward.bytes, _inference_lives(forward)),
         layers=sum(operation.on_path for operation in forward.operations),
+        planned=planned,
+        lacks=lacks,
     )
+
+
+def _planned(forward: Record, module: nn.Module, shape: tuple[int, ...]) -> tuple[Footprint | None, str]:
+    try:
+        return footprint(plan(lower_record(forward, module, shape))), ""
+    except Unsupported as error:
+        return None, error.operation
+    except InputError as error:
+        return None, f"room for {error.message}"
 
 
 def state_bytes(module: nn.Module) -> int:

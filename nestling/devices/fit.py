@@ -1,5 +1,8 @@
 """The largest piece of a model that trains on a device, with the numbers that prove it.
 
+On a microcontroller the numbers are those of the plan that its firmware would be given. Where the C runtime lacks something that the
+network or the optimiser needs they are an estimate, and the reasons say so: such a fleet can still be simulated.
+
 Training data is not counted: a device reads it sample by sample from a sensor or from storage of its own.
 """
 
@@ -12,14 +15,13 @@ from nestling.devices.catalogue import Profile, mark
 from nestling.devices.cost import Cost
 from nestling.devices.units import GB, MB, show_bytes, show_number
 from nestling.errors import InputError, unknown
+from nestling.tiny.planning import forecast
+from nestling.tiny.planning.descriptor import HEADER_BYTES, OP_BYTES
+from nestling.tiny.planning.forecast import BLOCKS
 
 RATIOS: tuple[float, ...] = (1 / 64, *(k / 32 for k in range(1, 33)))
 
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # optimiser values a trained weight
-
-# The C runtime: two link frames, the plan (a header and a record a layer), the deepest stack and the protocol state.
-FRAMES, HEADER, LAYER, STACK, PROTOCOL = 2 * 512, 48, 68, 528, 36
-FIRMWARE = 13_264  # the largest build, without an FPU; the weights follow it in flash so that they survive a power loss
 
 # Estimates for a Python process that has imported torch, and for what is installed on disk.
 TORCH_RAM, TORCH_DISK = 350 * MB, int(1.2 * GB)
@@ -35,6 +37,7 @@ class Budget:
     optimizer: str = "sgd"
     seconds: float = 0.0  # 0: no limit a round
     ram_share: float = 1.0  # the free share of RAM now
+    blocks: tuple[str, ...] = ()  # what the method keeps on a microcontroller beside: "anchor", "mask", "target", "present"
 
     def __post_init__(self) -> None:
         if self.optimizer not in STATES:
@@ -43,6 +46,9 @@ class Budget:
             value = getattr(self, name)
             if not value >= least:
                 raise InputError(f"{value} is less than {least}", field=f"budget.{name}", fix=f"give at least {least}")
+        for name in self.blocks:
+            if name not in BLOCKS:
+                raise unknown("block", name, BLOCKS, field="budget.blocks")
         if self.ram_share > 1:
             raise InputError(f"{self.ram_share} is more than all of it", field="budget.ram_share", fix="give a share from 0 to 1")
 
@@ -75,7 +81,7 @@ def need(profile: Profile, cost: Cost, budget: Budget) -> Need:
     seconds = cost.train_macs * budget.samples * budget.epochs / float(profile.macs_per_second)
     return Need(
         ram=sum(ram_parts(profile, cost, budget).values()),
-        flash=cost.weight_bytes + (FIRMWARE if profile.runtime == "c" else TORCH_DISK),
+        flash=forecast.flash() if profile.runtime == "c" else cost.weight_bytes + TORCH_DISK,
         seconds=seconds,
         energy=seconds * float(profile.power_w),
     )
@@ -89,14 +95,31 @@ def exceeded(profile: Profile, cost: Cost, budget: Budget) -> str:
 def ram_parts(profile: Profile, cost: Cost, budget: Budget) -> dict[str, int]:
     """Where the RAM goes, in bytes."""
     on_c = profile.runtime == "c"
+    if on_c and cost.planned is not None and not _lacks(cost, budget):
+        return forecast.ram(cost.planned, _blocks(budget))
     return {
         "weights": cost.weight_bytes,
         "gradients": cost.trainable_bytes,
         "optimiser": cost.trainable_bytes * STATES[budget.optimizer],
         # The C runtime adds up the gradients of one sample after another; torch holds the whole batch.
         "activations": cost.activation_bytes * (1 if on_c else budget.batch),
-        "runtime": FRAMES + HEADER + LAYER * cost.layers + STACK + PROTOCOL if on_c else TORCH_RAM,
+        "runtime": _statics(cost) if on_c else TORCH_RAM,
     }
+
+
+def _blocks(budget: Budget) -> tuple[str, ...]:
+    return ("momentum", *budget.blocks) if budget.optimizer == "momentum" else budget.blocks
+
+
+def _statics(cost: Cost) -> int:
+    return forecast.FIRMWARE.statics + HEADER_BYTES + OP_BYTES * cost.layers
+
+
+def _lacks(cost: Cost, budget: Budget) -> str:
+    """What the C runtime lacks for this training, in words, or nothing."""
+    if budget.optimizer == "adam":
+        return "adam optimiser"
+    return "" if cost.planned else cost.lacks or "plan for it"
 
 
 def fit(profile: Profile, cost_at: Callable[[float], Cost], budget: Budget, ratios: Sequence[float] = RATIOS) -> Fit:
@@ -153,25 +176,33 @@ def _reasons(
 ) -> tuple[str, ...]:
     lines = []
     if cost:
-        wanted = need(profile, cost, budget)
-        lines += [_line(name, profile, wanted, limits) for name in ("ram", "flash", "time")]
-        marks = {"runtime": _guess(profile)}
-        sizes = ram_parts(profile, cost, budget).items()
-        parts = ", ".join(f"{part} {marks.get(part, '')}{show_bytes(size)}" for part, size in sizes)
-        lines.insert(1, f"of that RAM: {parts}")
+        lines += [_line(name, profile, cost, budget, limits) for name in ("ram", "flash", "time")]
+        lines.insert(1, f"of that RAM: {_parts(profile, cost, budget)}")
         # Seconds and watts are both guesses on most devices, so their product always is.
-        lines.append(f"energy: ~{show_number(wanted.energy, 'J')} a round")
+        lines.append(f"energy: ~{show_number(need(profile, cost, budget).energy, 'J')} a round")
     if larger:
         ratio, bigger = larger
         what = f"the next larger piece ({ratio:g})" if cost else f"nothing fits: even the smallest piece ({ratio:g})"
-        lines.append(f"{what} is too much: {_line(binding, profile, need(profile, bigger, budget), limits)}")
+        lines.append(f"{what} is too much: {_line(binding, profile, bigger, budget, limits)}")
+        if not cost:
+            lines.append(f"of that RAM: {_parts(profile, bigger, budget)}")
     else:
         lines.append("the largest piece asked for fits")
+    judged = cost or (larger[1] if larger else None)
+    if judged and profile.runtime == "c" and _lacks(judged, budget):
+        lines.append(f"estimate: the C runtime has no {_lacks(judged, budget)}")
     return (*lines, "training data is not counted: it comes from a sensor or from storage of its own")
 
 
-def _line(name: str, profile: Profile, wanted: Need, limits: dict[str, float]) -> str:
-    guess = _guess(profile)
+def _parts(profile: Profile, cost: Cost, budget: Budget) -> str:
+    guess = _guess(profile, cost, budget)
+    marks = {"runtime": guess, "activations": guess if profile.runtime == "c" else ""}
+    sizes = ram_parts(profile, cost, budget).items()
+    return ", ".join(f"{part} {marks.get(part, '')}{show_bytes(size)}" for part, size in sizes)
+
+
+def _line(name: str, profile: Profile, cost: Cost, budget: Budget, limits: dict[str, float]) -> str:
+    guess, wanted = _guess(profile, cost, budget), need(profile, cost, budget)
     if name == "ram":
         free = f"{mark(profile.ram_bytes)}{show_bytes(limits['ram'])}"
         return f"RAM: needs {guess}{show_bytes(wanted.ram)} of {free}"
@@ -181,6 +212,6 @@ def _line(name: str, profile: Profile, wanted: Need, limits: dict[str, float]) -
     return f"time: {mark(profile.macs_per_second)}{show_number(wanted.seconds, 's')} a round{allowed}"
 
 
-def _guess(profile: Profile) -> str:
-    """The mark of a sum that holds the runtime's own part: what torch takes is an estimate."""
-    return "" if profile.runtime == "c" else "~"
+def _guess(profile: Profile, cost: Cost, budget: Budget) -> str:
+    """The mark of a sum that no plan proves: what torch takes, or a network that the C runtime cannot train."""
+    return "" if profile.runtime == "c" and not _lacks(cost, budget) else "~"

@@ -21,7 +21,7 @@ CUTS = ("width", "depth")
 class Tier:
     """Devices of one kind, which train what fits `device`, a part of the model of size `ratio`, or a network of their own, `model`."""
 
-    name: str = ""  # by default the device's name, "ratio-0.25", or the model's name
+    name: str = ""  # by default the device's or the board's name, "ratio-0.25", or the model's name
     device: str = ""
     ratio: float = 0.0
     cut: str = "width"  # what `ratio` is of: the "width" of every layer, or the parameters, met by leaving out "depth"
@@ -36,12 +36,19 @@ class Tier:
     availability: float = 1.0  # probability of being reachable in a round
     dropout: float = 0.0  # probability of vanishing in the middle of a round
     slow: float = 0.0  # sigma of the log-normal slowdown of a round
+    # Where its devices train: "" in the simulation (PyTorch), "host" in the C runtime of the firmware compiled for this machine, or on
+    # a board (see `nestling.tiny.boards`), of which every device of the tier is one.
+    board: str = ""
 
     def __post_init__(self) -> None:
         std = self.memory_std
         object.__setattr__(self, "memory_std", tuple(std) if isinstance(std, (list, tuple)) else (std,))
         if not self.name:
-            object.__setattr__(self, "name", self.device or self.model or f"ratio-{_short(self.ratio)}")
+            object.__setattr__(self, "name", self._default_name())
+
+    def _default_name(self) -> str:
+        own = self.board if self.board != "host" and not (self.ratio or self.model) else ""
+        return self.device or own or self.model or f"ratio-{_short(self.ratio)}"
 
 
 def _short(value: object) -> str:
@@ -124,7 +131,7 @@ def devices_of(config: FleetConfig) -> dict[str, Profile]:
 
 
 def _check_tier(tier: Tier, where: str, devices: dict[str, Profile]) -> None:
-    for name in ("device", "model", "name"):
+    for name in ("device", "model", "name", "board"):
         if not isinstance(getattr(tier, name), str):
             raise InputError(f"{getattr(tier, name)!r} is not text", field=f"{where}.{name}", fix="write it in quotes")
     if not isinstance(tier.model_options, dict):
@@ -137,8 +144,8 @@ def _check_tier(tier: Tier, where: str, devices: dict[str, Profile]) -> None:
     if tier.ratio and tier.model:
         fix = "give the width of the shared model or a network of its own, not both"
         raise InputError("ratio and model are both set", field=f"{where}.ratio", fix=fix)
-    if not (tier.device or tier.ratio or tier.model):
-        raise InputError("nothing says what this tier trains", field=where, fix="give device, ratio or model")
+    if not (tier.device or tier.ratio or tier.model or tier.board not in ("", "host")):
+        raise InputError("nothing says what this tier trains", field=where, fix="give device, ratio or model, or a board")
     if tier.model_options and not tier.model:
         raise InputError("options without a model", field=f"{where}.model_options", fix="give model too")
     if tier.device and tier.device not in devices:

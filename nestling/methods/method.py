@@ -59,6 +59,12 @@ class Method:
         """With which others it makes a fair column, as it is set."""
         return self.info.group
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """What a microcontroller must have room for beside weights, gradients and momentum: "mask" (a flag for every weight), "anchor"
+        (a second copy of the weights), "present" or "target" (a number for every class)."""
+        return ()
+
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:

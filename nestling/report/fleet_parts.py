@@ -30,7 +30,7 @@ def fit_part(run: Run, rows: Sequence[Row]) -> str:
 
 
 def _fit_card(row: Row, index: int) -> str:
-    about = [plural(row["count"], "device") if row["count"] is not None else None, row["kind"], row["core"]]
+    about = [plural(row["count"], "device") if row["count"] is not None else None, row["kind"], row["core"], _board(row)]
     facts = [
         ("Parameters", whole(row["params"])),
         ("Of full model", percent(row["share"])),
@@ -47,6 +47,12 @@ def _fit_card(row: Row, index: int) -> str:
         f'{pairs(facts, "figures")}<div class="needs">{_need_bars(row, index)}</div>'
         f'<div class="why"><p>{_bound(row)}</p>{beside}</div>{below}</article>'
     )
+
+
+def _board(row: Row) -> str | None:
+    if not row["board"]:
+        return None
+    return "firmware's arithmetic on this machine" if row["board"] == "host" else f"firmware on {row['board']}"
 
 
 def _width(row: Row) -> str:

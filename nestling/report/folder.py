@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Run:
     summary: Record
     federation: Record
     analysis: Record = field(default_factory=dict)
+    boards: list[Record] = field(default_factory=list)  # a record for every job that a board did
 
     @property
     def name(self) -> str:
@@ -49,6 +51,7 @@ def read_run(folder: Path) -> Run:
         _object(folder / "summary.json"),
         _object(folder / "federation.json"),
         _object(folder / "analysis.json"),
+        _read_boards(folder / "boards.jsonl"),
     )
 
 
@@ -144,6 +147,15 @@ def _read_metrics(path: Path) -> list[Record]:
         # A resumed run may write a round a second time: the later record is the one that counts.
         rounds[int(record["round"])] = record
     return [rounds[key] for key in sorted(rounds)]
+
+
+def _read_boards(path: Path) -> list[Record]:
+    found = []
+    for line in _text(path).splitlines():
+        with contextlib.suppress(ValueError, RecursionError):  # the last one may be half-written
+            record = json.loads(line)
+            found += [record] if isinstance(record, dict) else []
+    return found
 
 
 def _object(path: Path) -> Record:

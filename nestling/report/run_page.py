@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nestling.report.analysis_part import analysis_part
+from nestling.report.boards_part import boards_part
 from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
 from nestling.report.fleet_parts import device_part, fit_part, split_part
 from nestling.report.folder import Run, is_behind, last_best, listed, mapping, summarise, tier_block, traffic_totals
@@ -20,6 +21,7 @@ RUN_PARTS = [
     ("accuracy", "Accuracy"),
     ("personal", "Personal"),
     ("fit", "What fits"),
+    ("boards", "Boards"),
     ("split", "Data split"),
     ("devices", "Devices"),
     ("analysis", "Clients compared"),
@@ -57,6 +59,7 @@ def run_body(run: Run) -> str:
             _accuracy(run, summary, rows),
             _personal(run, rows),
             fit_part(run, rows),
+            boards_part(run),
             split_part(run, rows),
             device_part(rows),
             analysis_part(run, rows),

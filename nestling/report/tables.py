@@ -99,6 +99,7 @@ def _row(tier: Mapping[str, Any], label: str, model: Mapping[str, Any]) -> dict[
         "device": tier.get("device"),
         "kind": tier.get("kind"),
         "core": tier.get("core"),
+        "board": tier.get("board"),
         "model": tier.get("model"),
         "own_model": None not in (tier.get("model"), model.get("name")) and tier.get("model") != model.get("name"),
         "ratio": number(tier.get("ratio")),

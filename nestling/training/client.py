@@ -6,7 +6,7 @@ It is the same function in every engine and on every machine: it reads the task,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, SupportsFloat
@@ -147,14 +147,34 @@ class Site:
 
 def work(method: ClientSide, task: Task, site: Site) -> Outcome:
     """One client's round."""
+    return carry_out(working(method, task, site), train_client)
+
+
+Working = Generator[tuple["Client", Phase, int], Trained, Outcome]
+"""A round under way: gives (client, phase, its number), is told what came of training it, and ends with the outcome."""
+
+
+def working(method: ClientSide, task: Task, site: Site) -> Working:
+    """One client's round, its training left to somebody else, who leaves the new weights in the client."""
     client = client_of(task, site)
     client.weights = method.start(client, task.message)
     loss = steps = samples = 0.0
     for number, phase in enumerate(method.phases(client, task.message)):
-        done = train_client(client, phase, number)
+        done = yield client, phase, number
         loss, steps, samples = loss + done.loss * done.samples, steps + done.steps, samples + done.samples
     reply = method.reply(client, task.message)
     return Outcome(task.client, reply, client.memory, loss / max(samples, 1), int(steps), int(samples))
+
+
+def carry_out(round: Working, train: Callable[[Client, Phase, int], Trained]) -> Outcome:
+    """The outcome of a round whose phases `train` trains."""
+    try:
+        asked = next(round)
+        while True:
+            asked = round.send(train(*asked))
+    except StopIteration as end:
+        outcome: Outcome = end.value
+        return outcome
 
 
 def client_of(task: Task, site: Site) -> Client:

@@ -72,6 +72,22 @@ def present_cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
     return batch.mean(F.cross_entropy(net(batch.x) * given["present"], batch.y, reduction="none"))
 
 
+def proximal(net: Net, batch: Batch, given: Given, *, mu: float) -> Tensor:
+    """Cross-entropy and the pull towards the given parameters."""
+    distance = sum(((p - given[name]) ** 2).sum() for name, p in net.params.items() if name in given)
+    return cross_entropy(net, batch, given) + mu / 2 * distance
+
+
+def with_targets(
+    net: Net, batch: Batch, given: Given, *, ce: float = 1.0, kd: float = 0.0, mse: float = 0.0, temperature: float = 1.0
+) -> Tensor:
+    """Cross-entropy, a pull towards a teacher's logits and a regression, each with its weight. `given["targets"]` has a row for every
+    row of the phase's data: the teacher's logits, or what the network's outputs are to be."""
+    logits, target = net(batch.x), given["targets"][batch.rows]
+    each = ce * F.cross_entropy(logits, batch.y, reduction="none") + mse * ((logits - target) ** 2).mean(-1)
+    return batch.mean(each + kd * divergence(target, logits, temperature) if kd else each)
+
+
 def see(net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """A network's logits and its features, which are what its head is given; its own, or those under other weights."""
     with watching(net.module, (), head) as seen:

@@ -27,6 +27,11 @@ class Hook:
     change: Callable[[nn.Module, Any], Any]
 
 
+def divide(layer: nn.Module, out: Tensor, *, by: float) -> Tensor:
+    """For hooks that bring the outputs of a narrow network to the scale of a wide one."""
+    return out / by
+
+
 @dataclass(frozen=True)
 class Phase:
     """What a client does with data for a while.

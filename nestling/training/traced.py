@@ -45,7 +45,7 @@ def _trace(compute: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., 
     # A tensor that is not an argument may be another one next time.
     if any(node.op == "get_attr" for node in program.graph.nodes):
         return None
-    program.source = compute  # kept alive with all it holds: a key may name an object by its address
+    program.source = compute  # type: ignore[assignment]  # kept alive with all it holds: a key may name an object by its address
     return program
 
 

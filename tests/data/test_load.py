@@ -148,7 +148,7 @@ def test_a_file_of_ones_own(tmp_path):
 # Where it looks, and what it says
 
 
-@pytest.mark.parametrize("name", [name for name in DATASETS if name not in ("npz", "mnist12k")])
+@pytest.mark.parametrize("name", [name for name in DATASETS if name not in ("npz", "mnist12k", "mnist12k-8x8")])
 def test_absent_data_says_where_it_looked(tmp_path, monkeypatch, name):
     monkeypatch.setenv("NESTLING_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(InputError, match="NESTLING_DATA") as caught:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nestling.devices import cost_of
-from nestling.devices.record import record
 from nestling.errors import InputError
+from nestling.models.record import record
 from tests.devices.networks_for_cost import Residual, TwoBranches, auto_encoder, digits, ds_cnn, resnet8, resnet18
 
 

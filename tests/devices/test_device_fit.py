@@ -8,10 +8,13 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from nestling.devices import RATIOS, Budget, Cost, Figure, Profile, catalogue, cost_of, device, fit, need
 from nestling.devices.fit import TORCH_RAM, limits_of, ram_parts
 from nestling.errors import InputError
+from nestling.tiny.planning.forecast import FIRMWARE
+from nestling.tiny.planning.plan import plan
 from tests.devices.networks_for_cost import digits, ds_cnn
 
 BUDGET = Budget(batch=8, samples=100, epochs=2, optimizer="momentum")
@@ -43,17 +46,39 @@ def test_the_ladder() -> None:
     assert RATIOS[1:] == tuple(k / 32 for k in range(1, 33))
 
 
-def test_need_in_c_by_hand() -> None:
+def test_need_in_c_is_the_plan() -> None:
     cost, profile = digits_at(1.0), device("stm32f446")
-    runtime = 2 * 512 + 48 + 68 * 5 + 528 + 36
+    made = plan(digits(1.0, 28), (1, 28, 28), momentum=True)
     wanted = need(profile, cost, BUDGET)
-    assert wanted.ram == 4 * 9098 * 3 + cost.activation_bytes + runtime
-    assert wanted.flash == 13_264 + 4 * 9098
+    assert wanted.ram == made.arena + len(made.descriptor) + FIRMWARE.statics
+    assert wanted.ram == 4 * 9098 * 3 + 4 * 28 * 28 + 8 * 28 * 28 * 4 + 8 * 14 * 14 * 5 + 88 + 5 * 68 + FIRMWARE.statics
+    assert wanted.flash == FIRMWARE.flash  # weights arrive over the link and stay in RAM
     assert wanted.seconds == pytest.approx(813_792 * 200 / (0.06 * 180e6))
     assert wanted.energy == pytest.approx(wanted.seconds * 0.22)
     assert need(profile, cost, replace(BUDGET, batch=64)).ram == wanted.ram  # a batch is accumulated
     assert wanted.ram - need(profile, cost, replace(BUDGET, optimizer="sgd")).ram == 4 * 9098
-    assert need(profile, cost, replace(BUDGET, optimizer="adam")).ram - wanted.ram == 4 * 9098
+    assert sum(ram_parts(profile, cost, BUDGET).values()) == wanted.ram
+
+
+def test_what_a_method_keeps_is_counted() -> None:
+    cost, profile = digits_at(1.0), device("stm32f446")
+    more = need(profile, cost, replace(BUDGET, blocks=("anchor", "mask", "present"))).ram - need(profile, cost, BUDGET).ram
+    assert more == 4 * 9098 + 4 * 285 + 40
+
+
+def test_what_the_c_runtime_lacks_is_estimated_and_said() -> None:
+    normed = cost_of(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 6 * 6, 10)), (1, 8, 8))
+    profile, plain = device("stm32l4r5"), digits_at(1.0)
+    assert normed.planned is None
+    by_norm = fit(profile, lambda _: normed, BUDGET, ratios=(1.0,))
+    assert "estimate: the C runtime has no batch normalisation" in by_norm.reasons
+    assert "RAM: needs ~" in by_norm.reasons[0]
+    assert by_norm.need is not None
+    assert by_norm.need.ram > 2 * normed.weight_bytes + normed.activation_bytes
+    by_optimiser = fit(profile, lambda _: plain, replace(BUDGET, optimizer="adam"), ratios=(1.0,))
+    assert "estimate: the C runtime has no adam optimiser" in by_optimiser.reasons
+    assert not any("estimate" in line for line in fit(profile, lambda _: plain, BUDGET, ratios=(1.0,)).reasons)
+    assert not any("estimate" in line for line in fit(device("gpu-box"), lambda _: normed, BUDGET).reasons)
 
 
 def test_need_in_torch_holds_the_whole_batch() -> None:
@@ -65,11 +90,12 @@ def test_need_in_torch_holds_the_whole_batch() -> None:
 
 
 def test_the_keyword_network_at_half_width_trains_in_256_kb() -> None:
-    """240,104 bytes were linked for it with plain SGD; the runtime's share here is the smaller one of the small boards."""
+    """A prototype linked 240,104 bytes for it with plain SGD; a map less is live now, since a ReLU is undone before the next gradient
+    is written."""
     plain = replace(BUDGET, optimizer="sgd")
-    assert need(device("nrf52840"), ds_cnn_at(0.5), plain).ram == pytest.approx(240_104, rel=0.01)
+    assert need(device("nrf52840"), ds_cnn_at(0.5), plain).ram == pytest.approx(240_104 - 4 * 32 * 25 * 5, rel=0.01)
     result = fit(device("nrf52840"), ds_cnn_at, plain)
-    assert 0.5 <= result.ratio <= 0.6
+    assert 0.5 < result.ratio <= 0.65
     assert result.binding == "ram"
 
 
@@ -77,6 +103,7 @@ def test_a_chip_too_small_for_anything() -> None:
     result = fit(device("stm32f100"), ds_cnn_at, BUDGET)
     assert (result.ratio, result.params, result.need, result.binding) == (0.0, 0, None, "ram")
     assert any("nothing fits" in line for line in result.reasons)
+    assert any(line.startswith("of that RAM: weights ") for line in result.reasons)
     assert fit(device("stm32f100"), lambda ratio: cost_of(digits(ratio), (1, 8, 8)), BUDGET).ratio > 0
 
 
@@ -89,7 +116,7 @@ def test_everything_fits_a_server() -> None:
     ("profile", "budget", "binding"),
     [
         (with_memory(64 * 1024), BUDGET, "ram"),
-        (with_memory(2**30, flash=30_000), BUDGET, "flash"),
+        (with_memory(2**30, flash=FIRMWARE.flash - 1), BUDGET, "flash"),
         (with_memory(2**30), replace(BUDGET, seconds=5), "time"),
         (with_memory(2**30), replace(BUDGET, ram_share=1e-4), "ram"),
         (with_memory(2**30), replace(BUDGET, ram_share=0.0), "ram"),
@@ -132,7 +159,7 @@ def test_few_costs_are_asked_for() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ram=st.integers(1_000, 400_000), flash=st.integers(13_000, 60_000), seconds=st.floats(0, 30), share=st.floats(0, 1))
+@given(ram=st.integers(1_000, 400_000), flash=st.integers(4_000, 60_000), seconds=st.floats(0, 30), share=st.floats(0, 1))
 def test_the_piece_fits_and_the_next_does_not(ram: int, flash: int, seconds: float, share: float) -> None:
     profile, budget = with_memory(ram, flash), replace(BUDGET, seconds=seconds, ram_share=share)
     result = fit(profile, digits_at, budget)
@@ -169,6 +196,7 @@ def test_every_device_of_the_catalogue_gives_an_answer() -> None:
         ({"ram_share": -0.1}, "budget.ram_share"),
         ({"ram_share": 1.1}, "budget.ram_share"),
         ({"optimizer": "sdg"}, "budget.optimizer"),
+        ({"blocks": ("momentun",)}, "budget.blocks"),
     ],
 )
 def test_bad_budgets(change: dict[str, object], field: str) -> None:

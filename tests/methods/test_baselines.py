@@ -18,13 +18,13 @@ from nestling.methods import Reply, method_class
 from nestling.methods.baselines.averaged import Averaged
 from nestling.methods.baselines.fednova import FedNova
 from nestling.methods.baselines.fedper import FedPer, units
-from nestling.methods.baselines.fedprox import FedProx, proximal
+from nestling.methods.baselines.fedprox import FedProx
 from nestling.methods.baselines.moon import Moon
 from nestling.methods.baselines.scaffold import Scaffold
 from nestling.training.client import Client, Outcome, Task, client_of, work
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.memory import keep, recall
-from nestling.training.objectives import Batch, Net, cross_entropy
+from nestling.training.objectives import Batch, Net, cross_entropy, proximal
 from nestling.training.optimisers import Buffers, Optim, step
 from nestling.views import State, prefix, without
 from tests.methods.learning import alone, learned, mean

@@ -15,12 +15,11 @@ from torch import Tensor
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.baselines.averaged import Averaged, parameters_of
-from nestling.methods.baselines.fedprox import proximal
 from nestling.methods.method import Info, Reply
 from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.effective import effective_steps, steps_of
-from nestling.training.objectives import cross_entropy
+from nestling.training.objectives import cross_entropy, proximal
 from nestling.training.phase import Phase
 from nestling.views import Contribution, State, View, merge
 from nestling.views.flat import pack
@@ -60,6 +59,10 @@ class FedNova(Averaged):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.mu >= 0, "must not be negative", "method.mu")
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return ("anchor",) if self.mu else ()
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         return [self._phase(client, received)]

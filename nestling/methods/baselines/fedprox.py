@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
-
 from nestling.message import Message
 from nestling.methods.baselines.averaged import Averaged, parameters_of
 from nestling.methods.method import Info
 from nestling.schema import require
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.objectives import proximal
 from nestling.training.phase import Phase
 
 
@@ -48,12 +46,10 @@ class FedProx(Averaged):
         super().__post_init__()
         require(self.mu >= 0, "must not be negative", "method.mu")
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return ("anchor",) if self.mu else ()
+
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         given = parameters_of(client, received["weights"])
         return [client.train.phase(client.round, objective=partial(proximal, mu=self.mu), given=given)]
-
-
-def proximal(net: Net, batch: Batch, given: Given, *, mu: float) -> Tensor:
-    """Cross-entropy and the pull towards the given parameters."""
-    distance = sum(((p - given[name]) ** 2).sum() for name, p in net.params.items() if name in given)
-    return cross_entropy(net, batch, given) + mu / 2 * distance

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from nestling.message import Message
 from nestling.methods.baselines.averaged import parameters_of
-from nestling.methods.baselines.fedprox import proximal
 from nestling.methods.distill.generated import asked, check_generator, learner, make_generator, noise
 from nestling.methods.method import Info, Method, Reply
 from nestling.schema import require
@@ -20,7 +19,7 @@ from nestling.seeds import torch_seeded
 from nestling.store import Records
 from nestling.training.client import Client
 from nestling.training.distiller import Student, whole
-from nestling.training.objectives import distillation
+from nestling.training.objectives import distillation, proximal
 from nestling.training.optimisers import Optim
 from nestling.training.phase import Phase
 from nestling.views import State

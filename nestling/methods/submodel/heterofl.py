@@ -14,7 +14,7 @@ from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.seeds import stream
 from nestling.training.client import Client
 from nestling.training.objectives import cross_entropy, present_cross_entropy
-from nestling.training.phase import Hook, Phase
+from nestling.training.phase import Hook, Phase, divide
 from nestling.views import Contribution
 from nestling.world import Device, Piece, World
 
@@ -53,6 +53,10 @@ class HeteroFL(SharedWeights):
         group="A",
     )
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return ("present",) if self.mask_labels else ()
+
     def setup(self, world: World) -> None:
         super().setup(world)
         self.output = output_layer(world.main, world.classes) if self.mask_labels else ()
@@ -71,7 +75,7 @@ class HeteroFL(SharedWeights):
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         rate = float(received.facts["rate"])
-        hooks = (Hook((nn.Conv1d, nn.Conv2d), partial(_divide, rate=rate)),) if self.scaler and rate < 1 else ()
+        hooks = (Hook((nn.Conv1d, nn.Conv2d), partial(divide, by=rate)),) if self.scaler and rate < 1 else ()
         if not self.mask_labels:
             return [client.train.phase(client.round, objective=cross_entropy, hooks=hooks)]
         given = {"present": held_classes(client).float()}
@@ -89,7 +93,3 @@ class HeteroFL(SharedWeights):
         weights = reply.message["weights"]
         present = counted_rows(reply.message["present"]["classes"], weights, self.output) if self.mask_labels else {}
         return Contribution(reply.piece.view, weights, 1.0, present)
-
-
-def _divide(layer: nn.Module, out: Tensor, *, rate: float) -> Tensor:
-    return out / rate

@@ -17,7 +17,7 @@ from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation
-from nestling.training.phase import Hook, Phase
+from nestling.training.phase import Hook, Phase, divide
 from nestling.views import Reference, State, View, prefix
 from nestling.views.depth import depth_views
 from nestling.world import Device, Model, Piece, World
@@ -96,7 +96,7 @@ class ScaleFL(ByDepth):
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         width = float(received.facts["width"])
-        hooks = (Hook((nn.Conv2d,), partial(_divide, width=width)),) if self.scaler and width < 1 else ()
+        hooks = (Hook((nn.Conv2d,), partial(divide, by=width)),) if self.scaler and width < 1 else ()
         given = {"kd": torch.tensor(float(received.facts["kd"]), device=client.place)} if self.gamma else {}
         objective = partial(_weighted_exits, temperature=self.temperature)
         return [client.train.phase(client.round, objective=objective, given=given, hooks=hooks)]
@@ -105,10 +105,6 @@ class ScaleFL(ByDepth):
         model = super().model_for(device)
         width = self.width_of[model.view.key()] if self.scaler else 1.0
         return replace(model, state=_scaled(model.reference, model.state, width)) if width < 1 else model
-
-
-def _divide(layer: nn.Module, out: Tensor, *, width: float) -> Tensor:
-    return out / width
 
 
 def _scaled(reference: Reference, state: Mapping[str, Tensor], width: float) -> State:

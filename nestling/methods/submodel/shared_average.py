@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.method import Info, SharedWeights
 from nestling.schema import require
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.inner import with_inner
 from nestling.training.phase import Phase
 from nestling.training.rules import masked_gradients
-from nestling.views import Reference, View, to_spec
-from nestling.views.nested import forward, nested_masks, prepare
+from nestling.views import View, to_spec
+from nestling.views.nested import nested_masks, prepare
 from nestling.world import Device, Piece, World
 
 
@@ -58,6 +57,10 @@ class SharedAverage(SharedWeights):
     def __post_init__(self) -> None:
         require(self.inner >= 0, "must not be negative (0 leaves the smaller parts out)", "method.inner")
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return ("mask",) if self.nested else ()
+
     def setup(self, world: World) -> None:
         super().setup(world)
         self.masks = nested_masks(world.main.axes, self._levels(), world.place) if self.nested else {}
@@ -75,18 +78,6 @@ class SharedAverage(SharedWeights):
         masks = nested_masks(client.reference.axes, levels, client.place) if self.nested else {}
         smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []
         prepare(client.reference, smaller)
-        objective = partial(_with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)
+        objective = partial(with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)
         given = {name: client.view.cut(name, mask) for name, mask in masks.items()}
         return [client.train.phase(client.round, objective=objective, given=given, rule=masked_gradients if masks else None)]
-
-
-def _with_inner(
-    net: Net, batch: Batch, given: Given, *, reference: Reference, own: View, smaller: Sequence[View], weight: float
-) -> Tensor:
-    loss = cross_entropy(net, batch, given)
-    if not smaller:
-        return loss
-    part = smaller[batch.number % len(smaller)]
-    logits = forward(reference, part, net.state(), batch.x, inside=own)
-    inner = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
-    return (loss + weight * inner) / (1 + weight)

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,20 @@ CREATES = ("empty", "zeros", "ones", "full", "new_", "rand", "arange", "scalar_t
 MOVES_SHAPE_ONLY = {"transpose", "t", "squeeze", "unsqueeze", "detach", "as_strided", "resize", "swapaxes", "requires_grad"}
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A tensor among the arguments of an operation: a value of the forward or, by its name in the state, a weight.
+
+    `whole` says that it is its storage from the first entry to the last in order; `transposed` the same of its transpose.
+    """
+
+    value: int | None
+    name: str | None
+    shape: tuple[int, ...]
+    whole: bool
+    transposed: bool
+
+
 @dataclass
 class Operation:
     """One operation, over value numbers. A value is one storage: views and in-place results share their number."""
@@ -73,6 +88,9 @@ class Operation:
     elementwise: bool
     macs: int = 0
     backward_macs: int = 0
+    layer: str = ""  # the module that was running, by its name inside the whole
+    arguments: dict[str, Any] = field(default_factory=dict)  # by the operation's own names; a tensor is a `Seen`
+    shape: tuple[int, ...] = ()  # of the first result
 
 
 @dataclass
@@ -83,15 +101,16 @@ class Record:
     bytes: list[int] = field(default_factory=list)
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    batch: int = 1  # samples in the recorded tensors; bytes are for one
     trained: set[int] = field(default_factory=set)  # values that receive a gradient
 
 
-def record(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Record:
-    """Record one training-mode forward of one sample of `shape` (without the batch)."""
+def record(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None = None, *, training: bool = True) -> Record:
+    """Record one forward of one sample of `shape` (without the batch), in training mode unless told otherwise."""
     if not all(isinstance(side, int) and side > 0 for side in shape):
         fix = "give the sides of one sample, such as (3, 32, 32)"
         raise InputError(f"{shape!r} is not an input shape", field="shape", fix=fix)
-    twin = on_meta(module).train()
+    twin = on_meta(module).train(training)
     try:
         return _run(twin, shape, dtype or _input_dtype(module), batch=1)
     except ValueError as error:
@@ -133,6 +152,7 @@ def _run(twin: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, batch: int
     sample = torch.empty((batch, *shape), dtype=dtype, device="meta")
     recorder.record.inputs = (recorder.value(sample),)
     recorder.path.add(recorder.record.inputs[0])
+    recorder.follow(twin)
     with torch.no_grad(), torch_seeded(0, "cost"), recorder:
         out = twin(sample)
     ends = [recorder.value(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not recorder.is_weight(leaf)]
@@ -145,16 +165,32 @@ def _run(twin: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, batch: int
 class _Recorder(TorchDispatchMode):
     def __init__(self, module: nn.Module, batch: int) -> None:
         super().__init__()
-        self.record = Record()
+        self.record = Record(batch=batch)
         self.batch = batch
         self.path: set[int] = set()
         self.numbers: dict[int, int] = {}
         self.weights: dict[int, bool] = {}  # storage -> is trained
+        self.names: dict[int, str] = {}  # storage -> name in the state
+        self.layers: list[str] = []  # the modules that are running, outermost first
         self.held: list[Any] = []  # a storage that is freed would give its key to another
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             self.weights[self._key(parameter)] = parameter.requires_grad
-        for buffer in module.buffers():
+            self.names[self._key(parameter)] = name
+        for name, buffer in module.named_buffers():
             self.weights.setdefault(self._key(buffer), False)
+            self.names.setdefault(self._key(buffer), name)
+
+    def follow(self, module: nn.Module) -> None:
+        """Keep note of which part of the module is running."""
+        for name, part in module.named_modules():
+            part.register_forward_pre_hook(partial(self._enter, name))
+            part.register_forward_hook(self._leave)
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self.layers.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self.layers.pop()
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -209,12 +245,29 @@ class _Recorder(TorchDispatchMode):
                 name, reads, writes, frozenset(self._keeps(name, args, reads, writes)), trained,
                 on_path=bool(self.path.intersection(reads)), elementwise=name in ELEMENTWISE,
                 macs=macs, backward_macs=macs * sum(self._is_trained(side) for side in _operands(name, args)),
+                layer=self.layers[-1] if self.layers else "", arguments=self._arguments(func, args, kwargs),
+                shape=tuple(made[0].shape),
             )
         )  # fmt: skip
         if self.path.intersection(reads):
             self.path.update(writes)
         if trained:
             self.record.trained.update(self._values([tensor for tensor in made if tensor.is_floating_point()]))
+
+    def _arguments(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        names = [argument.name for argument in func._schema.arguments]
+        return tree_map_only(Tensor, self._seen, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    def _seen(self, tensor: Tensor) -> Seen:
+        key = self._key(tensor)
+        all_of_it = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        return Seen(
+            value=self.numbers.get(key),
+            name=self.names.get(key),
+            shape=tuple(tensor.shape),
+            whole=all_of_it and tensor.is_contiguous(),
+            transposed=all_of_it and tensor.dim() == 2 and tensor.t().is_contiguous(),
+        )
 
     def _values(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.value(tensor) for tensor in tensors))

@@ -1,0 +1,191 @@
+"""Clients that train on microcontrollers, beside others that any other engine trains.
+
+To the server a board is a client like any other: this engine takes the tasks of clients whose tier has a board, turns each phase into
+a job (see `tiny.lowering`), has the board do it, and gives everybody else's tasks to the engine it is built around. All of torch runs
+in this thread; what waits for boards are threads that know of jobs only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestling.devices.fleet import Fleet
+from nestling.engines.engine import Engine, blame
+from nestling.errors import InputError
+from nestling.tiny import native
+from nestling.tiny.data import pack as pack_data
+from nestling.tiny.job import Job
+from nestling.tiny.lab import HOST, MOST_BOARDS, Lab, Report, Settings
+from nestling.tiny.lowering import job_for, settle
+from nestling.training.client import Client, ClientSide, Outcome, Site, Task, Working, working
+from nestling.training.trainer import Trained
+
+LOOK_SECONDS = 1.0
+"""How often it is looked whether the boards are still kept alive."""
+
+KEPT_BLOBS = 256
+"""Of how many clients the data are kept in the form that boards read."""
+
+
+def with_boards(base: Engine, fleet: Fleet, *, verify: bool = True, home: Path | None = None) -> Engine:
+    """The engine for a fleet: `base`, and where some tier has a board, with boards beside it. `home` is where a run that is resumed
+    finds what its boards had done."""
+    if not any(tier.board for tier in fleet.tiers):
+        return base
+    emulated: dict[int, str] = {}
+    for number, tier in enumerate(fleet.tiers):
+        if tier.board and tier.board != HOST:
+            if len(emulated) + fleet.count_of(number) > MOST_BOARDS:
+                raise InputError(
+                    f"more than {MOST_BOARDS} emulated boards",
+                    field=f"fleet.tiers[{number}].count",
+                    fix=f'make the tier smaller, or set its board to "{HOST}": the same arithmetic without emulation',
+                )
+            emulated.update({fleet.member(number, k): tier.board for k in range(fleet.count_of(number))})
+    return Boards(base, fleet, Lab(emulated, Settings(verify=verify), home) if emulated else None)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """One client's round, waiting for its board."""
+
+    task: Task
+    round: Working
+    client: Client
+    job: Job
+
+
+class Boards:
+    """Boards beside another engine. `facts` has a row for every job that an emulated board did: what it took, and what the link went
+    through."""
+
+    lookahead = 0
+
+    def __init__(self, base: Engine, fleet: Fleet, lab: Lab | None = None) -> None:
+        self.base, self.fleet, self.lab = base, fleet, lab
+        self.notes, self.facts = base.notes, list[dict[str, Any]]()
+        self._blobs: OrderedDict[int, bytes] = OrderedDict()
+        self._crew: ThreadPoolExecutor | None = None
+        self._waiting: dict[Future[Report], _Waiting] = {}
+
+    def open(self, method: ClientSide, site: Site) -> None:
+        self._method, self._site = method, site
+        self.base.open(method, site)
+        native.library()  # a missing compiler is said before the first round, not in it
+        self._crew = ThreadPoolExecutor(os.cpu_count() or 1)
+        if self.lab is not None:
+            self.lab.open()
+            self.notes.append(self.lab.describe())
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        own = [task for task in tasks if self.fleet.tier_of(task.client).board]
+        rest = [task for task in tasks if not self.fleet.tier_of(task.client).board]
+        for task in own:
+            outcome = self._go_on(task, working(self._method, task, self._site), None)
+            if outcome is not None:
+                yield outcome
+        for outcome in self.base.run(rest) if rest else ():
+            yield outcome
+            yield from self._finished(block=False)
+        while self._waiting:
+            yield from self._finished(block=True)
+
+    def close(self) -> None:
+        if self.lab is not None:
+            self.lab.close()
+        if self._crew is not None:
+            self._crew.shutdown(wait=True, cancel_futures=True)
+            self._crew = None
+        self._waiting.clear()
+        self.base.close()
+
+    def _finished(self, block: bool) -> Iterator[Outcome]:
+        """Goes on with the rounds whose boards have answered."""
+        if self.lab is not None and self.lab.failure:
+            raise RuntimeError(self.lab.failure)
+        for future in wait(self._waiting, LOOK_SECONDS if block else 0, FIRST_COMPLETED).done:
+            waited = self._waiting.pop(future)
+            with self._blaming(waited.task):
+                report = future.result()
+                self._note(waited.task, report.facts)
+                outcome = self._go_on(waited.task, waited.round, settle(waited.client, waited.job, report.done))
+            if outcome is not None:
+                yield outcome
+
+    def _go_on(self, task: Task, round: Working, told: Trained | None) -> Outcome | None:
+        """A client's round up to its next job, which its board is given, or up to its outcome."""
+        with self._blaming(task):
+            try:
+                asked = next(round) if told is None else round.send(told)
+                while not (job := job_for(*asked)).steps:
+                    asked = round.send(settle(asked[0], job, None))
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+            self._hand_out(_Waiting(task, round, asked[0], job))
+            return None
+
+    def _hand_out(self, waiting: _Waiting) -> None:
+        assert self._crew is not None
+        client, job, blob = waiting.client, waiting.job, self._blob(waiting.client)
+        tier = self.fleet.tier_of(client.id)
+        if tier.board == HOST or self.lab is None:
+            future = self._crew.submit(_on_host, job, blob)
+        else:
+            self.lab.check_fits(client.id, job, blob)
+            future = _in_thread(self.lab.run, client.id, job, blob)
+        self._waiting[future] = waiting
+
+    def _blob(self, client: Client) -> bytes:
+        """A client's data as its board has them in flash."""
+        if client.id not in self._blobs:
+            self._blobs[client.id] = pack_data(client.x.cpu(), client.y.cpu())
+            while len(self._blobs) > KEPT_BLOBS:
+                self._blobs.popitem(last=False)
+        self._blobs.move_to_end(client.id)
+        return self._blobs[client.id]
+
+    def _note(self, task: Task, facts: dict[str, Any]) -> None:
+        if facts:
+            self.facts.append({"round": task.round, "tier": self.fleet.tier_of(task.client).name, **facts})
+        if facts.get("restarts"):
+            times = "once" if facts["restarts"] == 1 else f"{facts['restarts']} times"
+            self.notes.append(f"round {task.round}: the board of client {task.client} ({facts['board']}) started anew {times}")
+
+    @contextmanager
+    def _blaming(self, task: Task) -> Iterator[None]:
+        """Errors say which client on which board they are about."""
+        tier = self.fleet.tier_of(task.client)
+        try:
+            yield
+        except InputError as error:
+            field = error.field or f"fleet.tiers[{self.fleet.tier_index(task.client)}].board"
+            raise InputError(f"client {task.client} on {tier.board}: {error.message}", field=field, fix=error.fix) from error
+        except Exception as error:
+            raise blame(task, error) from error
+
+
+def _in_thread(function: Callable[..., Report], *arguments: Any) -> Future[Report]:
+    """Runs a function in a thread that nobody has to wait for: a board may take its time to come back."""
+    future: Future[Report] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _on_host(job: Job, blob: bytes) -> Report:
+    return Report(native.run_job(job, blob))
