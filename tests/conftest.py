@@ -5,17 +5,17 @@ import torch
 
 torch.set_num_threads(1)
 
-PART = 3
+PART = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--slow", choices=("none", "part", "all"), default="part", help=f"slow tests: every {PART}rd of them, or all"
+        "--slow", choices=("none", "part", "all"), default="part", help=f"slow tests: every {PART}th of them, or all"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the slow tests (three seeds of a small federation each) only a part runs, unless all are asked for."""
+    """Of the slow tests (three seeds of a small federation, many processes, emulated boards) only a part runs, unless all are asked for."""
     chosen = config.getoption("--slow")
     # A test that is named on the command line is wanted.
     if chosen == "all" or any("::" in str(argument) for argument in config.args):

@@ -171,6 +171,8 @@ class Session:
         if self.line.counts.resent == resent:  # else it is not the board that needed the time
             pace = (time.monotonic() - begun) / samples
             self._pace = pace if self._pace is None else max(pace, 0.9 * self._pace)
+        if len(answer) != _PROGRESS.size:
+            raise Refused(f"the board answered a step with {len(answer)} bytes", field="board")
         return answer
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import select
 import socket
-import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nestling.errors import InputError
 
 _BAUD = 115200
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
 
 class Broken(ConnectionError):
@@ -46,19 +44,6 @@ def open_stream(address: str, timeout: float = 5.0) -> Stream:
     raise InputError(
         f"{address!r} is no address of a board", field="transport", fix="unix:PATH, tcp:HOST:PORT or serial:PORT:BAUD"
     )
-
-
-def open_patiently(address: str, patience: float) -> Stream:
-    """As `open_stream`, tried again with growing pauses for `patience` seconds."""
-    end, pause = time.monotonic() + patience, _FIRST_PAUSE
-    while True:
-        try:
-            return open_stream(address)
-        except Broken:
-            if time.monotonic() + pause > end:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _unix(path: str, timeout: float) -> socket.socket:

@@ -366,6 +366,42 @@ def test_a_gateway_that_ends_within_a_batch_is_followed_within_it(home: Path) ->
         assert second.notes.loads == 0
 
 
+def test_a_lost_frame_does_not_make_the_board_look_slow(home: Path) -> None:
+    """Else every loss makes the wait for the next one longer."""
+    told, blob = job(), client_data()
+    with HostBoard(home, room(told), blob) as board:
+        session = session_with(board)
+        write, sent = session.line._write, []
+
+        def forgetful(data: bytes) -> None:
+            frame = frames.decode(data.strip(b"\0"))
+            assert frame is not None
+            sent.append((frame.kind, frame.sequence))
+            if frame.kind != Kind.STEP or sent.count(sent[-1]) > 1:
+                write(data)
+
+        session.line._write = forgetful  # type: ignore[method-assign]
+        assert_same(session.run(told), native.run_job(told, blob))
+        assert session.line.counts.resent >= len(told.steps) and session._pace is None
+
+
+@pytest.mark.parametrize("lie", [b"", b"1234", bytes(100)])
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.STEP, Kind.READ])
+def test_a_board_that_lies_is_refused(home: Path, kind: Kind, lie: bytes) -> None:
+    told = job()
+    with HostBoard(home, room(told), client_data()) as board:
+        session = session_with(board)
+        exchange = session.line._exchange
+
+        def lying(asked: Kind, *rest: Any) -> bytes:
+            answer = exchange(asked, *rest)
+            return lie if asked == kind else answer
+
+        session.line._exchange = lying  # type: ignore[method-assign]
+        with pytest.raises(Refused):
+            session.run(told)
+
+
 def test_a_board_that_is_too_small_or_empty_says_so(home: Path) -> None:
     told = job()
     with HostBoard(home, room(told) - 4, client_data(), "small") as small, pytest.raises(Refused, match="bytes of RAM"):
