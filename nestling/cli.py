@@ -344,8 +344,11 @@ def main() -> None:
 
 def _guarded(command: Callable[..., Any]) -> int:
     try:
-        command(standalone_mode=False)
-        return 0
+        code = command(standalone_mode=False)
+        if code != 130:
+            return code if isinstance(code, int) else 0
+        # Typer before 0.21 gives ctrl-C as a number; newer ones raise it.
+        raise KeyboardInterrupt
     except InputError as error:
         _complain(str(error))
         return 2

@@ -22,5 +22,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     left_out = set(slow) if chosen == "none" else set(slow) - set(slow[::PART])
+    left_out |= {item for item in items if item.get_closest_marker("minutes")}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]

@@ -272,7 +272,7 @@ def _wait_for(happened: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 
 
 @needs_qemu
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_the_example(tmp_path: Path) -> None:
     """Seven boards of six kinds beside simulated devices: as good as the simulation, and bit for bit the host's build."""
     wanted = Experiment.read(EXAMPLE)

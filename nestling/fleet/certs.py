@@ -1,0 +1,391 @@
+"""Certificates and keys of a fleet: a test authority of its own, the server's certificate, a key pair for every device.
+
+    DIR/ca/             ca.key, ca.crt                      stays with whoever issues
+    DIR/server/         ca.crt, server.crt, server.key,     goes to the server
+                        devices/NAME.pub, revoked/NAME.pub
+    DIR/devices/NAME/   ca.crt, device.key, name            goes to that device, and nowhere else
+
+Devices prove who they are with an elliptic-curve key (P-384, OpenSSH format: what a Flower SuperNode takes); the server proves it
+with a certificate. Folders are 0700, files 0600. Nothing is overwritten unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nestling.errors import InputError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+DAYS = 365
+CLOCKS_DIFFER = datetime.timedelta(minutes=10)
+"""Certificates begin this long ago: a device without a battery-backed clock may lag."""
+
+
+@dataclass(frozen=True)
+class ServerFiles:
+    """What the server holds."""
+
+    root: Path
+
+    @property
+    def ca(self) -> Path:
+        """The authority's certificate; missing where a public authority signed the server's."""
+        return self.root / "ca.crt"
+
+    @property
+    def certificate(self) -> Path:
+        """The server's certificate."""
+        return self.root / "server.crt"
+
+    @property
+    def key(self) -> Path:
+        """The server's key."""
+        return self.root / "server.key"
+
+    @property
+    def devices(self) -> Path:
+        """The folder of the public keys of devices that may join, NAME.pub each."""
+        return self.root / "devices"
+
+    @property
+    def revoked(self) -> Path:
+        """The folder of those that may not any more."""
+        return self.root / "revoked"
+
+
+@dataclass(frozen=True)
+class DeviceFiles:
+    """What a device holds."""
+
+    root: Path
+    name: str
+
+    @property
+    def ca(self) -> Path | None:
+        """The authority to trust; None: the system's."""
+        path = self.root / "ca.crt"
+        return path if path.exists() else None
+
+    @property
+    def key(self) -> Path:
+        """The device's private key."""
+        return self.root / "device.key"
+
+
+def issue(
+    folder: Path,
+    *,
+    hosts: Sequence[str] = (),
+    devices: Sequence[str] = (),
+    revoke: Sequence[str] = (),
+    force: bool = False,
+    days: int = DAYS,
+) -> list[str]:
+    """Makes what is missing and what was asked for; returns a line for each thing done. With `force` a named host or device gets
+    new files; the authority is never replaced."""
+    need_cryptography()
+    for name in (*devices, *revoke):
+        check_name(name)
+    if not 1 <= days <= 3650:
+        raise InputError(f"{days} days", field="--days", fix="1 to 3650")
+    server = ServerFiles(folder / "server")
+    fresh = not (folder / "ca" / "ca.key").exists()
+    _check_room(folder, server, hosts, devices, revoke, force, fresh)
+    done = []
+    for part in (folder, folder / "ca", server.root, server.devices, server.revoked, folder / "devices"):
+        private_folder(part)
+    if fresh:
+        _make_authority(folder / "ca", days)
+        done.append(f"authority: {folder / 'ca'} (keep ca.key where nobody else reads)")
+    if hosts or not server.certificate.exists():
+        named = list(hosts) or default_hosts()
+        _make_server(folder / "ca", server, named, days)
+        done.append(f"server: {server.root} for {', '.join(named)}, {days} days")
+    done += [_make_device(folder, server, name) for name in devices]
+    done += [_revoke(server, name) for name in revoke]
+    return done
+
+
+def need_cryptography() -> None:
+    """Refuses to go on without the library that makes and reads keys."""
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        raise InputError("keys need the package cryptography", field="nestling", fix="pip install 'nestling[fleet]'") from None
+
+
+def default_hosts() -> list[str]:
+    """This machine, as itself and over the loop."""
+    return list(dict.fromkeys([socket.gethostname(), "localhost", "127.0.0.1", "::1"]))
+
+
+def check_name(name: str, field: str = "--device") -> str:
+    """Refuses a name that cannot be a file's."""
+    if not NAME.fullmatch(name):
+        raise InputError(f"{name!r} is not a name", field=field, fix="letters, digits, dots, hyphens and underscores, at most 63")
+    return name
+
+
+def server_files(folder: Path) -> ServerFiles:
+    """The server's files in DIR/server, or in the folder itself where only that was copied; complete, or an `InputError`."""
+    files = ServerFiles(folder / "server" if (folder / "server").is_dir() else folder)
+    for path in (files.certificate, files.key, files.devices):
+        _there(path, "--certs")
+    _closed(files.key)
+    return files
+
+
+def device_files(folder: Path, name: str | None = None) -> DeviceFiles:
+    """A device's files in DIR/devices/NAME, or in the folder itself where only that was copied."""
+    if (folder / "devices").is_dir():
+        names = sorted(p.name for p in (folder / "devices").iterdir() if (p / "device.key").exists())
+        if name is None and len(names) != 1:
+            raise InputError(f"{folder} holds keys of {len(names)} devices", field="--name", fix="say which this device is")
+        folder = folder / "devices" / (name or names[0])
+    key = _there(folder / "device.key", "--certs")
+    _closed(key)
+    written = folder / "name"
+    files = DeviceFiles(folder, check_name(written.read_text().strip() if written.exists() else name or folder.name, "--certs"))
+    if name is not None and name != files.name:
+        raise InputError(
+            f"the key in {folder} was made for {files.name!r}", field="--name", fix="use that name, or that device's key"
+        )
+    return files
+
+
+def public_keys(folder: Path) -> dict[str, str]:
+    """What a node sends as its public key (base64 of PEM) → name, for every NAME.pub in the folder that holds a key."""
+    found = {}
+    for path in sorted(folder.glob("*.pub")):
+        try:
+            found[wire_key(path.read_bytes())] = path.stem
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def wire_key(openssh: bytes) -> str:
+    """A public key in OpenSSH format the way Flower's nodes send it in a header."""
+    from cryptography.hazmat.primitives import serialization
+
+    key = serialization.load_ssh_public_key(openssh)
+    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return base64.b64encode(pem).decode()
+
+
+def fingerprint(wire: str) -> str:
+    """A short name for a key that no log needs to hide."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(wire.encode()).digest()).decode()[:16]
+
+
+def private_folder(path: Path) -> Path:
+    """Makes a folder that only its owner reads."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.chmod(path, 0o700)
+    return path
+
+
+def write_private(path: Path, data: bytes, force: bool = True) -> None:
+    """A whole file that was never readable by others, not even while it was being written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if force:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)  # fails where the file exists, unlike a rename
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_loopback_authority(folder: Path, days: int = DAYS) -> ServerFiles:
+    """An authority and a certificate for 127.0.0.1, for what two processes of one machine say to each other."""
+    private_folder(folder)
+    server = ServerFiles(folder)
+    _make_authority(folder, days)
+    _make_server(folder, server, ["127.0.0.1", "localhost"], days)
+    return server
+
+
+def _check_room(
+    folder: Path,
+    server: ServerFiles,
+    hosts: Sequence[str],
+    devices: Sequence[str],
+    revoke: Sequence[str],
+    force: bool,
+    fresh: bool,
+) -> None:
+    """All refusals come before the first file is written."""
+    if fresh and revoke:
+        raise InputError(f"there is no authority in {folder}", field="--revoke", fix="name the folder that issued the key")
+    if fresh and (folder / "ca" / "ca.crt").exists():
+        raise InputError(f"{folder / 'ca'} holds a certificate but not its key", field="DIR", fix="issue where the key is")
+    if hosts and server.certificate.exists() and not force:
+        raise InputError(f"{server.certificate} exists", field="--host", fix="--force replaces it; devices need nothing new")
+    for name in devices:
+        gone = (server.revoked / f"{name}.pub").exists()
+        if not force and (gone or (server.devices / f"{name}.pub").exists() or (folder / "devices" / name).exists()):
+            state = "is revoked" if gone else "has a key"
+            raise InputError(f"{name} {state} already", field="--device", fix="--force gives it a new one and ends the old")
+    for name in revoke:
+        if not (server.devices / f"{name}.pub").exists():
+            known = ", ".join(sorted(p.stem for p in server.devices.glob("*.pub"))) or "none"
+            raise InputError(f"there is no device {name!r}", field="--revoke", fix=f"devices: {known}")
+
+
+def _make_authority(folder: Path, days: int) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = _named("nestling fleet authority")
+    builder = _certificate(name, name, key.public_key(), key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    write_private(folder / "ca.key", _pem(key), force=False)
+    write_private(folder / "ca.crt", _signed(builder, key))
+
+
+def _make_server(authority: Path, files: ServerFiles, hosts: Sequence[str], days: int) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    ca_key = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    ca = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
+    key = ec.generate_private_key(ec.SECP384R1())
+    builder = _certificate(_named(hosts[0]), ca.subject, key.public_key(), ca_key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    builder = builder.add_extension(x509.SubjectAlternativeName(_alternatives(hosts)), critical=False)
+    write_private(files.key, _pem(key))
+    write_private(files.certificate, _signed(builder, ca_key))
+    if authority != files.root:
+        write_private(files.ca, (authority / "ca.crt").read_bytes())
+
+
+def _make_device(folder: Path, server: ServerFiles, name: str) -> str:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    home = private_folder(folder / "devices" / name)
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    _retire(server, name)
+    write_private(home / "device.key", private)
+    write_private(home / "name", f"{name}\n".encode())
+    write_private(home / "ca.crt", (folder / "ca" / "ca.crt").read_bytes())
+    write_private(server.devices / f"{name}.pub", public + f" {name}\n".encode())
+    return f"device {name}: {home} (copy it there); its public key: {server.devices / f'{name}.pub'}"
+
+
+def _retire(server: ServerFiles, name: str) -> None:
+    """A device's old key becomes a revoked one, under a name of its own."""
+    old = server.devices / f"{name}.pub"
+    if not old.exists():
+        return
+    numbers = (n for n in range(1, 1_000_000) if not (server.revoked / f"{name}.{n}.pub").exists())
+    os.replace(old, server.revoked / f"{name}.{next(numbers)}.pub")
+
+
+def _revoke(server: ServerFiles, name: str) -> str:
+    os.replace(server.devices / f"{name}.pub", server.revoked / f"{name}.pub")
+    return f"device {name}: revoked; copy {server.root} to the server, which refuses it from then on"
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS_DIFFER)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
+    )
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    off = dict.fromkeys(
+        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
+    )
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates, **off
+    )
+
+
+def _named(text: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _alternatives(hosts: Iterable[str]) -> list[x509.GeneralName]:
+    from cryptography import x509
+
+    found: list[x509.GeneralName] = []
+    for host in hosts:
+        try:
+            found.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", host):
+                raise InputError(f"{host!r} is neither a host's name nor an address", field="--host") from None
+            found.append(x509.DNSName(host))
+    return found
+
+
+def _signed(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives import hashes, serialization
+
+    return builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _there(path: Path, field: str) -> Path:
+    if not path.exists():
+        raise InputError(f"there is no {path}", field=field, fix="make it with `nestling certs`, or copy it here")
+    return path
+
+
+def _closed(key: Path) -> None:
+    """A key that others may read is none."""
+    if key.stat().st_mode & 0o077:
+        raise InputError(f"{key} can be read by others", field="--certs", fix=f"chmod 600 {key}")
