@@ -15,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the slow tests (three seeds of a small federation, many processes, emulated boards) only a part runs, unless all are asked for."""
+    """Of the slow tests (three seeds of a small federation, emulated boards) only a part runs, unless all are asked for."""
     chosen = config.getoption("--slow")
     # A test that is named on the command line is wanted.
     if chosen == "all" or any("::" in str(argument) for argument in config.args):
