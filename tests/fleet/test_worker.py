@@ -305,12 +305,12 @@ def test_letters_over_a_socket_that_is_ones_own(tmp_path: Path) -> None:
 
     with answering(place, handle):
         assert stat.S_IMODE(place.stat().st_mode) == 0o600 and stat.S_IMODE(place.parent.stat().st_mode) == 0o700
-        assert ask(place, b"abc", 1, 10) == b"cba" and ask(place, b"", 1, 10) == b""
+        assert ask(place, b"abc", 10, 120) == b"cba" and ask(place, b"", 10, 120) == b""
         large = os.urandom(3_000_000)
-        assert ask(place, large, 1, 30) == large[::-1]
+        assert ask(place, large, 10, 120) == large[::-1]
         with pytest.raises(LocalError, match="ValueError: not that"):
-            ask(place, b"bad", 1, 10)
-        assert ask(place, b"abc", 1, 10) == b"cba"
+            ask(place, b"bad", 10, 120)
+        assert ask(place, b"abc", 10, 120) == b"cba"
     with pytest.raises(LocalError, match="no worker"):
         ask(place, b"abc", 0.2, 1)
     with pytest.raises(InputError, match="too long"):

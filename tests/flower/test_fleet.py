@@ -90,6 +90,7 @@ def as_in_one_process(root: Path, methods: tuple[str, ...], rounds: int) -> None
             assert all(device.process.poll() is None for device in devices)
 
 
+@pytest.mark.minutes
 def test_six_devices_end_as_one_process(tmp_path: Path) -> None:
     """The short one, for every day."""
     as_in_one_process(tmp_path, ("fedproto",), 2)

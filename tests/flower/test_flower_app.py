@@ -148,6 +148,7 @@ def test_with_flwr_run_in_the_simulation(tmp_path: Path, expected: dict[str, tor
     check(tmp_path / "run", expected)
 
 
+@pytest.mark.minutes
 def test_with_flwr_run_on_real_nodes(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
     with flower(tmp_path) as here:
         here.start("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(here.port))
