@@ -1,5 +1,5 @@
 # make run   set up, then run the default experiment on the embedded data
-# make test  set up, then lint, types, import rules and all tests (of the slow ones every sixth)
+# make test  set up, then lint, types, import rules and all tests (of the slow ones every tenth)
 # make proof the same with all slow tests
 # make lint  lint, types and import rules only
 

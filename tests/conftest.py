@@ -5,7 +5,7 @@ import torch
 
 torch.set_num_threads(1)
 
-PART = 6
+PART = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

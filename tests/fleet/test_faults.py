@@ -99,7 +99,7 @@ def test_a_liar_costs_its_own_reply_at_most(lie: int) -> None:
     assert {client for client, _ in missed} <= {1}
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_a_server_cut_off_at_any_step_goes_on() -> None:
     """One cut at every step of the second round, and of what lies around it, one run each."""
     _, storm = stormy("fedproto", {})
