@@ -69,7 +69,7 @@ class Fate:
     late        the answer comes that much later   twice       it arrives again that much later
     restart     the worker is a new process        moved       the node has come back under another number
     killed      the worker is killed at that step of its work, and starts again
-    garbled     a byte of the answer is another    lie         the answer is not what it should be: see `LIES`
+    garbled     the answer ends after so many bytes lie        the answer is not what it should be: see `LIES`
     gone        the node is never seen again
     """
 
@@ -208,8 +208,7 @@ class Storm:
         finally:
             self._inside = None
         if fate.kind == "garbled":
-            place = fate.value % len(answer)
-            return answer[:place] + bytes([answer[place] ^ 0x41]) + answer[place + 1 :]
+            return answer[: fate.value % len(answer)]
         if fate.kind == "lie" and kind_of(answer) == "answer":
             return LIES[fate.value % len(LIES)](Answer.from_bytes(answer), self).to_bytes()
         return answer

@@ -15,7 +15,8 @@ from tests.fleet.storm import CLIENTS, HARMLESS, LIES, ROUNDS, Fate, Places, Sto
 
 METHODS = ("fedproto", "shared-average", "fedmd")  # with memory on the device, without, with the server's records of clients
 
-MODEST = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+# The same examples every time: a new one that fails belongs here by name, and not in the way of somebody else.
+MODEST = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def same_as_the_run_in_one_process(storm: Storm, method: str, root: Path) -> Places:
