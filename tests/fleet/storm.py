@@ -29,11 +29,11 @@ from nestling.fleet.wire import Answer, Done, Member, Parcel, kind_of
 from nestling.fleet.worker import Worker
 from nestling.message import Message
 from nestling.methods import method_class
-from nestling.rounds import Federation, play
+from nestling.rounds import play
 from nestling.running import Result, Watcher
 from nestling.store import ClientStore
 from nestling.training.client import Outcome, Task
-from tests.fleet.loop import six
+from tests.fleet.loop import six, state_of
 
 CLIENTS, ROUNDS = 3, 3
 PARTS = (
@@ -319,17 +319,25 @@ class Spoiling(Inline):
 Places = frozenset[tuple[int, int]]
 
 
+@dataclass(frozen=True, eq=False)
+class End:
+    """How a run ended: the server's state, what clients kept, and the metrics."""
+
+    state: dict[str, torch.Tensor]
+    kept: list[dict[str, torch.Tensor]]
+    rows: list[dict[str, Any]]
+
+
 @lru_cache(maxsize=256)
-def reference(
-    method: str, missed: Places = frozenset(), spoiled: Places = frozenset()
-) -> tuple[Federation, list[dict[str, Any]]]:
+def reference(method: str, missed: Places = frozenset(), spoiled: Places = frozenset()) -> End:
     """The run in this process in which some (client, round) give nothing, and others nothing good."""
     settled, federation = assemble(three(method))
     federation.engine = engine = Spoiling()
     engine.spoiled = spoiled
     federation.world.fleet.drops = lambda i, round: (i, round) in missed  # type: ignore[method-assign]
     engine.open(settled.make_method(), site_of(federation))
-    return federation, list(play(federation))
+    rows = list(play(federation))
+    return End(state_of(federation), [federation.world.store.get(client) for client in range(CLIENTS)], rows)
 
 
 def missed_in(rows: Sequence[Mapping[str, Any]], clients: int) -> frozenset[tuple[int, int]]:

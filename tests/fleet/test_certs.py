@@ -6,6 +6,7 @@ import os
 import ssl
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,9 @@ def test_a_name_is_a_name(tmp_path: Path, name: str) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     def nestling(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["nestling", "certs", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, "-m", "nestling.cli", "certs", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
 
     made = nestling("keys", "--host", "localhost", "--device", "pi-1", "--device", "pi-2")
     assert made.returncode == 0, made.stderr

@@ -24,17 +24,17 @@ def same_as_the_run_in_one_process(storm: Storm, method: str, root: Path) -> Pla
     result, spoiled = served(storm, method, root / "run")
     rows = result.metrics
     missed = missed_in(rows, CLIENTS)
-    there, plainly = reference(method, missed, spoiled)
+    there = reference(method, missed, spoiled)
     assert [row["round"] for row in rows] == list(range(1, ROUNDS + 1))
-    assert same(state_of(result.federation), state_of(there)), storm.happened
-    assert [row["loss"] for row in rows] == [row["loss"] for row in plainly]
+    assert same(state_of(result.federation), there.state), storm.happened
+    assert [row["loss"] for row in rows] == [row["loss"] for row in there.rows]
     if not spoiled:
-        assert [row["bytes_up"] for row in rows] == [row["bytes_up"] for row in plainly]
+        assert [row["bytes_up"] for row in rows] == [row["bytes_up"] for row in there.rows]
     for client in range(CLIENTS):
         counted = max((r for r in range(1, ROUNDS + 1) if (client, r) not in missed), default=0)
         if counted:
             kept = memory_at(root / f"device-{client}", client, counted)
-            assert same(kept, there.world.store.get(client)), (client, storm.happened)
+            assert same(kept, there.kept[client]), (client, storm.happened)
     return missed
 
 
