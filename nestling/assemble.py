@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nestling.data import Dataset, Split, load, make_split, take_public
 from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
 from nestling.devices.fit import exceeded
-from nestling.engines import Settings, choose_device, make_engine
+from nestling.engines import choose_where, make_engine
 from nestling.errors import InputError
 from nestling.evaluation import Bench, panel
 from nestling.experiment import Experiment, Named, fleet_of
@@ -42,7 +42,7 @@ def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[
     experiment, dataset, world = make_world(experiment, store)
     method = experiment.make_method()
     method.setup(world)
-    return experiment, _federation(experiment, dataset, world, method, str(world.place))
+    return experiment, _federation(experiment, dataset, world, method)
 
 
 def make_world(
@@ -51,7 +51,8 @@ def make_world(
     """The experiment with all it left open settled, its data, and what a method may know of the federation."""
     experiment.split.check()
     dataset, public = (given.dataset, None) if given else _data(experiment)
-    place = choose_device(experiment.engine.name, experiment.engine.device)
+    where = choose_where(experiment.engine.name, experiment.engine.device, experiment.engine.precision)
+    place = where.device
     experiment = _settle_model(experiment, dataset)
     main = _main_network(experiment, dataset)
     experiment = _settle_networks(_settle_fleet(experiment, dataset, main), dataset)
@@ -67,7 +68,7 @@ def make_world(
         world.public = given.public
     elif public is not None:
         world.public, world.public_labels = public.x.to(place), public.y.to(place)
-    world.store, world.rounds = store or ClientStore(), experiment.rounds
+    world.store, world.rounds, world.where = store or ClientStore(), experiment.rounds, where
     return experiment, dataset, world
 
 
@@ -85,7 +86,9 @@ def _split(experiment: Experiment, dataset: Dataset, clients: int) -> Split:
 def site_of(federation: Federation) -> Site:
     """What the client side needs of a federation."""
     world, bench = federation.world, federation.bench
-    return Site(bench.x, bench.y, world.split, world.references, world.classes, world.train, world.seed, world.public)
+    return Site(
+        bench.x, bench.y, world.split, world.references, world.classes, world.train, world.seed, world.public, world.where
+    )
 
 
 def default_model(shape: tuple[int, ...]) -> str:
@@ -220,8 +223,8 @@ def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Referen
     return own
 
 
-def _federation(experiment: Experiment, dataset: Dataset, world: World, method: Method, place: str) -> Federation:
-    participants = experiment.participants or len(world.fleet)
+def _federation(experiment: Experiment, dataset: Dataset, world: World, method: Method) -> Federation:
+    participants, place = experiment.participants or len(world.fleet), world.where.device
     order = torch.from_numpy(stream(experiment.seed, "calibration").permutation(len(dataset.y)))
     bench = Bench(
         dataset.x_test.to(place),
@@ -238,8 +241,8 @@ def _federation(experiment: Experiment, dataset: Dataset, world: World, method: 
         chosen.workers,
         experiment.rounds * participants,
         _portable(experiment),
-        place,
-        Settings(chosen.precision, chosen.compile),
+        world.where,
+        chosen.compile,
         chosen.address,
     )
     if any(tier.board for tier in world.fleet.tiers):

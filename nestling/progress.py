@@ -60,6 +60,9 @@ def _follow(console: Console, bar: Progress) -> Watcher:
             f"[bold]{experiment.method.name}[/bold] on {experiment.data.name}: {experiment.fleet.size} devices of {len(tiers)} kinds, "
             f"{min(t['params'] for t in tiers):,} to {max(t['params'] for t in tiers):,} parameters of {experiment.model.name}"
         )
+        engine = description["engine"]
+        place = engine.get("device_name", engine["device"])
+        console.print(f"engine {engine['name']} on {place}, {engine['precision']}")
         bar.update(task, total=experiment.rounds, completed=done, note="")
 
     def client(done: int, of: int) -> None:

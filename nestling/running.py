@@ -22,6 +22,7 @@ from torch import nn
 from nestling import checkpoint, folder
 from nestling.assemble import assemble, site_of
 from nestling.describe import describe, norm_of
+from nestling.engines.engine import account
 from nestling.errors import InputError
 from nestling.experiment import Experiment
 from nestling.folder import RunFolder
@@ -147,7 +148,7 @@ def carry_on(
             if home:
                 home.start(done)
                 metrics = home.metrics()
-            watcher.started(experiment, description, done)
+            watcher.started(experiment, {**description, "engine": account(federation.engine)}, done)
             federation.engine.open(experiment.make_method(), site_of(federation))
             saved, told = -math.inf, 0
             # What exists by now stays: the collector need not walk through it again and again.
@@ -230,6 +231,7 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
         "refused": totals.refused,
         "late": totals.late,
         "dropped": totals.dropped,
+        "engine": account(federation.engine),
         "commit": _commit(),
         "versions": {"nestling": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

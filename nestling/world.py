@@ -19,8 +19,10 @@ from nestling.devices.fit import RATIOS
 from nestling.errors import InputError
 from nestling.store import ClientStore
 from nestling.training.phase import Train
+from nestling.training.recorder import Recorder
 from nestling.views import Reference, State, View, prefix, to_spec
 from nestling.views.depth import depth_views
+from nestling.where import CPU, Where
 
 MEMORY_STEPS = 32
 """Free memory is rounded down to this many steps, so that a fleet whose memory changes meets few different pieces."""
@@ -91,6 +93,8 @@ class World:
     public_labels: Tensor | None = None  # for methods whose auxiliary data is labelled, and nobody else
     rounds: int = 0  # how many the run is to have, for methods that change something on the way
     store: ClientStore = field(default_factory=ClientStore)
+    where: Where = CPU
+    _recorder: Recorder | None = field(default=None, init=False, repr=False)
     _pieces: dict[tuple[str, int], Piece] = field(default_factory=dict, init=False, repr=False)
     _costs: dict[tuple[str, bytes], Cost] = field(default_factory=dict, init=False, repr=False)
     _devices: dict[int, Device] = field(default_factory=dict, init=False, repr=False)
@@ -127,26 +131,33 @@ class World:
     @property
     def place(self) -> torch.device:
         """The device that weights and data live on; what a method makes itself must be there too."""
-        return next(iter(self.main.initial.values())).device
+        return self.where.device
+
+    @property
+    def recorder(self) -> Recorder:
+        """Who does the server's own training."""
+        if self._recorder is None:
+            self._recorder = Recorder(self.where)
+        return self._recorder
 
     def adopt(self, name: str, module: nn.Module) -> Reference:
         """A network that a method has made itself, for clients to train."""
         found = Reference(name, module, self.main.shape)
         _ = found.axes  # traced where the network was made
-        found.to(str(self.place))
+        found.to(self.place)
         self.references[name] = found
         return found
 
     def cost(self, piece: Piece) -> Cost:
         """What a piece costs, remembered."""
-        key = (piece.reference.name, piece.view.key())
+        key = (piece.reference.name, piece.view.form())
         if key not in self._costs:
             self._costs[key] = piece_cost(piece)
         return self._costs[key]
 
     def timing(self, tier: str, piece: Piece, samples: int, down: int, up: int, slowdown: float) -> Timing:
         """What a round takes on a tier's device that trains on so many samples and moves so many bytes, remembered."""
-        key = (tier, piece.reference.name, piece.view.key(), samples, down, up, slowdown)
+        key = (tier, piece.reference.name, piece.view.form(), samples, down, up, slowdown)
         if key not in self._timings:
             if len(self._timings) >= 4096:
                 self._timings.clear()

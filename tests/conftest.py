@@ -16,6 +16,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the slow tests (three seeds of a small federation, emulated boards) only a part runs, unless all are asked for."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device here: make gpu is for machines with one"))
     chosen = config.getoption("--slow")
     # A test that is named on the command line is wanted.
     if chosen == "all" or any("::" in str(argument) for argument in config.args):

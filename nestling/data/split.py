@@ -72,6 +72,10 @@ class Split(ABC):
         """How many training rows one client has."""
         return len(self.indices(client))
 
+    def most(self) -> int:
+        """The most training rows that any client has."""
+        return max(self.size(client) for client in range(self.clients))
+
     def counts(self, client: int) -> np.ndarray:
         """Training rows of one client per class."""
         return np.bincount(self._y[self.indices(client)], minlength=self._classes)
@@ -109,6 +113,10 @@ class DividedSplit(Split):
         rows = int(self._start[client + 1] - self._start[client])
         return rows - _kept(rows, self._holdout)
 
+    def most(self) -> int:
+        """The most training rows that any client has."""
+        return self.size(int(np.diff(self._start).argmax()))
+
     def _rows(self, client: int) -> np.ndarray:
         return self._order[self._start[client] : self._start[client + 1]].copy()
 
@@ -131,6 +139,10 @@ class DrawnSplit(Split):
         if self._holdout and not self._distinct:
             return super().size(client)
         return self._config.size - _kept(self._config.size, self._holdout)
+
+    def most(self) -> int:
+        """The most training rows that any client may have."""
+        return self._config.size
 
     def _rows(self, client: int) -> np.ndarray:
         # Rows and class counts of one client are asked for in a row, and drawing costs more than all the rest.

@@ -5,28 +5,28 @@ from __future__ import annotations
 import torch
 
 from nestling.engines.cohort import Cohort
-from nestling.engines.cuda_cohort import CudaCohort
+from nestling.engines.cuda import CudaCohort, Settings
 from nestling.engines.engine import ClientError, Engine
 from nestling.engines.inline import Inline
 from nestling.engines.pool import Pool, cores
-from nestling.engines.programs import Settings
 from nestling.errors import InputError, unknown
+from nestling.where import CPU, Where
 
 ENGINES = ("auto", "inline", "pool", "cohort", "ray")
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "tf32", "bf16")
 
 
-def choose_device(name: str, device: str) -> str:
-    """The device an engine computes on: a GPU where one is asked for, or is there and the engine can use it well."""
+def choose_where(name: str, device: str, precision: str = "float32") -> Where:
+    """Where an engine computes: on a GPU where one is asked for, or is there and the engine can use it well."""
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
         raise InputError("there is no CUDA device here", field="engine.device", fix='leave it out, or use "cpu"')
     if device == "cuda" and name in ("pool", "ray"):
         raise InputError(f"the engine {name!r} works on CPU cores", field="engine.device", fix='use engine.name = "cohort"')
-    if device == "auto":
-        return "cuda" if there and name in ("auto", "cohort") else "cpu"
-    return device
+    if device == "cuda" or (device == "auto" and there and name in ("auto", "cohort")):
+        return Where(torch.device("cuda", torch.cuda.current_device()), precision, recorded=name != "inline")
+    return CPU
 
 
 def make_engine(
@@ -34,19 +34,19 @@ def make_engine(
     workers: int,
     work_items: int,
     portable: bool = True,
-    device: str = "cpu",
-    settings: Settings | None = None,
+    where: Where = CPU,
+    compile: bool = False,
     address: str = "",
 ) -> Engine:
-    """The engine of a name on a device ("cpu" or "cuda").
+    """The engine of a name, for a device.
 
     `auto` takes the cohort on a GPU; on a CPU a pool where there is more than one core and enough to do, else this process.
     `portable` says whether the method and its networks can be sent to another process.
     """
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES, field="engine.name")
-    if device == "cuda":
-        return Inline((settings or Settings()).precision) if name == "inline" else CudaCohort(settings)
+    if where.device.type == "cuda":
+        return Inline(where) if name == "inline" else CudaCohort(where, Settings(where.precision, compile))
     if name == "auto":
         name = "pool" if portable and (workers or cores()) > 1 and work_items >= 40 else "inline"
     if name == "ray":
@@ -69,6 +69,6 @@ __all__ = [
     "Inline",
     "Pool",
     "Settings",
-    "choose_device",
+    "choose_where",
     "make_engine",
 ]

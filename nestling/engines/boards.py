@@ -71,6 +71,7 @@ class Boards:
 
     def __init__(self, base: Engine, fleet: Fleet, lab: Lab | None = None) -> None:
         self.base, self.fleet, self.lab = base, fleet, lab
+        self.name, self.where = f"{base.name}, boards beside it", base.where
         self.notes, self.facts = base.notes, list[dict[str, Any]]()
         self._blobs: OrderedDict[int, bytes] = OrderedDict()
         self._crew: ThreadPoolExecutor | None = None

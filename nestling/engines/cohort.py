@@ -23,6 +23,7 @@ from nestling.training.group import Group
 from nestling.training.stacked import CannotStack, train_stack
 from nestling.training.together import Losses, train_one_by_one, work_together
 from nestling.views import Reference, View
+from nestling.where import CPU
 
 HEIGHT = 32
 """The most clients in one stack on a CPU."""
@@ -34,13 +35,14 @@ SMALL_STEP = 1.5e7
 class Cohort:
     """Stacks on the CPU, over `workers` processes (1: in this one)."""
 
-    lookahead = 0
+    name, lookahead, where = "cohort", 0, CPU
 
     def __init__(self, workers: int = 1) -> None:
         self.workers, self.notes = workers, list[str]()
         self._pool = Pool(workers, do=work_chunk, chunks=partial(chunks, workers=workers)) if workers > 1 else None
 
     def open(self, method: ClientSide, site: Site) -> None:
+        self.where.require(site.x, "the clients' data")
         self._method, self._site = method, site
         if self._pool is not None:
             self._pool.open(method, site)
@@ -64,7 +66,7 @@ def chunks(tasks: Sequence[Task], site: Site, workers: int = 1) -> list[list[Tas
     kinds: dict[tuple[str, bytes], list[Task]] = {}
     for task in tasks:
         reference = site.references[task.network]
-        kinds.setdefault((task.network, reference.view(task.spec).key()), []).append(task)
+        kinds.setdefault((task.network, reference.view(task.spec).form()), []).append(task)
     found = []
     for (network, _), own in kinds.items():
         reference = site.references[network]

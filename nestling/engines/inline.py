@@ -8,21 +8,23 @@ from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import failed
 from nestling.engines.precision import allow
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
+from nestling.where import CPU, Where
 
 
 class Inline:
     """Runs every task where it stands. The plainest engine, and the one that all others must equal."""
 
-    lookahead = 0
+    name, lookahead = "inline", 0
 
-    def __init__(self, precision: str = "float32") -> None:
-        self.precision = precision
+    def __init__(self, where: Where = CPU) -> None:
+        self.where = where
         self.notes: list[str] = []
         self._put_back: Callable[[], None] = lambda: None
 
     def open(self, method: ClientSide, site: Site) -> None:
+        self.where.require(site.x, "the clients' data")
         keep_freed_memory()
-        self._put_back = allow(self.precision)
+        self._put_back = allow(self.where.precision)
         self.method, self.site = method, site
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:

@@ -27,6 +27,7 @@ from nestling.engines.engine import ClientError, failed
 from nestling.engines.shared_memory import Block, Channel, Packet, Page, Spare
 from nestling.message import Message, payload
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
+from nestling.where import CPU
 
 Do = Callable[[ClientSide, Sequence[Task], Site], "list[Outcome]"]
 """What a worker does with a chunk: a function of a module, since the worker imports it. It must not write to what the tasks hold, nor
@@ -58,7 +59,7 @@ def singly(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
 class Pool:
     """`workers` processes (0: one a core) that do `do` with the chunks that `chunks` makes of a round."""
 
-    lookahead = 0
+    name, lookahead, where = "pool", 0, CPU
 
     def __init__(self, workers: int = 0, do: Do = each, chunks: Cut = singly) -> None:
         self.workers = workers or cores()
@@ -67,6 +68,7 @@ class Pool:
         self._members: list[_Worker] = []
 
     def open(self, method: ClientSide, site: Site) -> None:
+        self.where.require(site.x, "the clients' data")
         for tensor in (site.x, site.y, site.public):
             if tensor is not None:
                 tensor.share_memory_()

@@ -29,6 +29,7 @@ from nestling.errors import InputError
 from nestling.message import Message, payload
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
 from nestling.views import State
+from nestling.where import CPU
 
 DEPTH = 2
 """Tasks an actor has at a time: one at work, one waiting."""
@@ -38,7 +39,7 @@ class Ray:
     """`workers` actors (0: one a core of this machine, or of the whole cluster) on the cluster at `address` (empty: a local Ray that
     is started for the run, or the one that this process already uses)."""
 
-    lookahead = 0
+    name, lookahead, where = "ray", 0, CPU
 
     def __init__(self, workers: int = 0, address: str = "") -> None:
         self.workers, self.address = workers, address
@@ -47,6 +48,7 @@ class Ray:
         self._started = False
 
     def open(self, method: ClientSide, site: Site) -> None:
+        self.where.require(site.x, "the clients' data")
         self._ray = _ray()
         self._connect()
         self._site = site

@@ -21,6 +21,7 @@ from nestling.fleet.roster import Roster
 from nestling.fleet.wire import Answer, Done, Failed, Job, Order, Parcel, key_of
 from nestling.message import Message
 from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.where import CPU
 
 KEPT_TICKETS = 4096
 """How many letters of earlier rounds are still asked for, so that a late answer is recognised and not left lying."""
@@ -81,7 +82,7 @@ class FleetEngine:
     watch:   called whenever answers were looked for, and once a round waits for no more; see `progress`.
     """
 
-    lookahead = 0
+    name, lookahead, where = "fleet", 0, CPU
 
     def __init__(
         self,

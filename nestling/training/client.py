@@ -21,6 +21,7 @@ from nestling.training.phase import Phase, Train
 from nestling.training.trainer import Trained, train
 from nestling.views import Reference, State, View
 from nestling.views.flat import pack
+from nestling.where import CPU, Where
 
 MOST_ROWS = 2**22
 """How many numbers of rows a site remembers."""
@@ -106,6 +107,10 @@ class Client:
         """How many rows the client trains on."""
         return len(self.site.rows_of(self.id))
 
+    def most_steps(self, epochs: int, batch: int) -> int:
+        """The most batches that any client has in so many epochs."""
+        return epochs * -(-max(self.site.most_rows, 1) // batch)
+
     def class_counts(self) -> Tensor:
         """Its rows by class."""
         return torch.from_numpy(self.site.split.counts(self.id)).to(self.site.y.device)
@@ -131,8 +136,14 @@ class Site:
     train: Train
     seed: int
     public: Tensor | None = None
+    where: Where = CPU
     _rows: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)
     _held: int = field(default=0, init=False, repr=False, compare=False)
+
+    @cached_property
+    def most_rows(self) -> int:
+        """The most rows that any client trains on."""
+        return self.split.most()
 
     def rows_of(self, client: int) -> np.ndarray:
         """A client's rows of the training data; those of recent clients are remembered, since drawing them can cost more than using

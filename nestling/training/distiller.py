@@ -9,15 +9,18 @@ students, one step at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nestling.seeds import stream, torch_seeded
+from nestling.training.kept import Rate
 from nestling.training.objectives import distillation
 from nestling.training.optimisers import Buffers, Optim, step
 from nestling.views import State
@@ -25,13 +28,22 @@ from nestling.views import State
 WEIGHTINGS = ("samples", "variance", "uniform")
 
 Forward = Callable[[Mapping[str, Tensor], Tensor, int], Any]
-"""(student state, inputs, step number) → what the loss compares with the targets: logits, or several of them."""
+"""(student state, inputs, step number) → what the loss compares with the targets: logits, or several of them. One that does not do the
+same in every step says after how many it comes round (`turns`)."""
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the student says, what the teachers said) → what is minimised."""
 
 Source = Iterable[tuple[Tensor, Any]]
 """Inputs and what the teachers say of them, batch after batch, without end."""
+
+
+class Work(Protocol):
+    """Who does a body of work again and again (see `recorder`)."""
+
+    def session(self) -> AbstractContextManager[None]: ...
+    def do(self, kind: Hashable, body: Callable[..., None], *inputs: Tensor) -> None: ...
+
 
 Check = Callable[[State], float]
 """How good a student is; more is better."""
@@ -56,25 +68,55 @@ class Distillation:
 
 
 class Student:
-    """A state that is being fitted: the tensors named by `parameters` are trained, the others are buffers."""
+    """A state that is being fitted: the tensors named by `parameters` are trained, the others are buffers. One that is `lasting` never
+    moves, for work that is recorded; it begins anew with `begin`."""
 
-    def __init__(self, state: Mapping[str, Tensor], parameters: Collection[str], forward: Forward, optim: Optim) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        parameters: Collection[str],
+        forward: Forward,
+        optim: Optim,
+        name: Hashable = None,
+        lasting: bool = False,
+    ) -> None:
         self.tensors = {name: t.detach().clone().requires_grad_(name in parameters) for name, t in state.items()}
         self.leaves = {name: t for name, t in self.tensors.items() if t.requires_grad}
-        self.forward, self.optim, self.steps = forward, optim, 0
-        self._memory = Buffers()
+        self.forward, self.optim, self.steps, self.name = forward, optim, 0, name
+        leaves = list(self.leaves.values())
+        self._memory = Buffers.zeros(optim, leaves) if lasting else Buffers()
+        self._rate = Rate(leaves[0].device) if lasting else None
+
+    @torch.no_grad()
+    def begin(self, state: Mapping[str, Tensor], optim: Optim) -> None:
+        """Starts again from a state, with nothing remembered."""
+        torch._foreach_copy_([self.tensors[name] for name in state], [t.detach() for t in state.values()])
+        torch._foreach_zero_(self._memory.everything())
+        self.optim, self.steps = optim, 0
+        self.set_rate(optim.lr)
+
+    def set_rate(self, lr: float) -> None:
+        """The learning rate from now on."""
+        self.optim = replace(self.optim, lr=lr)
+        if self._rate is not None:
+            self._rate.set(lr)
 
     def __call__(self, x: Tensor) -> Any:
         """What it says of some inputs."""
         return self.forward(self.tensors, x, self.steps)
 
-    def update(self, loss: Tensor, lr: float | None = None) -> None:
+    def update(self, loss: Tensor) -> None:
         """One step down the loss."""
         leaves = list(self.leaves.values())
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
-        step(self.optim if lr is None else replace(self.optim, lr=lr), leaves, filled, self._memory)
+        step(self.optim, leaves, filled, self._memory, lr=None if self._rate is None else self._rate.tensor)
         self.steps += 1
+
+    def fit(self, number: int, judge: Loss, x: Tensor, *targets: Tensor) -> None:
+        """The step of a number towards what was said of some inputs."""
+        self.steps = number
+        self.update(judge(self(x), targets[0] if len(targets) == 1 else targets))
 
     def state(self) -> State:
         """The state as it is now, in tensors of its own."""
@@ -89,14 +131,23 @@ def distil(
     *purpose: str | int,
     loss: Loss | None = None,
     check: Check | None = None,
+    work: Work | None = None,
 ) -> State:
     """The student's state after distillation; with a check, the best of those that were checked. Without a loss it is τ²·KL to the
-    teachers' logits, the mean over the student's outputs where it has several."""
+    teachers' logits, the mean over the student's outputs where it has several. `work` is who does the steps (see `recorder`)."""
     judge = loss or _matching(settings.temperature)
+    turns = getattr(student.forward, "turns", 1)
     best, value, since = None, -math.inf, 0
-    with torch_seeded(seed, "distil", *purpose):
+    with torch_seeded(seed, "distil", *purpose), work.session() if work else nullcontext():
         for number, (x, targets) in zip(range(settings.steps), source, strict=False):
-            student.update(judge(student(x), targets), _rate(settings, number))
+            if settings.cosine:
+                student.set_rate(settings.optim.lr * (1 + math.cos(math.pi * number / settings.steps)) / 2)
+            given = (x, targets) if isinstance(targets, Tensor) else (x, *targets)
+            turn = number % turns
+            if work:
+                work.do((student.name, settings, turn), partial(student.fit, turn, judge), *given)
+            else:
+                student.fit(turn, judge, *given)
             if check is not None and ((number + 1) % settings.every == 0 or number + 1 == settings.steps):
                 now = check(student.state())
                 best, value, since = (student.state(), now, 0) if now > value else (best, value, since + settings.every)
@@ -113,16 +164,12 @@ def _matching(temperature: float) -> Loss:
     return loss
 
 
-def _rate(settings: Distillation, number: int) -> float | None:
-    return settings.optim.lr * (1 + math.cos(math.pi * number / settings.steps)) / 2 if settings.cosine else None
-
-
-def rows_of(count: int, batch: int, seed: int, *purpose: str | int) -> Iterator[Tensor]:
+def rows_of(count: int, batch: int, seed: int, *purpose: str | int, place: torch.device | None = None) -> Iterator[Tensor]:
     """Batches of rows without end, every epoch in an order of its own."""
     epoch = 0
     while count:
         order = torch.from_numpy(stream(seed, "proxy order", *purpose, epoch).permutation(count).astype(np.int64))
-        yield from order.split(batch)
+        yield from order.to(place).split(batch)
         epoch += 1
 
 
@@ -130,7 +177,7 @@ def proxy(
     x: Tensor, targets: Tensor | Sequence[Tensor], batch: int, seed: int, *purpose: str | int
 ) -> Iterator[tuple[Tensor, Any]]:
     """The source that is a set of inputs, of which the teachers were asked once. Several targets come as a tuple."""
-    for rows in rows_of(len(x), batch, seed, *purpose):
+    for rows in rows_of(len(x), batch, seed, *purpose, place=x.device):
         yield x[rows], targets[rows] if isinstance(targets, Tensor) else tuple(t[rows] for t in targets)
 
 

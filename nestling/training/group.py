@@ -15,12 +15,14 @@ from nestling.training.client import Client, Site, public_of
 from nestling.training.order import Schedule
 from nestling.training.phase import Phase
 from nestling.training.trainer import phase_schedule
+from nestling.views import View
 from nestling.views.flat import Layout
 
 
 @dataclass(eq=False)
 class Group:
-    """Clients with one network and, but for `given`, one phase. `key` is equal for equal work in every round."""
+    """Clients with networks of one form and, but for `given`, one phase. `key` is equal for equal work in every round: which channels
+    of the reference a network has does not matter, only how many, unless the objective names them."""
 
     key: Hashable
     clients: list[Client]
@@ -53,6 +55,12 @@ class Group:
         return phase_schedule(self.phase, self.module, self.sizes, self.site.seed, ids, self.clients[0].round, self.number)
 
     @property
+    def width(self) -> int:
+        """The rows of a full batch; the same in every round, whoever takes part."""
+        most = self.site.most_rows if self.phase.source == "private" else self.sizes[0]
+        return min(self.phase.batch, max(most, 1))
+
+    @property
     def sizes(self) -> list[int]:
         if self.phase.source == "private":
             return [c.samples for c in self.clients]
@@ -77,7 +85,7 @@ def groups(work: Sequence[tuple[Client, Phase]], number: int) -> list[Group]:
         same = tokens.get(id(phase))
         if same is None:
             same = tokens[id(phase)] = phase_token(phase)
-        key = (client.reference.name, client.view.key(), same)
+        key = (client.reference.name, client.view.form(), same)
         if key not in found:
             found[key] = Group(key, [], [], number)
         found[key].clients.append(client)
@@ -110,6 +118,8 @@ def token(thing: Any) -> Hashable:
     if isinstance(thing, FunctionType):
         bound = [cell.cell_contents for cell in thing.__closure__ or ()]
         return ("function", thing.__code__, token(thing.__defaults__), token(thing.__kwdefaults__), token(bound))
+    if isinstance(thing, View) and not thing.masks:
+        return ("view", id(thing.axes), thing.key())
     if isinstance(thing, MethodType):
         return ("method", token(thing.__func__), ("object", id(thing.__self__)))
     if isinstance(thing, (list, tuple)):

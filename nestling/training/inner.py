@@ -20,7 +20,7 @@ def with_inner(
     loss = cross_entropy(net, batch, given)
     if not smaller:
         return loss
-    part = smaller[batch.number % len(smaller)]
+    part = smaller[batch.turn(len(smaller))]
     logits = forward(reference, part, net.state(), batch.x, inside=own)
     inner = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     return (loss + weight * inner) / (1 + weight)

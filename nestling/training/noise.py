@@ -15,7 +15,7 @@ _BITS = 24
 """As many as a float32 has; a draw takes its two halves from one number."""
 
 
-def normal(key: Tensor, number: int, shape: Sequence[int]) -> Tensor:
+def normal(key: Tensor, number: int | Tensor, shape: Sequence[int]) -> Tensor:
     """Standard normal draws of a shape, the `number`-th set of them that belongs to the key (an int64 scalar)."""
     counters = torch.arange(math.prod(shape), device=key.device) + number * EPOCH
     drawn, most = numbers(key, counters), 1 << _BITS
@@ -25,7 +25,7 @@ def normal(key: Tensor, number: int, shape: Sequence[int]) -> Tensor:
     return (radius * torch.cos(2 * math.pi * second.float() / most)).reshape(*shape)
 
 
-def uniform(key: Tensor, number: int, shape: Sequence[int]) -> Tensor:
+def uniform(key: Tensor, number: int | Tensor, shape: Sequence[int]) -> Tensor:
     """Draws from [0, 1) of a shape, the `number`-th set of them that belongs to the key."""
     counters = torch.arange(math.prod(shape), device=key.device) + number * EPOCH
     drawn = (numbers(key, counters) >> (64 - _BITS)) & ((1 << _BITS) - 1)

@@ -24,13 +24,31 @@ Given = Mapping[str, Tensor]
 @dataclass(eq=False)
 class Batch:
     """One batch: inputs, labels, which rows of the phase's data they are, the how-manieth of the phase it is (from 0), and where it
-    was filled up, which rows count."""
+    was filled up, which rows count.
+
+    An engine that records a step and replays it keeps the number on the device, as `at`. An objective that asks for it by `turn`,
+    `pick` or `counter` is one recording for all batches; one that looks at `number` itself needs a recording for every number.
+    """
 
     x: Tensor
     y: Tensor
     rows: Tensor
     number: int = 0
     mask: Tensor | None = None
+    at: Tensor | None = None
+
+    def turn(self, count: int) -> int:
+        """Whose turn it is among `count`, batch after batch: 0, 1, …, count − 1, 0, …"""
+        return self.number % count
+
+    def pick(self, rows: Tensor) -> Tensor:
+        """The row that belongs to this batch, of a tensor with one for each."""
+        return rows[self.number] if self.at is None else rows.index_select(0, self.at.reshape(1))[0]
+
+    @property
+    def counter(self) -> int | Tensor:
+        """The number, to calculate with."""
+        return self.number if self.at is None else self.at
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over the rows that count; `values` has one entry (or one row) a sample."""

@@ -8,8 +8,9 @@ sits out.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from nestling.seeds import numbers
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.client import public_of
 from nestling.training.group import Group
+from nestling.training.masked import with_masked_statistics
 from nestling.training.objectives import Batch, Net, Objective
 from nestling.training.optimisers import Buffers, step
 from nestling.training.order import Schedule, counters, keys
@@ -29,6 +31,8 @@ from nestling.training.together import Losses
 from nestling.training.traced import replayed
 from nestling.training.trainer import hooked, trained, with_second
 from nestling.views.flat import FetchedRow, Layout, Stack, flat_of
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
 
 Tensors = dict[str, Tensor]
 Gradients = Callable[..., tuple[Tensors, Tensor, Tensors]]
@@ -73,7 +77,8 @@ def train_stack(group: Group) -> Losses:
     leaves = list(state.params.values())
     memory = Buffers.zeros(phase.optim, leaves)
     feed = Feed.of(group)
-    maskable, numbered = plan.even or honours_masks(group), reads_number(group)
+    maskable, looks = plan.even or honours_masks(group), looks_of(group)
+    phase = with_masked_statistics(phase, group.module)
     total = torch.zeros(len(group.clients), device=site.x.device)
     with hooked(group.module, phase):
         for number in range(plan.steps):
@@ -81,7 +86,8 @@ def train_stack(group: Group) -> Losses:
                 some = None if which is None else torch.from_numpy(which).to(site.x.device)
                 part = state.at(some)
                 batch = feed.batch(number, which, masked)
-                key = (group.key, number if numbered else 0)
+                batch = replace(batch, number=looks.turn(number), at=looks.at(torch.tensor([number], device=site.x.device)))
+                key = (group.key, batch.number)
                 loss = stacked_step(group.module, phase, part, batch, memory_at(memory, some, number), some, memory, key)
                 state.put(some, part)
                 count = torch.tensor(plan.lengths[:, number] if which is None else plan.lengths[which, number])
@@ -110,7 +116,7 @@ def stacked_step(
     """One update of some clients on one batch each; gives their losses. `key` is that of the group, where the step may be replayed:
     it does the same in every round."""
     compute = gradients(module, phase, part, masked=batch.mask is not None, number=batch.number)
-    args = (part.params, part.rest, batch.x, batch.y, batch.rows, batch.mask, part.given)
+    args = (part.params, part.rest, batch.x, batch.y, batch.rows, batch.mask, part.given, batch.at)
     # A network that changes itself is not replayed.
     grads, loss, moved = compute(*args) if key is None or part.moving else replayed((key, part.shared), compute, *args)
     part.rest.update(moved)
@@ -129,13 +135,13 @@ def memory_at(memory: Buffers, which: Tensor | None, number: int) -> Buffers:
 
 
 def gradients(module: nn.Module, phase: Phase, part: Stacked, *, masked: bool, number: int, noise: str = "error") -> Gradients:
-    """The function from stacked (params, rest, x, y, rows, mask, given) to (gradients, losses, what the network changed itself)."""
+    """The function from stacked (params, rest, x, y, rows, mask, given, at) to (gradients, losses, what the network changed itself)."""
     inside = _Inside(module)
 
     def loss_of(objective: Objective) -> Callable[..., Any]:
-        def loss(params: Tensors, rest: Tensors, x: Tensor, y: Tensor, rows: Tensor, mask: Tensor | None, given: Tensors) -> Any:
+        def loss(params: Tensors, rest: Tensors, x: Tensor, y: Tensor, rows: Tensor, mask: Any, given: Tensors, at: Any) -> Any:
             def run(inner: nn.Module) -> Tensor:
-                return objective(Net(inner, params), Batch(x, y, rows, number, mask), given)
+                return objective(Net(inner, params), Batch(x, y, rows, number, mask, at), given)
 
             tensors = {f"inner.{name}": t for name, t in {**rest, **params}.items()}
             return functional_call(inside, tensors, (run,)), {name: rest[name] for name in part.moving}
@@ -145,14 +151,14 @@ def gradients(module: nn.Module, phase: Phase, part: Stacked, *, masked: bool, n
     def one(params: Tensors, rest: Tensors, *batch: Any) -> Any:
         grads, (loss, moved) = grad_and_value(loss_of(phase.objective), has_aux=True)(params, rest, *batch)
         if phase.rule is not None:
-            given = batch[-1]
+            given = batch[-2]
             if phase.also is not None:
                 given = with_second(given, grad(loss_of(phase.also), has_aux=True)(params, rest, *batch)[0])
             grads = phase.rule(params, grads, given)
         return grads, loss, moved
 
     given = {name: None if name in part.shared else 0 for name in part.given}
-    return vmap(one, in_dims=(0, 0, 0, 0, 0, 0 if masked else None, given), randomness=noise)
+    return vmap(one, in_dims=(0, 0, 0, 0, 0, 0 if masked else None, given, None), randomness=noise)
 
 
 class _Inside(nn.Module):
@@ -300,16 +306,32 @@ def honours_masks(group: Group) -> bool:
     return _remembered(_HONOURS, group, _try_mask)
 
 
-def reads_number(group: Group) -> bool:
-    """Whether the objective looks at the number of its batch: tried out too."""
-    return _remembered(_NUMBERED, group, _try_number)
+@dataclass(frozen=True)
+class Looks:
+    """How an objective looks at the number of its batch: in `turns`, or at the number itself, which is then part of the work."""
+
+    turns: int = 1
+    numbered: bool = False
+
+    def turn(self, number: int) -> int:
+        """Equal for batches that are the same work."""
+        return number if self.numbered else number % self.turns
+
+    def at(self, now: Tensor) -> Tensor | None:
+        """The number on the device, unless it is part of the work."""
+        return None if self.numbered else now[0]
+
+
+def looks_of(group: Group) -> Looks:
+    """How the group's objective looks at the number of its batch: tried out too."""
+    return _remembered(_LOOKS, group, _try_number)
 
 
 _HONOURS: dict[Any, bool] = {}
-_NUMBERED: dict[Any, bool] = {}
+_LOOKS: dict[Any, Looks] = {}
 
 
-def _remembered(known: dict[Any, bool], group: Group, find: Callable[[Group], bool]) -> bool:
+def _remembered(known: dict[Any, Any], group: Group, find: Callable[[Group], Any]) -> Any:
     if group.key not in known:
         known[group.key] = find(group)
         while len(known) > 256:
@@ -318,8 +340,9 @@ def _remembered(known: dict[Any, bool], group: Group, find: Callable[[Group], bo
 
 
 def _try_mask(group: Group) -> bool:
-    if any(True for _ in group.module.buffers()):
-        return False  # running statistics would see the filling
+    kept = {id(t) for layer in group.module.modules() if isinstance(layer, _BatchNorm) for t in layer.buffers()}
+    if any(id(t) not in kept for t in group.module.buffers()):
+        return False  # statistics of another kind would see the filling
     x, y, rows = _sample(group)
     mask = torch.tensor([True, True, False], device=x.device)
     strange = torch.cat([x[:2], x[2:] * 3 + 1])
@@ -328,23 +351,32 @@ def _try_mask(group: Group) -> bool:
     return bool(torch.allclose(whole, short, rtol=1e-4, atol=1e-6))
 
 
-def _try_number(group: Group) -> bool:
+def _try_number(group: Group) -> Looks:
     batch = _Watched(*_sample(group), 0)
     _objective_on(group, batch)
-    return bool(batch.looked)
+    return Looks(batch.turns, batch.looked)
 
 
 class _Watched(Batch):
-    """A batch that notices when somebody looks at its number."""
+    """A batch that notices how somebody looks at its number."""
 
-    @property
-    def looked(self) -> list[bool]:
-        return self.__dict__.setdefault("_looked", [])
+    turns, looked = 1, False
 
     def __getattribute__(self, name: str) -> Any:
         if name == "number":
-            self.looked.append(True)
+            self.looked = True
         return super().__getattribute__(name)
+
+    def turn(self, count: int) -> int:
+        self.turns = math.lcm(self.turns, count)
+        return 0
+
+    def pick(self, rows: Tensor) -> Tensor:
+        return rows[0]
+
+    @property
+    def counter(self) -> int:
+        return 0
 
 
 def _sample(group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -360,7 +392,8 @@ def _sample(group: Group) -> tuple[Tensor, Tensor, Tensor]:
 def _objective_on(group: Group, batch: Batch) -> Tensor:
     client = group.clients[0]
     module = copy.deepcopy(client.reference.network(client.view, client.weights)).train()
-    with torch.no_grad(), hooked(module, group.phase):
-        net, phase = Net(module, trained(module, group.phase)), group.phase
+    phase = with_masked_statistics(group.phase, module)
+    with torch.no_grad(), hooked(module, phase):
+        net = Net(module, trained(module, phase))
         both = [phase.objective, *([] if phase.also is None else [phase.also])]
         return torch.stack([objective(net, batch, phase.given) for objective in both])

@@ -24,7 +24,8 @@ _KEPT = 64
 class Reference:
     """A named network, its axes (traced on first use), and a small cache of the sub-networks that views of it describe.
 
-    The sub-networks are skeletons: whoever uses one loads weights into it first, and nobody keeps it.
+    The sub-networks are skeletons, one for all views of the same form: whoever uses one loads weights into it first, and nobody keeps
+    it.
     """
 
     def __init__(self, name: str, module: nn.Module, shape: Sequence[int]) -> None:
@@ -38,7 +39,7 @@ class Reference:
     def axes(self) -> Axes:
         return trace(self.module, self.shape)
 
-    def to(self, device: str) -> None:
+    def to(self, device: torch.device) -> None:
         """Moves the network to a device; everything made from it is there from then on."""
         self.module.to(device)
         self._networks.clear()
@@ -85,7 +86,7 @@ class Reference:
 
     def network(self, view: View, state: Mapping[str, Any] | None = None) -> nn.Module:
         """The skeleton of a view's network, loaded with `state` when given."""
-        key = view.key()
+        key = view.form()
         if key not in self._networks:
             if torch._C._functorch.maybe_current_level() is not None:
                 raise RuntimeError("the network of a view is built inside a batch of clients: call views.nested.prepare before")
@@ -99,11 +100,12 @@ class Reference:
 
     def layout(self, view: View) -> Layout:
         """The layout of the state of a view's network, in its own order."""
-        if view.key() not in self._layouts:
+        key = view.form()
+        if key not in self._layouts:
             if len(self._layouts) > 16 * _KEPT:
                 self._layouts.clear()
-            self._layouts[view.key()] = layout_of(self.network(view).state_dict())
-        return self._layouts[view.key()]
+            self._layouts[key] = layout_of(self.network(view).state_dict())
+        return self._layouts[key]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_networks": OrderedDict(), "_layouts": {}, "_views": OrderedDict(), "_specs": OrderedDict()}

@@ -158,6 +158,15 @@ class View:
             + "|".join(sorted(self.private)).encode()
         )
 
+    def form(self) -> bytes:
+        """Equal for views whose networks are built alike: the same tensors in the same shapes, whichever channels they hold."""
+        return self._form
+
+    @cached_property
+    def _form(self) -> bytes:
+        shapes = [(name, self.shape(name)) for name in self.members]
+        return f"{shapes}|{sorted(self.dropped)}|{sorted(self.private)}".encode()
+
     def indices(self, axis: str | int) -> np.ndarray:
         """The channels kept on one axis."""
         number = self.axes.number(axis) if isinstance(axis, str) else axis

@@ -17,18 +17,18 @@ from nestling import EngineConfig, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort, Inline
 from nestling.engines.cohort import chunks
-from nestling.engines.cuda_cohort import CudaCohort
+from nestling.engines.cuda import CudaCohort, Settings, ways
 from nestling.engines.engine import ClientError
-from nestling.engines.programs import Settings, StackProgram, program_makers
 from nestling.methods import METHODS
 from nestling.rounds import Federation
 from nestling.training.client import ClientSide, Outcome, Site, Task
 from nestling.training.group import Group, groups, token
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 from nestling.training.phase import Hook, Phase
-from nestling.training.stacked import CannotStack, honours_masks, reads_number, train_stack
+from nestling.training.stacked import CannotStack, Looks, honours_masks, looks_of, train_stack
 from nestling.training.together import Losses, work_together
 from nestling.views.flat import Row
+from nestling.where import CPU
 from tests.small import small, tasks_of
 
 TIERS = (Tier(name="small", ratio=0.25, count=4), Tier(name="large", ratio=1.0, count=3))
@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "train": Train(epochs=1, batch=25, lr=0.005, momentum=0.0),
     },
 }
-WAYS = ("step by step", "stack", "stack of matrices", "streams", "streams, channels last")
+WAYS = ("step by step", ways.STACK, ways.MATRICES, ways.SLOTS, ways.SLOTS_LAST)
 
 
 def federation_of(method: Any, **changes: Any) -> tuple[ClientSide, Federation, Site]:
@@ -77,17 +77,16 @@ def assert_same(expected: list[Outcome], got: list[Outcome], tolerance: float = 
 def trainer(way: str) -> Callable[[list[Group]], list[Losses]]:
     if way == "step by step":
         return lambda found: [train_stack(group) for group in found]
-    kept: dict[Any, Any] = {}
+    return recording(way)._train
 
-    def one(group: Group) -> Losses:
-        makers = program_makers(group, Settings())
-        program = kept.get(group.key)
-        if program is None:
-            program = kept[group.key] = makers[way if way in makers else "streams"]()
-        assert program.fits(group)
-        return program.run(group)
 
-    return lambda found: [one(group) for group in found]
+def recording(way: str = "", most: int = 0) -> CudaCohort:
+    """The engine for a GPU, without one: the same decisions and the same arithmetic, without graphs. With a way, that is taken wherever
+    it is possible."""
+    engine = CudaCohort(CPU, Settings("float32"), ways.Decisions(None))
+    if way:
+        engine._decide = lambda kind, group: way if "slots" in way or ways.can_stack(group) else ways.SLOTS  # type: ignore[method-assign]
+    return engine
 
 
 PLAIN_REPLIES = ("all-large", "decoupled", "fedavg", "fedprox", "heterofl", "shared-average", "shared-distill")
@@ -190,14 +189,19 @@ def by_number(net: Net, batch: Batch, given: Given) -> Tensor:
     return cross_entropy(net, batch, given) * (1 + batch.number % 2)
 
 
+def in_turn(net: Net, batch: Batch, given: Given) -> Tensor:
+    return cross_entropy(net, batch, given) * (1 + batch.turn(2))
+
+
 def test_an_objective_that_ignores_masks_is_noticed() -> None:
     assert honours_masks(group_with(objective=cross_entropy))
     assert not honours_masks(group_with(objective=mean_of_all))
 
 
-def test_an_objective_that_reads_its_number_is_noticed() -> None:
-    assert reads_number(group_with(objective=by_number))
-    assert not reads_number(group_with(objective=cross_entropy))
+def test_how_an_objective_looks_at_its_number_is_noticed() -> None:
+    assert looks_of(group_with(objective=cross_entropy)) == Looks(1, False)
+    assert looks_of(group_with(objective=by_number)) == Looks(1, True)
+    assert looks_of(group_with(objective=in_turn)) == Looks(2, False)
 
 
 def test_dropout_is_refused() -> None:
@@ -241,56 +245,3 @@ def test_the_received_weights_are_never_written_to() -> None:
         before = {name: t.clone() for name, t in tasks[0].message["weights"].items()}
         work_together(made, tasks, site, trainer(way))
         assert all(torch.equal(t, tasks[0].message["weights"][name]) for name, t in before.items()), way
-
-
-# -- the engine for a GPU, where there is none: the same decisions, without graphs -----------------------------------------------------
-
-
-def test_work_seen_again_is_recorded_and_gives_the_same() -> None:
-    made, federation, site = federation_of("heterofl", **SETTINGS["plain"])
-    tasks, engine = tasks_of(federation, 7), CudaCohort()
-    expected = alone(made, tasks, site)
-    engine._method, engine._site = made, site
-    for round in range(3):
-        assert_same(expected, list(engine.run(tasks)))
-        assert bool(engine._programs) == (round > 0)
-    assert any("stack" in note and "ms" in note for note in engine.notes)
-
-
-def test_a_group_that_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, federation, site = federation_of("all-large", **SETTINGS["plain"])
-    tasks, engine = tasks_of(federation, 7), CudaCohort()
-    engine._method, engine._site = made, site
-    run = StackProgram.run
-
-    def small_memory(self: StackProgram, group: Group) -> Losses:
-        if len(group.clients) > 2:
-            raise torch.OutOfMemoryError("too large")
-        return run(self, group)
-
-    monkeypatch.setattr(StackProgram, "run", small_memory)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(engine, "_fastest", lambda group: "stack")
-    expected = alone(made, tasks, site)
-    for _ in range(2):
-        assert_same(expected, list(engine.run(tasks)))
-    assert any("do not fit" in note for note in engine.notes)
-
-
-def test_what_cannot_be_stacked_runs_and_says_why() -> None:
-    made, federation, site = federation_of("all-large", **SETTINGS["plain"])
-
-    class Stubborn(type(made)):  # type: ignore[misc]
-        def phases(self, client: Any, received: Any) -> list[Phase]:
-            return [client.train.phase(1, objective=looks_at_values)]
-
-    stubborn = Stubborn()
-    tasks, engine = tasks_of(federation, 7), CudaCohort()
-    engine._method, engine._site = stubborn, site
-    assert_same(alone(stubborn, tasks, site), list(engine.run(tasks)))
-    assert any("not stacked" in note for note in engine.notes)
-
-
-def looks_at_values(net: Net, batch: Batch, given: Given) -> Tensor:
-    loss = cross_entropy(net, batch, given)
-    return loss * 2 if loss.item() > 100 else loss

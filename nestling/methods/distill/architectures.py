@@ -88,13 +88,22 @@ def held_parts(world: World, reference: Reference) -> list[View]:
 def whole_and_parts(world: World, reference: Reference) -> Forward:
     """The pass of a student that devices hold in parts: the logits of the whole and, step by step in turn, of one of the parts, which
     would otherwise be cut out of a network that was fitted without them."""
-    everything, parts = whole(reference.network(reference.full)), held_parts(world, reference)
+    return _WholeAndParts(reference, held_parts(world, reference), whole(reference.network(reference.full)))
 
-    def outputs(state: Mapping[str, Tensor], x: Tensor, number: int) -> list[Tensor]:
-        part, said = parts[number % len(parts)], [everything(state, x, number)]
-        return said if part is reference.full else [*said, forward(reference, part, state, x)]
 
-    return outputs
+@dataclass(frozen=True, eq=False)
+class _WholeAndParts:
+    reference: Reference
+    parts: list[View]
+    everything: Forward
+
+    @property
+    def turns(self) -> int:
+        return len(self.parts)
+
+    def __call__(self, state: Mapping[str, Tensor], x: Tensor, number: int) -> list[Tensor]:
+        part, said = self.parts[number % len(self.parts)], [self.everything(state, x, number)]
+        return said if part is self.reference.full else [*said, forward(self.reference, part, state, x)]
 
 
 def noise_inputs(world: World, rows: int, round: int) -> Tensor:

@@ -13,7 +13,7 @@ from nestling.methods.distill.architectures import PerArchitecture, held_parts, 
 from nestling.methods.method import Info, Reply
 from nestling.methods.proxy import labelled_proxy
 from nestling.schema import require
-from nestling.training.distiller import WEIGHTINGS, Distillation, Student, distil, logits_of, proxy, teacher_shares
+from nestling.training.distiller import WEIGHTINGS, Distillation, distil, logits_of, proxy, teacher_shares
 from nestling.training.optimisers import Optim
 from nestling.views import Reference, State, View
 from nestling.world import World
@@ -126,7 +126,8 @@ class FedDF(PerArchitecture):
     def _distil(self, reference: Reference, state: State, x: Tensor, targets: Tensor, round: int) -> State:
         optim = Optim("adam", self.lr, clip=self.clip)
         settings = Distillation(self.steps, self.batch, self.temperature, optim, True, self.every, self.patience)
-        student = Student(state, reference.parameters, whole_and_parts(self.world, reference), optim)
+        work, forward = self.world.recorder, whole_and_parts(self.world, reference)
+        student = work.student(reference.name, state, reference.parameters, forward, optim)
         views = dict.fromkeys([reference.full, *held_parts(self.world, reference)])
 
         def check(state: State) -> float:
@@ -134,7 +135,7 @@ class FedDF(PerArchitecture):
 
         seed, purpose = self.world.seed, (reference.name, round)
         source = proxy(x, targets, self.batch, seed, *purpose)
-        return distil(student, source, settings, seed, *purpose, check=check if self.judged else None)
+        return distil(student, source, settings, seed, *purpose, check=check if self.judged else None, work=work)
 
     def _accuracy(self, reference: Reference, view: View, state: Mapping[str, Tensor]) -> float:
         """On the validation set."""

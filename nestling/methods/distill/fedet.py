@@ -19,7 +19,7 @@ from nestling.models.embedding import with_embedding
 from nestling.models.taps import Taps
 from nestling.schema import require
 from nestling.seeds import torch_seeded
-from nestling.training.distiller import Distillation, Student, distil, proxy, teacher_shares, whole
+from nestling.training.distiller import Distillation, distil, proxy, teacher_shares, whole
 from nestling.training.objectives import divergence
 from nestling.training.optimisers import Optim
 from nestling.views import Contribution, Reference, State, merge
@@ -108,7 +108,7 @@ class FedET(PerArchitecture):
             module = self._tailor(copy.deepcopy(world.main.module).to("cpu"), world.main.taps)
         found = Reference("server (tailored main)", module, world.main.shape)
         _ = found.axes  # traced where the network was made
-        found.to(str(world.place))
+        found.to(world.place)
         return found
 
     def piece(self, device: Device, round: int) -> Piece:
@@ -143,13 +143,14 @@ class FedET(PerArchitecture):
         assert x is not None
         targets = consensus(torch.stack(said_of(replies, x)), [r.samples for r in replies])
         settings = Distillation(self.steps, self.batch, 1.0, Optim("sgd", self.lr, self.momentum))
-        student = Student(start, self.server.parameters, whole(self.server.network(self.server.full)), settings.optim)
+        work, forward = self.world.recorder, whole(self.server.network(self.server.full))
+        student = work.student("server", start, self.server.parameters, forward, settings.optim)
 
         def loss(said: Tensor, targets: Consensus) -> Tensor:
             return server_loss(said, targets, self.diversity)
 
         seed = self.world.seed
-        return distil(student, proxy(x, targets, self.batch, seed, round), settings, seed, round, loss=loss)
+        return distil(student, proxy(x, targets, self.batch, seed, round), settings, seed, round, loss=loss, work=work)
 
     def _head_of(self, reference: Reference, state: Mapping[str, Tensor]) -> State:
         return head_of(state, reference.taps.head)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.message import Message
-from nestling.methods.distill.generated import Asked, asked, check_generator, learner, make_generator, noise
+from nestling.methods.distill.generated import Asked, asked, check_generator, kinds, learner, make_generator, noise
 from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.models.generators import codes, diversity
@@ -103,30 +104,38 @@ class FedFTG(SharedAverage):
         counts = torch.stack([reply.message["counts"]["classes"] for reply in replies]).clamp(min=0).double().cpu()
         if counts.sum() > 0:
             with torch_seeded(self.world.seed, "fedftg", round):
-                self._tune([asked(reply) for reply in replies], counts, self.decay ** (round - 1))
+                self._tune(replies, counts, self.decay ** (round - 1))
 
-    def _tune(self, teachers: Sequence[Asked], counts: Tensor, decay: float) -> None:
-        world, pooled = self.world, counts.sum(0)
+    def _tune(self, replies: Sequence[Reply], counts: Tensor, decay: float) -> None:
+        world, work, pooled = self.world, self.world.recorder, counts.sum(0)
         shares = (counts / pooled.clamp(min=1)).float().to(world.place)
         step = Optim("sgd", self.lr / world.classes * decay)
-        student = Student(self.weights, world.main.parameters, self._outputs, step)
-        maker = learner(self.network, self.generator, Optim("adam", self.generator_lr * decay))
-        for _ in range(self.iterations):
-            labels = torch.multinomial(pooled, self.batch, replacement=True).to(world.place)
-            z, weights = noise(self.batch, self.nz, world), shares[:, labels]
-            code = codes(z, labels, world.classes)
-            for teacher, weight in zip(teachers, weights, strict=True):
-                x = maker(code)
-                loss = hardness(self.compat, teacher(x), self._whole(student, x), labels, weight)
-                maker.update(loss + diversity(z, x) / len(teachers))
-            with torch.no_grad():
-                x = maker(code)
-                target = torch.stack([w[:, None] * F.softmax(t(x), dim=-1) for t, w in zip(teachers, weights, strict=True)]).sum(
-                    0
-                )
-            for _ in range(self.student_steps):
-                student.update(torch.stack([F.cross_entropy(said, target) for said in student(x)]).mean())
-        self.weights, self.generator = pack(student.state()), maker.state()
+        student = work.student("student", self.weights, world.main.parameters, self._outputs, step)
+        maker = learner(world, self.network, self.generator, Optim("adam", self.generator_lr * decay))
+        with work.session():
+            teachers, same, turns = asked(world, replies), kinds(replies), len(self._levels())
+            for number in range(self.iterations):
+                labels = torch.multinomial(pooled, self.batch, replacement=True).to(world.place)
+                first = number * self.student_steps % turns
+                body = partial(self._iterate, student, maker, teachers, first)
+                work.do(("tune", same, first), body, noise(self.batch, self.nz, world), labels, shares[:, labels])
+            self.weights, self.generator = pack(student.state()), maker.state()
+
+    def _iterate(
+        self, student: Student, maker: Student, teachers: Sequence[Asked], first: int, z: Tensor, labels: Tensor, weights: Tensor
+    ) -> None:
+        """A batch of inputs: the generator takes a step a client on it, then the student its own, of which the first has a number."""
+        code, pairs = codes(z, labels, self.world.classes), list(zip(teachers, weights.unbind(), strict=True))
+        for teacher, weight in pairs:
+            x = maker(code)
+            loss = hardness(self.compat, teacher(x), self._whole(student, x), labels, weight)
+            maker.update(loss + diversity(z, x) / len(teachers))
+        with torch.no_grad():
+            x = maker(code)
+            target = torch.stack([weight[:, None] * F.softmax(teacher(x), dim=-1) for teacher, weight in pairs]).sum(0)
+        student.steps = first
+        for _ in range(self.student_steps):
+            student.update(torch.stack([F.cross_entropy(said, target) for said in student(x)]).mean())
 
     def _outputs(self, state: Mapping[str, Tensor], x: Tensor, number: int) -> list[Tensor]:
         """What the whole network says, and one of the parts that clients hold."""

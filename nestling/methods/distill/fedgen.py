@@ -27,6 +27,7 @@ from nestling.training.noise import uniform
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
 from nestling.training.phase import Phase
+from nestling.training.recorder import Recorder
 from nestling.views import Contribution, State, merge
 from nestling.views.flat import only, pack
 from nestling.world import Device, Model, Piece, World
@@ -40,6 +41,12 @@ class Classifier:
 
     head: Mapping[str, Tensor]
     columns: Tensor | None = None
+
+    def kept(self, work: Recorder, number: int) -> Classifier:
+        """The same, of the `number`-th client, where recorded work can read it."""
+        columns = {} if self.columns is None else {"columns": self.columns}
+        found = work.keep(("classifier", number), {**self.head, **columns})
+        return Classifier({name: found[name] for name in self.head}, found.get("columns"))
 
     def __call__(self, z: Tensor) -> Tensor:
         """Its logits."""
@@ -185,15 +192,23 @@ class FedGen(Personal):
         """G's steps of a round."""
         names = [name for name, _ in self.network.named_parameters()]
         optim = Optim("adam", self.generator_lr, weight_decay=self.weight_decay)
-        student = Student(self.generator, names, self._made, optim)
+        work = self.world.recorder
+        student = work.student("generator", self.generator, names, self._made, optim)
         held, place = self.seen.nonzero()[:, 0].cpu(), self.world.place
-        for _ in range(self.iterations):
-            noise = torch.rand(self.batch, self.noise).to(place)
-            labels = held[torch.randint(len(held), (self.batch,))].to(place)
-            z = student.forward(student.tensors, (noise, labels), student.steps)  # type: ignore[arg-type]
-            known = [weighted(c(z), labels, a[labels], self.compat) for c, a in zip(classifiers, share, strict=True)]
-            student.update(torch.stack(known).sum() + diversity(noise, z))
-        self.generator = student.state()
+        with work.session():
+            fixed = [c.kept(work, number) for number, c in enumerate(classifiers)]
+            body = partial(self._step, student, fixed, work.keep("share", {"share": share})["share"])
+            kind = ("teach", tuple(tuple(c.head["weight"].shape) for c in classifiers))
+            for _ in range(self.iterations):
+                noise = torch.rand(self.batch, self.noise).to(place)
+                labels = held[torch.randint(len(held), (self.batch,))].to(place)
+                work.do(kind, body, noise, labels)
+            self.generator = student.state()
+
+    def _step(self, student: Student, classifiers: Sequence[Classifier], share: Tensor, noise: Tensor, labels: Tensor) -> None:
+        z = student.forward(student.tensors, (noise, labels), 0)  # type: ignore[arg-type]
+        known = [weighted(c(z), labels, a[labels], self.compat) for c, a in zip(classifiers, share.unbind(), strict=True)]
+        student.update(torch.stack(known).sum() + diversity(noise, z))
 
     def _made(self, state: Mapping[str, Tensor], given: Any, number: int) -> Tensor:
         return torch.func.functional_call(self.network.train(), dict(state), given)
@@ -266,7 +281,7 @@ def _generative(net: Net, batch: Batch, given: Given, *, head: str, made: int, n
     loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     state = {name.removeprefix("generator/"): t for name, t in given.items() if name.startswith("generator/")}
     classifier = Classifier(head_of(net.params, head), given.get("columns"))
-    key, number, (alpha, beta) = given["key"], 3 * batch.number, given["strength"]
+    key, number, (alpha, beta) = given["key"], 3 * batch.counter, given["strength"]
     teacher = classifier(generated(state, uniform(key, number, (len(batch.x), noise)), batch.y, classes))
     loss = loss + beta * distillation(teacher.detach(), logits, batch=batch)
     labels = _drawn(given["seen"], uniform(key, number + 1, (made,)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nestling.message import Message
 from nestling.methods.baselines.averaged import parameters_of
-from nestling.methods.distill.generated import asked, check_generator, learner, make_generator, noise
+from nestling.methods.distill.generated import Asked, asked, check_generator, kinds, learner, make_generator, noise
 from nestling.methods.method import Info, Method, Reply
 from nestling.schema import require
 from nestling.seeds import torch_seeded
@@ -124,12 +124,13 @@ class FedZKT(Method):
         if not replies:
             return
         main, optim = self.world.main, Optim("sgd", self.lr, self.momentum)
-        student = Student(self.weights, main.parameters, whole(main.network(main.full)), optim)
-        maker = learner(self.network, self.generator, Optim("adam", self.generator_lr))
-        with torch_seeded(self.world.seed, "fedzkt", round):
+        work = self.world.recorder
+        student = work.student("server", self.weights, main.parameters, whole(main.network(main.full)), optim)
+        maker = learner(self.world, self.network, self.generator, Optim("adam", self.generator_lr))
+        with torch_seeded(self.world.seed, "fedzkt", round), work.session():
             self._learn(student, maker, replies)
             taught = self._teach(student, maker, replies, optim)
-        self.weights, self.generator = pack(student.state()), maker.state()
+            self.weights, self.generator = pack(student.state()), maker.state()
         for reply, model in zip(replies, taught, strict=True):
             # A round may be played before its replies are known to be finite; one that is not must leave no trace.
             if all(bool(t.isfinite().all()) for t in model.values()):
@@ -137,28 +138,38 @@ class FedZKT(Method):
 
     def _learn(self, student: Student, maker: Student, replies: Sequence[Reply]) -> None:
         """The generator and F against each other."""
-        teachers = [asked(reply) for reply in replies]
+        teachers, work = asked(self.world, replies), self.world.recorder
         for _ in range(self.iterations):
-            x = maker(noise(self.batch, self.nz, self.world))
-            said = torch.stack([teacher(x) for teacher in teachers])
-            maker.update(-gap(self.loss, said, student(x)))
-            for _ in range(self.student_steps):
-                student.update(gap(self.loss, said.detach(), student(x.detach())))
+            body = partial(self._against, student, maker, teachers)
+            work.do(("learn", kinds(replies)), body, noise(self.batch, self.nz, self.world))
+
+    def _against(self, student: Student, maker: Student, teachers: Sequence[Asked], z: Tensor) -> None:
+        x = maker(z)
+        said = torch.stack([teacher(x) for teacher in teachers])
+        maker.update(-gap(self.loss, said, student(x)))
+        for _ in range(self.student_steps):
+            student.update(gap(self.loss, said.detach(), student(x.detach())))
 
     def _teach(self, student: Student, maker: Student, replies: Sequence[Reply], optim: Optim) -> list[State]:
         """The participants' models after F has taught them, all on the same inputs."""
-        models = [_model(reply, optim) for reply in replies]
+        work = self.world.recorder
+        models = [self._model(number, reply, optim) for number, reply in enumerate(replies)]
         for _ in range(self.back):
-            x = self._made(maker)
-            with torch.no_grad():
-                said = student(x)[None]
-            for model in models:
-                model.update(gap(self.loss, said, model(x)))
+            body = partial(self._back, student, maker, models)
+            work.do(("teach", kinds(replies)), body, noise(self.batch, self.nz, self.world))
         return [model.state() for model in models]
 
-    @torch.no_grad()
-    def _made(self, maker: Student) -> Tensor:
-        return maker(noise(self.batch, self.nz, self.world))
+    def _back(self, student: Student, maker: Student, models: Sequence[Student], z: Tensor) -> None:
+        with torch.no_grad():
+            x = maker(z)
+            said = student(x)[None]
+        for model in models:
+            model.update(gap(self.loss, said, model(x)))
+
+    def _model(self, number: int, reply: Reply, optim: Optim) -> Student:
+        reference, view = reply.piece.reference, reply.piece.view
+        name, forward = ("model", number, view.form()), whole(reference.network(view))
+        return self.world.recorder.student(name, reply.message["weights"], reference.parameters, forward, optim)
 
     def model_for(self, device: Device) -> Model:
         piece = self.piece(device, 0)
@@ -180,11 +191,6 @@ class FedZKT(Method):
             return [client.train.phase(client.round)]
         given = parameters_of(client, received["weights"])
         return [client.train.phase(client.round, objective=partial(proximal, mu=self.mu), given=given)]
-
-
-def _model(reply: Reply, optim: Optim) -> Student:
-    reference, view = reply.piece.reference, reply.piece.view
-    return Student(reply.message["weights"], reference.parameters, whole(reference.network(view)), optim)
 
 
 def gap(kind: str, teachers: Tensor, student: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from nestling.methods.method import Reply
 from nestling.models.generators import generator
 from nestling.schema import require
 from nestling.seeds import torch_seeded
-from nestling.training.distiller import Student, whole
+from nestling.training.distiller import Forward, Student, whole
 from nestling.training.optimisers import Optim
 from nestling.views import State
 from nestling.world import World
@@ -35,15 +36,25 @@ def make_generator(world: World, nz: int, channels: int, classes: int = 0) -> nn
     return made.to(world.place)
 
 
-def learner(module: nn.Module, state: State, optim: Optim) -> Student:
-    """A network without buffers, to be trained one step at a time."""
-    return Student(state, state.keys(), whole(module), optim)
+def learner(world: World, module: nn.Module, state: State, optim: Optim) -> Student:
+    """A generator, which has no buffers, to be trained one step at a time."""
+    return world.recorder.student("generator", state, state.keys(), whole(module), optim)
 
 
-def asked(reply: Reply) -> Asked:
-    """What came back as a teacher: the client's network under the client's weights, in evaluation mode."""
-    forward, weights = whole(reply.piece.reference.network(reply.piece.view), training=False), reply.message["weights"]
-    return lambda x: forward(weights, x, 0)
+def asked(world: World, replies: Sequence[Reply]) -> list[Asked]:
+    """What came back as teachers: the clients' networks under the clients' weights, in evaluation mode."""
+    kept = [world.recorder.keep(("teacher", number), reply.message["weights"]) for number, reply in enumerate(replies)]
+    networks = [whole(reply.piece.reference.network(reply.piece.view), training=False) for reply in replies]
+    return [partial(_ask, network, weights) for network, weights in zip(networks, kept, strict=True)]
+
+
+def _ask(network: Forward, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return network(weights, x, 0)
+
+
+def kinds(replies: Sequence[Reply]) -> tuple[tuple[str, bytes], ...]:
+    """Equal for replies of the same networks in the same order: with them a server's work is the same."""
+    return tuple((reply.piece.reference.name, reply.piece.view.form()) for reply in replies)
 
 
 def noise(count: int, nz: int, world: World) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from nestling.methods.distill.architectures import PerArchitecture, noise_inputs, said_of, whole_and_parts
 from nestling.methods.method import Info, Reply
 from nestling.schema import require
-from nestling.training.distiller import WEIGHTINGS, Distillation, Student, combine, distil, logits_of, proxy
+from nestling.training.distiller import WEIGHTINGS, Distillation, combine, distil, logits_of, proxy
 from nestling.training.optimisers import Optim
 from nestling.views import Reference, State
 
@@ -87,6 +87,7 @@ class SharedDistill(PerArchitecture):
 
     def _distil(self, reference: Reference, state: State, x: Tensor, targets: Tensor, round: int) -> State:
         settings = Distillation(self.steps, self.batch, self.temperature, Optim("adam", self.lr))
-        student = Student(state, reference.parameters, whole_and_parts(self.world, reference), settings.optim)
+        work, forward = self.world.recorder, whole_and_parts(self.world, reference)
+        student = work.student(reference.name, state, reference.parameters, forward, settings.optim)
         seed, purpose = self.world.seed, (reference.name, round)
-        return distil(student, proxy(x, targets, self.batch, seed, *purpose), settings, seed, *purpose)
+        return distil(student, proxy(x, targets, self.batch, seed, *purpose), settings, seed, *purpose, work=work)

@@ -61,7 +61,7 @@ class Factored(SharedWeights):
             "take a network with more convolutions, or set method.dense = 0, method.pointwise or method.linear",
         )
         self.factors = Reference(FACTORS, factorise(world.main.module, self.ranks(shapes), self.form), world.main.shape)
-        self.factors.to(str(world.place))
+        self.factors.to(world.place)
         world.references[FACTORS] = self.factors
         self.ladder = Ladder(world, sorted(self.pieces(shapes), key=lambda piece: world.cost(piece).params))
         self.able = able_tiers(dict.fromkeys(world.plans, self.ladder), self.leave_out)

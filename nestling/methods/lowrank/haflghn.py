@@ -92,7 +92,7 @@ class HAFLGHN(Method):
     def _generated(self, name: str, generator: HyperNetwork, piece: Piece) -> Piece:
         network = piece.reference.network(piece.view)
         reference = Reference(name, Generated(copy.deepcopy(generator), network, tuned=self.fine_tune > 0), piece.reference.shape)
-        reference.to(str(self.world.place))
+        reference.to(self.world.place)
         self.world.references[name] = reference
         return Piece(reference, keep_private(reference.full, ["added"] if self.fine_tune else []))
 

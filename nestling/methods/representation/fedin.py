@@ -199,10 +199,10 @@ class _Draws:
     """Sets of normal draws of one key, one after another."""
 
     key: Tensor
-    number: int
+    number: int | Tensor
 
     def next(self, like: Tensor) -> Tensor:
-        self.number += 1
+        self.number = self.number + 1
         return normal(self.key, self.number, like.shape)
 
 
@@ -216,7 +216,7 @@ def _with_noise(given: Tensor, *, draws: _Draws, amount: float) -> Tensor:
 
 def _noisy(net: Net, batch: Batch, given: Given, *, objective: Objective, entry: str, head: str, amount: float) -> Tensor:
     """The objective with noise on what enters the middle and on what leaves it."""
-    change = partial(_with_noise, draws=_Draws(given["noise"], 2 * batch.number), amount=amount)
+    change = partial(_with_noise, draws=_Draws(given["noise"], 2 * batch.counter), amount=amount)
     with changed(net.module, entry, change), changed(net.module, head, change):
         return objective(net, batch, given)
 

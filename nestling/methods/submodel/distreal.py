@@ -171,7 +171,8 @@ class Distreal(SharedWeights):
         if "pareto" in received:
             client.memory["pareto"] = received["pareto"]["pareto"]
         vector = affordable(client.memory["pareto"].tolist(), float(received.facts["budget"]))
-        steps = client.train.epochs * math.ceil(client.samples / client.train.batch)
+        # As many as anybody takes, so that clients of all sizes have tensors of one shape and are one kind of work.
+        steps = client.most_steps(client.train.epochs, client.train.batch)
         return [self._phase(client.reference, vector, steps, client.site.seed, client.id, client.round, client.train)]
 
     def _phase(self, main: Reference, vector: Vector, steps: int, seed: int, client: int, round: int, train: Train) -> Phase:
@@ -205,8 +206,7 @@ def affordable(table: Sequence[Sequence[float]], budget: float) -> Vector:
 
 def draws(view: View, steps: int, seed: int, client: int, round: int) -> dict[str, Tensor]:
     """For every axis that the view narrows, by number, which filters are kept in each step."""
-    # Rounded up, so that clients with nearly as many batches have tensors of one shape and can be trained as one.
-    rows, found = 1 << max(0, steps - 1).bit_length(), {}
+    rows, found = max(1, steps), {}
     for axis, (name, size, grain) in enumerate(zip(view.axes.names, view.axes.sizes, view.axes.grains, strict=True)):
         kept = len(view.indices(axis)) // grain
         if kept * grain < size:
@@ -218,6 +218,6 @@ def draws(view: View, steps: int, seed: int, client: int, round: int) -> dict[st
 
 def dropped(net: Net, batch: Batch, given: Given, *, picker: Picker, view: View, rescale: bool) -> Tensor:
     """Cross-entropy of the sub-network that was drawn for this batch."""
-    kept = {int(axis): rows[batch.number] for axis, rows in given.items()}
+    kept = {int(axis): batch.pick(rows) for axis, rows in given.items()}
     logits = picker.forward(view, net.state(), kept, batch.x, rescale=rescale)
     return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))

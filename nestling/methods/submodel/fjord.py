@@ -142,16 +142,16 @@ def _drawn(client: Client, views: tuple[View, ...]) -> tuple[Inner, dict[str, Te
         prepare(client.reference, views)
         numbers = tuple(int(number) for number in draws)
         return partial(_cut, reference=client.reference, own=client.view, views=views, draws=numbers), {}
-    # A length that clients of nearly the same size share, or they could not be stacked.
-    padded = torch.zeros(2 ** math.ceil(math.log2(steps)), dtype=torch.int64)
+    # A length that all clients share, or each size would be work of another kind.
+    padded = torch.zeros(max(steps, client.most_steps(client.train.epochs, client.train.batch)), dtype=torch.int64)
     padded[:steps] = torch.from_numpy(draws)
     return partial(_zeroed, channels=channels), {"widths": flags, "draws": padded.to(client.place)}
 
 
 def _stacks_pay(client: Client) -> bool:
-    """Whether to take the way that lets clients be one stack: a tensor says which width is meant, at the cost of computing all of
-    p_max. On a CPU cutting is faster."""
-    return client.place.type == "cuda"
+    """Whether to take the way that is one recording for all widths: a tensor says which width is meant, at the cost of computing all
+    of p_max. Where steps are not recorded cutting is faster."""
+    return client.site.where.recorded
 
 
 def _cut(
@@ -162,5 +162,5 @@ def _cut(
 
 
 def _zeroed(net: Net, batch: Batch, given: Given, *, channels: Channels) -> Tensor:
-    flags = given["widths"].index_select(0, given["draws"][batch.number : batch.number + 1])[0]
+    flags = given["widths"].index_select(0, batch.pick(given["draws"]).reshape(1))[0]
     return net.with_weights(narrow(net.state(), channels, flags), batch.x)

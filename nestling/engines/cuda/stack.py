@@ -1,0 +1,161 @@
+"""A stack: many clients of one form trained as one network with a dimension more, by recorded steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nestling.engines.cuda.job import Job, zero
+from nestling.engines.cuda.matrix_conv import use_matrices
+from nestling.engines.cuda.orders import WHOLE, DrawnOrder, Order, drawn_on_device
+from nestling.engines.cuda.settings import Settings
+from nestling.training.group import Group
+from nestling.training.kept import Kept, Rate
+from nestling.training.lane import Lane
+from nestling.training.masked import with_masked_statistics
+from nestling.training.optimisers import Buffers, step
+from nestling.training.stacked import Feed, check, gradients, load, looks_of
+from nestling.training.trainer import hooked
+from nestling.views.flat import flat_of
+
+
+class StackProgram:
+    """`height` clients as one stack; with `matrices` its convolutions are matrix products. Clients short of a full batch are masked.
+    Places without a client, and clients that have no step left, train on anything: what a client learned is taken out after its
+    last step."""
+
+    def __init__(self, group: Group, height: int, settings: Settings, matrices: bool = False) -> None:
+        check(group)
+        device = group.site.x.device
+        self.lane, self.layout, self.height = Lane(device), group.layout, height
+        self.even, self.together = group.schedule.even and group.schedule.wide == group.width, starts_together(group)
+        self.looks, self.wide = looks_of(group), group.width
+        self.module = copy.deepcopy(group.module)
+        self.phase = settings.apply(with_masked_statistics(group.phase, self.module))
+        if matrices:
+            use_matrices(self.module)
+        filled = Group(group.key, (group.clients * height)[:height], (group.phases * height)[:height], group.number)
+        self.state = load(filled)
+        self.given = Kept(self.state.given)
+        self.state.given = self.given.tensors
+        self.flat = torch.zeros(1 if self.together else height, self.layout.numel, device=device)
+        self.feed = Feed.of(group.part(0, 1))
+        self.drawn = self.even and drawn_on_device(group)
+        self.order = DrawnOrder(group, height, self.wide) if self.drawn else Order(group, height, self.wide)
+        self.memory = Buffers.zeros(self.phase.optim, list(self.state.params.values()))
+        self.lr, self.losses = Rate(device), torch.zeros(height, device=device)
+        self.ends = torch.zeros(height, dtype=torch.int64, device=device)
+        self.out = torch.zeros(height, self.layout.numel, device=device)
+        self.others = {name: self.state.rest[name].clone() for name in self.layout.others}
+        self.compute = self._gradients(0)
+        if settings.compile:
+            self.compute = torch.compile(self.compute)
+
+    def fits(self, job: Job) -> bool:
+        """Whether it can train such clients."""
+        group = job.group
+        shared = self.state.shared == frozenset(n for n in group.phase.given if group.shared(n))
+        steps = group.schedule.steps
+        room = self.order.taken == steps if isinstance(self.order, DrawnOrder) else self.order.steps >= steps
+        # In a stack of more than twice the height most places would train for nothing.
+        high = self.height // 2 <= len(group.clients) <= self.height
+        even = group.schedule.even and group.schedule.wide == self.wide
+        same = self.together == starts_together(group) and (not self.drawn or drawn_on_device(group))
+        return high and room and shared and same and (even or not self.even)
+
+    def work(self, job: Job) -> Iterator[None]:
+        """Trains the job's clients, a step at a time; even short phases as a whole."""
+        plan, count = job.group.schedule, len(job.group.clients)
+        self._take(job)
+        if self.even and plan.steps <= WHOLE:
+            self.lane.do(("phase", plan.steps), partial(self._phase, plan.steps))
+            yield
+        else:
+            self.lane.do("load", self._spread)
+            ends = {plan.steps} if self.even else set(plan.steps_taken)
+            for number in range(plan.steps):
+                turn = self.looks.turn(number)
+                self.lane.do(("step", turn), partial(self._step, turn))
+                if number + 1 in ends:
+                    self.lane.do("store", self._collect)
+                yield
+        job.out.copy_(self.out[:count])
+        job.losses.copy_(self.losses[:count])
+        for name, tensor in job.others.items():
+            tensor.copy_(self.others[name][:count])
+
+    def _take(self, job: Job) -> None:
+        group, count = job.group, len(job.group.clients)
+        if self.together:
+            self.flat[0].copy_(flat_of(group.clients[0].weights, self.layout))
+        else:
+            torch.stack([flat_of(client.weights, self.layout) for client in group.clients], out=self.flat[:count])
+        for name in self.layout.others:
+            self.state.rest[name][:count].copy_(torch.stack([client.weights[name] for client in group.clients]))
+        self.given.take({n: group.phase.given[n] for n in self.state.shared})
+        for name in self.given.tensors:
+            if name not in self.state.shared:
+                torch.stack([p.given[name] for p in group.phases], out=self.given.tensors[name][:count])
+        if isinstance(self.order, DrawnOrder):
+            self.order.take_clients(group)
+        else:
+            self.order.take(job.table)
+            # The last column holds the lengths of a client's batches.
+            self.ends[:count] = (job.table[:, :, -1] > 0).sum(1)
+        self.lr.set(group.phase.optim.lr)
+
+    @torch.no_grad()
+    def _spread(self) -> None:
+        """From the matrix of states into the network's own tensors; everything else back to its start."""
+        both = {**self.state.rest, **self.state.params}
+        for name, part in zip(self.layout.names, self.layout.split(self.flat), strict=True):
+            both[name].copy_(part.expand_as(both[name]))
+        zero(self.memory, self.losses, self.order.now)
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        """The states of the clients that have just taken their last step, as rows of one matrix."""
+        both = {**self.state.rest, **self.state.params}
+        flat = torch.cat([both[name].reshape(self.height, -1) for name in self.layout.names], 1)
+        if self.even:
+            self.out.copy_(flat)
+        else:
+            self.out.copy_(torch.where((self.ends == self.order.now)[:, None], flat, self.out))
+        for name, kept in self.others.items():
+            done = torch.ones_like(self.ends, dtype=torch.bool) if self.even else self.ends == self.order.now
+            kept.copy_(torch.where(done.reshape(-1, *[1] * (kept.dim() - 1)), both[name], kept))
+
+    def _phase(self, steps: int) -> None:
+        self._spread()
+        self.order.draw()
+        for number in range(steps):
+            self._step(self.looks.turn(number))
+        self._collect()
+
+    def _gradients(self, number: int) -> Callable[..., tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]]:
+        return gradients(self.module, self.phase, self.state, masked=not self.even, number=number, noise="different")
+
+    def _step(self, number: int) -> None:
+        state, order = self.state, self.order
+        places, rows, draws, mask, lengths = order.current()
+        x, y = self.feed.gather(places, draws)
+        compute = self._gradients(number) if number else self.compute
+        shown = None if self.even else mask
+        with hooked(self.module, self.phase):
+            grads, loss, moved = compute(state.params, state.rest, x, y, rows, shown, state.given, self.looks.at(order.now))
+        params = list(state.params.values())
+        step(self.phase.optim, params, [grads[n] for n in state.params], self.memory, lr=self.lr.tensor, stacked=True)
+        for name, tensor in moved.items():
+            state.rest[name].copy_(tensor)
+        self.losses += loss * lengths if self.even else torch.where(lengths > 0, loss * lengths, 0.0)
+        order.now += 1
+
+
+def starts_together(group: Group) -> bool:
+    """Whether all clients start from the same weights."""
+    first = group.clients[0].weights
+    return all(client.weights is first for client in group.clients)

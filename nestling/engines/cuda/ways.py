@@ -1,0 +1,138 @@
+"""How a group is trained: one network after another in slots side by side, or as one stack.
+
+Guessed from shapes: a stack pays for many small networks, whose kernels would not fill the device, and slots for everything else, since
+the library's kernels for one network are better than those for a stack of them. Only where neither is clear are both tried out; what
+was found is remembered on disk, for the next run on such a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nestling.devices import cost_of
+from nestling.engines.cuda.settings import Settings
+from nestling.files import write_atomic
+from nestling.training.group import Group
+from nestling.training.stacked import honours_masks
+from nestling.version import __version__
+from nestling.views import Reference, View
+
+SLOTS, SLOTS_LAST, STACK, MATRICES, PLAIN = "slots", "slots, channels last", "stack", "stack of matrices", "one by one"
+
+MANY, SOME = 16, 8
+"""From how many clients a stack of small networks surely pays, and from how many it may."""
+
+SMALL, TINY = 5e8, 2.5e7
+"""Multiply-accumulates of a forward pass over one batch of one client, up to which a stack of many pays, and one of some may."""
+
+LARGE = 7e8
+"""From how many the library's convolutions are faster with channels last."""
+
+
+def candidates(group: Group, settings: Settings) -> list[str]:
+    """The ways that may be the fastest; one where the shapes say which."""
+    macs, count = macs_of(group), len(group.clients)
+    convolutions = any(isinstance(layer, nn.Conv2d) for layer in group.module.modules())
+    single = SLOTS_LAST if convolutions and macs >= LARGE else SLOTS
+    stacks = [STACK, MATRICES] if convolutions and settings.compile else [STACK]
+    if not can_stack(group) or count < SOME or macs > SMALL:
+        return [single]
+    # Clients with fewer batches than others wait in a stack until all are done; in slots they do not.
+    if count >= MANY and _filled(group) > 0.5:
+        return stacks
+    return [*stacks, single] if macs <= TINY else [single]
+
+
+def can_stack(group: Group) -> bool:
+    """Whether the clients can be one stack: layers that mix rows cannot be filled up."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in group.module.modules()):
+        return False
+    full = group.schedule.even and group.schedule.wide == group.width
+    return full or honours_masks(group)
+
+
+def _filled(group: Group) -> float:
+    """The share of a stack's rows that are somebody's."""
+    lengths = group.schedule.lengths
+    return float(lengths.sum()) / max(lengths.size * group.schedule.wide, 1)
+
+
+def macs_of(group: Group) -> float:
+    """Multiply-accumulates of the forward pass of one client over one batch."""
+    client = group.clients[0]
+    return _macs(client.reference, client.view.form(), client.view) * group.phase.batch
+
+
+_KNOWN: dict[tuple[int, bytes], int] = {}
+
+
+def _macs(reference: Reference, form: bytes, view: View) -> int:
+    key = (id(reference), form)
+    if key not in _KNOWN:
+        if len(_KNOWN) > 4096:
+            _KNOWN.clear()
+        _KNOWN[key] = cost_of(reference.network(view), reference.shape).macs
+    return _KNOWN[key]
+
+
+def description(group: Group, settings: Settings) -> str:
+    """What a decision depends on, in words that another run will use too."""
+    layout, phase = group.layout, group.phase
+    parts = (layout.names, layout.shapes, group.clients[0].reference.shape, len(group.clients), phase.batch, group.schedule.even)
+    optim = (phase.optim.name, phase.optim.momentum > 0, settings.precision, settings.compile)
+    return hashlib.sha256(repr((parts, optim, getattr(phase.objective, "__qualname__", ""))).encode()).hexdigest()[:24]
+
+
+@dataclass
+class Decisions:
+    """What was found out on a device, kept in a file of the user's cache folder."""
+
+    path: Path | None = field(default_factory=lambda: cache_folder() / "ways.json")
+
+    def get(self, what: str) -> str | None:
+        """The way that was found, if any."""
+        return self._read().get(_machine(), {}).get(what)
+
+    def put(self, what: str, way: str) -> None:
+        """Remembers it; a disk that refuses costs the next run a trial and nothing else."""
+        if self.path is None:
+            return
+        known = self._read()
+        known.setdefault(_machine(), {})[what] = way
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, json.dumps(known, indent=1, sort_keys=True))
+        except OSError:
+            self.path = None
+
+    def _read(self) -> dict[str, dict[str, str]]:
+        try:
+            found = json.loads(self.path.read_text()) if self.path else {}
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def cache_folder() -> Path:
+    """Where things are kept that can be found out again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    """The device and the libraries that a decision holds for."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, nestling {__version__}"
+
+
+Timed = Callable[[str], float]
+"""A way → seconds of a group's phase."""
