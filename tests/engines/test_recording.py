@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,20 +10,25 @@ from typing import Any
 import pytest
 import torch
 
+import nestling
 import nestling.assemble
-import nestling.message
-from nestling import EngineConfig, FleetConfig, SplitConfig, Tier
+from nestling import EngineConfig, FleetConfig, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort, CudaCohort, Inline, Pool, choose_where, make_engine
-from nestling.engines.cuda import Settings
+from nestling.engines.cuda import Settings, ways
+from nestling.engines.cuda.cohort import MOST_SLOTS, _queues, _Result, height_for
+from nestling.engines.cuda.slot import Slot
 from nestling.errors import InputError
 from nestling.methods import METHODS
 from nestling.rounds import Federation, play
+from nestling.training.client import Task
 from nestling.training.group import Group
-from nestling.training.together import Losses
+from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.phase import Phase
+from nestling.training.together import Losses, work_together
 from nestling.where import CPU, Where
-from tests.engines.test_cohort import recording
-from tests.small import small
+from tests.engines.test_cohort import alone, assert_same, federation_of, recording
+from tests.small import small, tasks_of
 
 GPU = Where(torch.device("cuda", 0), "tf32", recorded=True)
 RECORDED = replace(CPU, recorded=True)
@@ -122,3 +128,190 @@ def test_work_that_comes_back_is_known_again(method: str, monkeypatch: pytest.Mo
     assert later and later <= first
     # One kind a tier and phase: unequal numbers of rows are no other work. A client's first rounds may have phases of their own.
     assert len(first) <= 4 * len(TIERS)
+
+
+# -- what comes of it ----------------------------------------------------------------------------------------------------------------
+
+
+def final(federation: Federation) -> dict[str, torch.Tensor]:
+    for _ in play(federation):
+        pass
+    state = {f"{kind}/{n}": t for kind, part in federation.method.state().items() for n, t in part.items()}
+    store = federation.world.store
+    return {**state, **{f"client {c}/{n}": t for c in store.clients() for n, t in store.get(c).items()}}
+
+
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    flat = [torch.cat([state[n].double().reshape(-1) for n in sorted(one)]) for state in (one, other)]
+    assert float((flat[0] - flat[1]).norm()) <= tolerance * float(flat[0].norm())
+
+
+QUICK = {
+    "fleet": FleetConfig(tiers=tuple(replace(tier, count=6 * tier.count) for tier in TIERS)),
+    "participants": 4,
+    "train": Train(epochs=1, batch=32, lr=0.01, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_what_it_gives_in_process(method: str) -> None:
+    """Clients of unequal sizes in slots and stacks, and the server's own training on tensors that never move."""
+    federation, _ = recorded_federation(method, rounds=2, **QUICK)
+    experiment, plain = assemble(small(method, rounds=2, split=UNEVEN, **QUICK))
+    plain.engine.open(experiment.make_method(), site_of(plain))
+    # What FedZKT's generator and student do to each other amplifies rounding.
+    assert_close(final(plain), final(federation), 1e-2 if method == "fedzkt" else 1e-3)
+
+
+@pytest.mark.parametrize("way", [ways.STACK, ways.SLOTS])
+def test_one_client_with_one_row(way: str) -> None:
+    made, federation, site = federation_of("heterofl", split=SplitConfig(kind="iid", size=1))
+    engine = recording(way)
+    engine.open(made, site)
+    tasks = tasks_of(federation, 1)
+    for _ in range(3):
+        assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+
+
+def test_more_clients_than_slots_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, federation, site = federation_of("all-large", split=UNEVEN, **QUICK)
+    monkeypatch.setattr("nestling.engines.cuda.cohort.MOST_SLOTS", 2)
+    engine = recording(ways.SLOTS)
+    engine.open(made, site)
+    tasks = tasks_of(federation, 5)
+    assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+    assert [len(kind.programs[ways.SLOTS]) for kind in engine._kinds.values()] == [2]
+
+
+def test_queues_are_balanced() -> None:
+    _, federation, _ = federation_of("all-large", split=UNEVEN)
+    groups = group_of(tasks_of(federation, 7), federation)
+    queues = _queues(groups, 3)
+    assert sorted(k for queue in queues for k in queue) == list(range(7))
+    samples = groups.schedule.samples
+    loads = sorted(sum(samples[k] for k in queue) for queue in queues)
+    assert loads[-1] - loads[0] <= max(samples)
+    assert len(_queues(groups, MOST_SLOTS)) == 7
+
+
+def group_of(tasks: list[Task], federation: Federation) -> Group:
+    """The one group that the tasks' clients are, before they are trained."""
+    held: list[Group] = []
+
+    def only_look(found: list[Group]) -> list[Losses]:
+        held.extend(found)
+        return [Losses(torch.zeros(len(g.clients)), [1] * len(g.clients), [1] * len(g.clients)) for g in found]
+
+    work_together(federation.method, tasks, site_of(federation), only_look)
+    assert len(held) == 1
+    return held[0]
+
+
+def test_what_does_not_fit_into_memory_is_trained_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, federation, site = federation_of("all-large", split=UNEVEN, **QUICK)
+    tasks, engine = tasks_of(federation, 7), recording(ways.SLOTS)
+    engine.open(made, site)
+    alive: list[Slot] = []
+    init = Slot.__init__
+
+    def small_memory(self: Slot, *args: Any) -> None:
+        if sum(len(own) for kind in engine._kinds.values() for own in kind.programs.values()) >= 3:
+            raise torch.OutOfMemoryError("too large")
+        init(self, *args)
+        alive.append(self)
+
+    monkeypatch.setattr(Slot, "__init__", small_memory)
+    for _ in range(2):
+        assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+    assert any("do not fit" in note for note in engine.notes)
+
+
+def test_one_client_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, federation, site = federation_of("all-large")
+    engine = recording(ways.SLOTS)
+    engine.open(made, site)
+
+    def no_memory(self: Slot, *args: Any) -> None:
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(Slot, "__init__", no_memory)
+    with pytest.raises(Exception, match=r"one client of main .* does not fit"):
+        list(engine.run(tasks_of(federation, 4)))
+
+
+def looks_at_values(net: Net, batch: Batch, given: Given) -> torch.Tensor:
+    loss = cross_entropy(net, batch, given)
+    return loss * 2 if loss.item() > 100 else loss
+
+
+def test_what_cannot_be_recorded_runs_and_says_so_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, federation, site = federation_of("all-large")
+
+    class Stubborn(type(made)):  # type: ignore[misc]
+        def phases(self, client: Any, received: Any) -> list[Phase]:
+            return [client.train.phase(1, objective=looks_at_values)]
+
+    def refuse(self: Any, kind: Any, action: Any) -> None:
+        self.refusal = "RuntimeError: operation not permitted when stream is capturing"
+
+    monkeypatch.setattr("nestling.training.lane.Lane._record", refuse)
+    stubborn, tasks, engine = Stubborn(), tasks_of(federation, 7), recording()
+    engine.open(stubborn, site)
+    for _ in range(3):
+        assert_same(alone(stubborn, tasks, site), list(engine.run(tasks)))
+    assert any("NOT RECORDED" in note and "not permitted" in note for note in engine.notes)
+    assert engine.recorded() == {"kinds_recorded": 0, "kinds_not_recorded": 1, "graphs": 0}
+
+
+def test_the_way_is_guessed_from_shapes() -> None:
+    _, federation, _ = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),)))
+    many, few = (group_of(tasks_of(federation, count), federation) for count in (20, 3))
+    settings = Settings("float32")
+    assert ways.candidates(many, settings) == [ways.STACK]
+    assert ways.candidates(few, settings) == [ways.SLOTS]
+    assert ways.candidates(many, Settings("float32", compile=True)) == [ways.STACK, ways.MATRICES]
+    some = group_of(tasks_of(federation, 10), federation)
+    assert ways.candidates(some, settings) == [ways.STACK, ways.SLOTS]
+
+
+def test_what_was_tried_is_remembered(tmp_path: Any) -> None:
+    made, federation, site = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=12),)))
+    tasks = tasks_of(federation, 10)
+    for tried in (True, False):
+        engine = CudaCohort(CPU, Settings("float32"), ways.Decisions(tmp_path / "cache" / "ways.json"))
+        engine.open(made, site)
+        assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+        assert any("tried" in note for note in engine.notes) == tried
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"no GPU": 3}'])
+def test_a_spoilt_file_of_decisions_is_no_error(tmp_path: Any, content: str) -> None:
+    path = tmp_path / "ways.json"
+    path.write_text(content)
+    found = ways.Decisions(path)
+    assert found.get("something") is None
+    found.put("something", ways.STACK)
+    assert ways.Decisions(path).get("something") == ways.STACK
+
+
+def test_heights_are_few_and_never_too_low() -> None:
+    heights = [height_for(count) for count in range(1, 513)]
+    assert all(count <= height < 2 * count for count, height in enumerate(heights, 1))
+    assert len(set(heights)) <= 20
+
+
+def test_a_reply_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    federation, _ = recorded_federation("heterofl", rounds=3, **QUICK)
+    spoilt, finish = federation.method.choose(2, 4)[0], _Result.finish
+
+    def not_finite(self: _Result) -> Losses:
+        for row, client in zip(self.out, self.group.clients, strict=True):
+            if (client.round, client.id) == (2, spoilt):
+                row[0] = math.nan
+        return finish(self)
+
+    monkeypatch.setattr(_Result, "finish", not_finite)
+    rows = list(play(federation))
+    assert [row["refused"] for row in rows] == [0, 1, 0]
+    assert all(torch.isfinite(t).all() for t in federation.method.state()["weights"].values())
