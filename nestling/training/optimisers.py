@@ -78,7 +78,7 @@ def step(
     if optim.clip > 0:
         grads = clip(grads, optim.clip, stacked)
     buffers.steps = buffers.steps + 1 if isinstance(buffers.steps, int) else buffers.steps.add_(1)
-    if optim.name == "sgd" and isinstance(lr, Tensor) and lr.is_cuda and stacked:
+    if optim.name == "sgd" and isinstance(lr, Tensor) and lr.is_cuda:
         _fused_sgd(optim, params, grads, buffers, lr)
         return
     if optim.weight_decay > 0:
@@ -124,7 +124,7 @@ def _fused_sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers:
     """Decay, momentum and update in one pass over memory."""
     torch._fused_sgd_(
         params,
-        [g.contiguous() for g in grads],
+        [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)],
         buffers.first,
         weight_decay=optim.weight_decay,
         momentum=optim.momentum,
