@@ -1,13 +1,13 @@
-"""Nestling's simulator against the bare PyTorch loop, pfl-research and Flower on one fixed task.
+"""Nestling's simulator against the bare PyTorch loop, pfl-research, Flower and BlazeFL on one fixed task.
 
-    python benchmarks/simulators/compare.py TASK [--against bare,pfl,flower] [--engine cohort|pool|inline] [--workers N]
-        [--device cpu|cuda] [--precision float32|tf32|bf16] [--compile] [--rounds R] [--warmup W] [--repeat N]
-        [--python-pfl PYTHON] [--python-flower PYTHON]
+    python benchmarks/simulators/compare.py TASK [--against bare,pfl,flower,blazefl] [--engine cohort|pool|inline]
+        [--workers N] [--device cpu|cuda] [--precision float32|tf32|bf16] [--compile] [--rounds R] [--warmup W] [--repeat N]
+        [--python-pfl PYTHON] [--python-flower PYTHON] [--blazefl FOLDER] [--python-blazefl PYTHON]
 
 Every contestant trains the same clients on the same rows from the same start weights, in a process of its own that may use the first
 N cores, with one torch thread a process (on a GPU: any core). `inline`, `pool` and `cohort` also stand for engines of Nestling as
-opponents. Prints a table, and last how many times Nestling's time and memory the others take. Ends with 1 if accuracies differ by
-more than half a point.
+opponents. Prints every turn, a table of the turns in the middle, and last how many times Nestling's time and memory the others
+take. Ends with 1 if accuracies differ by more than half a point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ import torch
 from contest import BEGAN
 from memory import Peak
 from plan import write
+from scores import Score, middle, print_table, verdict
 from tasks import TASKS, Task
 
 HERE = Path(__file__).resolve().parent
 ENGINES = ("inline", "pool", "cohort")
-NEEDS = {"bare": "torch", "pfl": "pfl", "flower": "flwr, ray"}
-TOLERANCE = 0.005
+NEEDS = {"bare": "torch", "pfl": "pfl", "flower": "flwr, ray", "blazefl": "blazefl_loop"}
+"""What an opponent's interpreter must be able to import. For BlazeFL its loop, which stands in for what BlazeFL lacks."""
 WARMUP = 3
 LAST = 2
 """The last rounds are not measured: Nestling tests its model in the last, and may begin that before the one before has ended."""
@@ -42,33 +43,25 @@ LAST = 2
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who runs: a script with an interpreter, and for Nestling an engine."""
+    """Who runs: a script with an interpreter, for Nestling an engine, and the folder of a package that is not installed."""
 
     name: str
     python: str
     script: str
     engine: str = ""
+    code: Path | None = None
 
     @property
     def weights(self) -> str:
         """The file its final weights are in."""
         return f"nestling-{self.engine}.pt" if self.engine else f"{self.name}.pt"
 
-
-@dataclass(frozen=True)
-class Score:
-    """What a contestant did: seconds a round over the steady rounds; seconds since its birth to the end of the first round and to the
-    test of the final weights; peak megabytes; accuracy; how far its weights are from Nestling's (None: not compared)."""
-
-    name: str
-    median: float
-    mean: float
-    start_up: float
-    whole: float
-    peak: Peak
-    gpu: float
-    accuracy: float
-    distance: float | None
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables its process is to have."""
+        if self.code is None:
+            return dict(os.environ)
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(self.code), os.environ.get("PYTHONPATH"))))}
 
 
 def main() -> int:
@@ -81,10 +74,10 @@ def main() -> int:
         write(task, folder)
         first, *others = [c for c in _contestants(options) if _can_run(c, task, options.device)]
         # Turn by turn, so that what else the machine does meets everybody alike.
-        turns = [[_run(contestant, first, folder, options) for contestant in (first, *others)] for _ in range(options.repeat)]
-        scores = [min(own, key=lambda score: score.median) for own in zip(*turns, strict=True)]
-    _print_table(task, scores, options)
-    return _verdict(scores)
+        turns = [_turn(number, (first, *others), folder, options) for number in range(1, options.repeat + 1)]
+    _print_title(task, options)
+    print_table([middle(own) for own in zip(*turns, strict=True)])
+    return verdict(turns)
 
 
 def _options() -> argparse.Namespace:
@@ -92,7 +85,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--against", default="bare,pfl,flower", help="who runs beside Nestling, separated by commas")
     parser.add_argument("--engine", default="cohort", choices=(*ENGINES, "auto"))
-    parser.add_argument("--workers", type=int, default=1, help="cores on a CPU: Nestling's workers, Flower's actors")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="cores on a CPU: Nestling's workers, Flower's actors, BlazeFL's threads"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
         "--precision", default="float32", choices=("float32", "tf32", "bf16"), help="on a GPU; bf16: others take tf32"
@@ -100,9 +95,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="let Nestling's engine compile its step, on a GPU")
     parser.add_argument("--rounds", type=int, default=0, help="0: the task's own number")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="first rounds that are not measured")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each, in turns; the one with the fastest rounds counts")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each, in turns; the one in the middle counts")
     parser.add_argument("--python-pfl", default=sys.executable)
     parser.add_argument("--python-flower", default=sys.executable)
+    parser.add_argument("--python-blazefl", default=sys.executable, help="threads run side by side in a free-threaded one only")
+    parser.add_argument("--blazefl", type=Path, help="a checkout of BlazeFL, or the folder that its package lies in")
     options = parser.parse_args()
     for name in options.against.split(","):
         if name and name not in (*NEEDS, *ENGINES):
@@ -113,13 +110,22 @@ def _options() -> argparse.Namespace:
 def _contestants(options: argparse.Namespace) -> list[Contestant]:
     """Nestling first."""
     found = [Contestant(f"nestling ({options.engine})", sys.executable, "nestling_loop.py", options.engine)]
-    python = {"pfl": options.python_pfl, "flower": options.python_flower}
+    python = {"pfl": options.python_pfl, "flower": options.python_flower, "blazefl": options.python_blazefl}
+    code = {"blazefl": _package_folder(options.blazefl, "blazefl")}
     for name in filter(None, options.against.split(",")):
         if name in ENGINES:
             found.append(Contestant(f"nestling ({name})", sys.executable, "nestling_loop.py", name))
         else:
-            found.append(Contestant(name, python.get(name, sys.executable), f"{name}_loop.py"))
+            found.append(Contestant(name, python.get(name, sys.executable), f"{name}_loop.py", code=code.get(name)))
     return found
+
+
+def _package_folder(given: Path | None, package: str) -> Path | None:
+    """Where the package lies: in the folder itself, or in `src` of a checkout."""
+    if given is None:
+        return None
+    sources = given.absolute() / "src"
+    return sources if (sources / package).is_dir() else given.absolute()
 
 
 def _can_run(contestant: Contestant, task: Task, device: str) -> bool:
@@ -130,19 +136,43 @@ def _can_run(contestant: Contestant, task: Task, device: str) -> bool:
         reason = f"only Nestling plays {task.name}"
     elif contestant.name == "flower" and device != "cpu":
         reason = "compared on the CPU only"
-    elif subprocess.run([contestant.python, "-c", f"import {NEEDS[contestant.name]}"], capture_output=True).returncode:
-        reason = f"{contestant.python} cannot import {NEEDS[contestant.name]}"
     else:
+        reason = _missing(contestant)
+    if not reason:
         return True
     print(f"{contestant.name}: skipped, {reason}", flush=True)
     return False
 
 
+def _missing(contestant: Contestant) -> str:
+    """Why its interpreter cannot import what it needs; empty if it can."""
+    needs = NEEDS[contestant.name]
+    try_it = f"import sys; sys.path.insert(0, {str(HERE)!r}); import {needs}"
+    try:
+        tried = subprocess.run([contestant.python, "-c", try_it], capture_output=True, text=True, env=contestant.environment)
+    except OSError as error:
+        return f"{contestant.python} cannot be started: {error.strerror}"
+    if not tried.returncode:
+        return ""
+    last = (tried.stderr.strip().splitlines() or ["it says nothing"])[-1]
+    return f"{contestant.python} cannot import {needs}: {last}"
+
+
+def _turn(number: int, contestants: Sequence[Contestant], folder: Path, options: argparse.Namespace) -> list[Score]:
+    """Everybody once."""
+    scores = []
+    for contestant in contestants:
+        scores.append(_run(contestant, contestants[0], folder, options))
+        print(f"turn {number}, {scores[-1]}", flush=True)
+    return scores
+
+
 def _run(contestant: Contestant, first: Contestant, folder: Path, options: argparse.Namespace) -> Score:
     result, peak = _measured(contestant, folder, options)
     steady = result["seconds"][options.warmup : -LAST]
-    score = Score(
+    return Score(
         name=contestant.name,
+        python=result["python"],
         median=statistics.median(steady),
         mean=statistics.mean(steady),
         start_up=result["start_up"],
@@ -152,8 +182,6 @@ def _run(contestant: Contestant, first: Contestant, folder: Path, options: argpa
         accuracy=result["accuracy"],
         distance=None if contestant is first else _distance(folder / first.weights, folder / contestant.weights),
     )
-    print(f"{score.name}: {score.median:.4f} s a round, accuracy {100 * score.accuracy:.2f} %", flush=True)
-    return score
 
 
 def _measured(contestant: Contestant, folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], Peak]:
@@ -163,7 +191,7 @@ def _measured(contestant: Contestant, folder: Path, options: argparse.Namespace)
     if contestant.engine:
         command += ["--engine", contestant.engine, *(["--compile"] if options.compile else [])]
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    environment = {**os.environ, **one_thread, BEGAN: str(time.time())}
+    environment = {**contestant.environment, **one_thread, BEGAN: str(time.time())}
     peak, log = Peak(), folder / "log"
     with log.open("w") as out, (folder / "errors").open("w") as errors:
         process = subprocess.Popen(command, stdout=out, stderr=errors, env=environment, preexec_fn=_pinned(options))
@@ -187,40 +215,10 @@ def _distance(one: Path, other: Path) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-def _print_table(task: Task, scores: list[Score], options: argparse.Namespace) -> None:
+def _print_title(task: Task, options: argparse.Namespace) -> None:
     where = f"a GPU in {options.precision}" if options.device == "cuda" else f"{options.workers} core(s)"
-    measured = f"{task.rounds} rounds ({task.rounds - options.warmup - LAST} measured), best of {options.repeat} run(s)"
+    measured = f"{task.rounds} rounds ({task.rounds - options.warmup - LAST} measured), median of {options.repeat} turn(s)"
     print(f"\n{task.name} on {where}, {measured}, data {task.experiment.data.name}, torch {torch.__version__}\n")
-    print(
-        "| | s a round, median | mean | start-up s | whole run s | peak RSS MB | peak PSS MB | GPU MB | accuracy | weights differ |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for s in scores:
-        cells = [
-            s.name,
-            f"{s.median:.4f}",
-            f"{s.mean:.4f}",
-            f"{s.start_up:.1f}",
-            f"{s.whole:.1f}",
-            f"{s.peak.rss:.0f}",
-            f"{s.peak.pss:.0f}" if s.peak.pss else "",
-            f"{s.gpu:.0f}" if s.gpu else "",
-            f"{100 * s.accuracy:.2f} %",
-            "" if s.distance is None else f"{s.distance:.1e}",
-        ]
-        print(f"| {' | '.join(cells)} |")
-
-
-def _verdict(scores: list[Score]) -> int:
-    """Prints the ratios; 1 where somebody did not do the same work."""
-    first, *others = scores
-    spread = max(s.accuracy for s in scores) - min(s.accuracy for s in scores)
-    agree = spread <= TOLERANCE
-    print(f"\naccuracies {'agree' if agree else 'DO NOT agree'}: they differ by {100 * spread:.2f} points")
-    for s in others:
-        memory = f", {s.peak.rss / first.peak.rss:.2f} times the memory"
-        print(f"{s.name} takes {s.median / first.median:.2f} times the seconds of {first.name} a round{memory}")
-    return 0 if agree else 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,8 +75,15 @@ class Stopwatch:
 
 def report(watch: Stopwatch, folder: Path, name: str, accuracy: float, state: Mapping[str, Tensor], seconds: list[float]) -> None:
     """Prints the result of a contestant that has tested its final weights, and saves these beside the plan."""
-    result = {"seconds": seconds, "start_up": watch.start_up(), "whole": watch.whole(), "accuracy": accuracy}
+    result: dict[str, object] = {"seconds": seconds, "start_up": watch.start_up(), "whole": watch.whole(), "accuracy": accuracy}
+    result["python"] = _interpreter()
     if watch.device == "cuda":
         result["gpu_megabytes"] = torch.cuda.max_memory_allocated() / 2**20
     torch.save({key: tensor.detach().cpu() for key, tensor in state.items()}, folder / f"{name}.pt")
     print(json.dumps(result), flush=True)
+
+
+def _interpreter() -> str:
+    """Its version, and whether its threads take turns."""
+    turns = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return f"Python {platform.python_version()} {'with' if turns else 'without'} GIL"
