@@ -1,6 +1,7 @@
 # make run   set up, then run the default experiment on the embedded data
 # make test  set up, then lint, types, import rules and all tests (of the slow ones every tenth)
 # make proof the same with all slow tests
+# make gpu   every method on the CUDA device of this machine, against this process, and a table of times (5 minutes on an H200)
 # make lint  lint, types and import rules only
 
 PYTHON ?= python3
@@ -10,7 +11,11 @@ WORKERS ?= 2
 
 SLOW ?= part
 
-.PHONY: run test proof lint setup setup-dev clean
+# The interpreter for make gpu: one of the system's where nothing can be installed, else that of make test.
+GPU_PYTHON ?= $(BIN)/python
+GPU_WORKERS ?= 8
+
+.PHONY: run test proof gpu lint setup setup-dev clean
 
 run: setup
 	$(BIN)/nestling run
@@ -20,6 +25,10 @@ test: setup-dev lint
 
 proof:
 	$(MAKE) test SLOW=all
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup-dev)
+	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) tests/gpu
+	$(GPU_PYTHON) benchmarks/gpu_table.py
 
 lint: setup-dev
 	$(BIN)/ruff check nestling tests benchmarks examples

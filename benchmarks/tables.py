@@ -75,11 +75,11 @@ def write_rows(rows: Mapping[str, Measured], setting: str, columns: Sequence[str
     page.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
 
 
-def write(marker: str, text: str) -> None:
-    """Puts text between `<!-- marker: begin -->` and `<!-- marker: end -->` in docs/results.md."""
-    page, begin, end = DOCS / "results.md", f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
-    before, found, rest = page.read_text().partition(begin)
+def write(marker: str, text: str, page: str = "results.md") -> None:
+    """Puts text between `<!-- marker: begin -->` and `<!-- marker: end -->` in a page of the documentation."""
+    path, begin, end = DOCS / page, f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
+    before, found, rest = path.read_text().partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise SystemExit(f"{page} has no place for the table: write {begin} and {end} where it belongs")
-    page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
+        raise SystemExit(f"{path} has no place for the table: write {begin} and {end} where it belongs")
+    path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")

@@ -6,8 +6,8 @@
 
 Every contestant trains the same clients on the same rows from the same start weights, in a process of its own that may use the first
 N cores, with one torch thread a process (on a GPU: any core). `inline`, `pool` and `cohort` also stand for engines of Nestling as
-opponents. Prints every turn, a table of the turns in the middle, and last how many times Nestling's time and memory the others
-take. Ends with 1 if accuracies differ by more than half a point.
+opponents, and `bf16` for its own engine in that precision. Prints every turn, a table of the turns in the middle, and last how many
+times Nestling's time and memory the others take. Ends with 1 if accuracies differ by more than half a point.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class Contestant:
     script: str
     engine: str = ""
     code: Path | None = None
+    precision: str = ""
 
     @property
     def weights(self) -> str:
         """The file its final weights are in."""
-        return f"nestling-{self.engine}.pt" if self.engine else f"{self.name}.pt"
+        return f"nestling-{self.engine}-{self.precision}.pt" if self.engine else f"{self.name}.pt"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -102,22 +103,29 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--blazefl", type=Path, help="a checkout of BlazeFL, or the folder that its package lies in")
     options = parser.parse_args()
     for name in options.against.split(","):
-        if name and name not in (*NEEDS, *ENGINES):
-            parser.error(f"unknown opponent {name!r}: use {', '.join((*NEEDS, *ENGINES))}")
+        if name and name not in (*NEEDS, *ENGINES, "bf16"):
+            parser.error(f"unknown opponent {name!r}: use {', '.join((*NEEDS, *ENGINES, 'bf16'))}")
     return options
 
 
 def _contestants(options: argparse.Namespace) -> list[Contestant]:
     """Nestling first."""
-    found = [Contestant(f"nestling ({options.engine})", sys.executable, "nestling_loop.py", options.engine)]
+    found = [_nestling(options.engine, options.precision)]
     python = {"pfl": options.python_pfl, "flower": options.python_flower, "blazefl": options.python_blazefl}
     code = {"blazefl": _package_folder(options.blazefl, "blazefl")}
     for name in filter(None, options.against.split(",")):
-        if name in ENGINES:
-            found.append(Contestant(f"nestling ({name})", sys.executable, "nestling_loop.py", name))
+        if name == "bf16":
+            found.append(_nestling(options.engine, "bf16"))
+        elif name in ENGINES:
+            found.append(_nestling(name, options.precision))
         else:
             found.append(Contestant(name, python.get(name, sys.executable), f"{name}_loop.py", code=code.get(name)))
     return found
+
+
+def _nestling(engine: str, precision: str) -> Contestant:
+    title = f"nestling ({engine}{', bf16' if precision == 'bf16' else ''})"
+    return Contestant(title, sys.executable, "nestling_loop.py", engine, precision=precision)
 
 
 def _package_folder(given: Path | None, package: str) -> Path | None:
@@ -176,6 +184,7 @@ def _run(contestant: Contestant, first: Contestant, folder: Path, options: argpa
         median=statistics.median(steady),
         mean=statistics.mean(steady),
         start_up=result["start_up"],
+        three=result["start_up"] + sum(result["seconds"][1:3]),
         whole=result["whole"],
         peak=peak,
         gpu=result.get("gpu_megabytes", 0.0),
@@ -187,7 +196,8 @@ def _run(contestant: Contestant, first: Contestant, folder: Path, options: argpa
 def _measured(contestant: Contestant, folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], Peak]:
     """Runs a contestant to its end, watching its memory."""
     command = [contestant.python, str(HERE / contestant.script), str(folder)]
-    command += ["--device", options.device, "--workers", str(options.workers), "--precision", options.precision]
+    command += ["--device", options.device, "--workers", str(options.workers)]
+    command += ["--precision", contestant.precision or options.precision]
     if contestant.engine:
         command += ["--engine", contestant.engine, *(["--compile"] if options.compile else [])]
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

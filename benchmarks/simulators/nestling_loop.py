@@ -31,7 +31,14 @@ def main() -> None:
     seconds = [row["seconds"] for row in result.metrics]
     model = result.federation.method.global_model()
     assert model is not None
-    report(watch, options.folder, f"nestling-{options.engine}", result.metrics[-1]["global_accuracy"], model.state, seconds)
+    report(
+        watch,
+        options.folder,
+        f"nestling-{options.engine}-{options.precision}",
+        result.metrics[-1]["global_accuracy"],
+        model.state,
+        seconds,
+    )
 
 
 if __name__ == "__main__":

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from memory import Peak
 
 TOLERANCE = 0.005
-HEAD = "s a round, median | mean | start-up s | whole run s | peak RSS MB | peak PSS MB | GPU MB | accuracy | weights differ"
+HEAD = (
+    "s a round, median | mean | start-up s | first three s | whole run s | peak RSS MB | peak PSS MB | GPU MB | accuracy"
+    " | weights differ"
+)
 
 
 @dataclass(frozen=True)
 class Score:
     """What a contestant did in a turn: seconds a round over the steady rounds; seconds since its birth to the end of the first
-    round and to the test of the final weights; peak megabytes; accuracy; how far its weights are from Nestling's (None: unknown).
+    round, of the third, and to the test of the final weights; peak megabytes; accuracy; how far its weights are from Nestling's
+    (None: unknown).
     """
 
     name: str
@@ -23,6 +27,7 @@ class Score:
     median: float
     mean: float
     start_up: float
+    three: float
     whole: float
     peak: Peak
     gpu: float
@@ -53,6 +58,7 @@ def print_table(scores: Sequence[Score]) -> None:
             f"{s.median:.4f}",
             f"{s.mean:.4f}",
             f"{s.start_up:.1f}",
+            f"{s.three:.1f}",
             f"{s.whole:.1f}",
             f"{s.peak.rss:.0f}",
             f"{s.peak.pss:.0f}" if s.peak.pss else "",

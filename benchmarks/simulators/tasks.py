@@ -68,11 +68,26 @@ def heterofl_resnet18(rounds: int = 12) -> Task:
     return Task("heterofl_resnet18", experiment, None)
 
 
+def heterofl_vgg16(rounds: int = 8) -> Task:
+    """HeteroFL with five widths of VGG16, ten of a hundred clients with 500 images each, five epochs. For a GPU."""
+    tiers = tuple(Tier(name=f"width-{ratio:g}", ratio=ratio, count=20) for ratio in HETEROFL_RATIOS)
+    return _vgg16_parts("heterofl_vgg16", Named("heterofl"), tiers, rounds)
+
+
+def flexfl_vgg16(rounds: int = 8) -> Task:
+    """FlexFL with its three levels of VGG16, else the same."""
+    tiers = tuple(Tier(name=f"size-{size:g}", ratio=size, share=1 / 3, memory_mean=100 * size) for size in (0.25, 0.5, 1.0))
+    method = Named("flexfl", {"levels": [0.25, 0.5, 1.0], "pretrain": 1})
+    return _vgg16_parts("flexfl_vgg16", method, tiers, rounds)
+
+
 TASKS: dict[str, Callable[..., Task]] = {
     "cnn9k": cnn9k,
     "cifar_cnn": cifar_cnn,
     "vgg16": vgg16,
     "heterofl_resnet18": heterofl_resnet18,
+    "heterofl_vgg16": heterofl_vgg16,
+    "flexfl_vgg16": flexfl_vgg16,
 }
 """Every task by name; called with a number of rounds, or without for its own."""
 
@@ -92,6 +107,22 @@ def _fedavg(name: str, data: Data, rounds: int, *, clients: int, rows: int, part
         engine=EngineConfig("inline"),
     )
     return Task(name, experiment, NETWORKS[name])
+
+
+def _vgg16_parts(name: str, method: Named, tiers: tuple[Tier, ...], rounds: int) -> Task:
+    experiment = Experiment(
+        method=method,
+        model=Named("vgg16", {"norm": "batch"}),
+        data=_colour_images(),
+        rounds=rounds,
+        participants=10,
+        split=SplitConfig(kind="iid", size=500, public=0.01),
+        fleet=FleetConfig(size=100, tiers=tiers),
+        train=Train(epochs=5, batch=50, lr=0.01, momentum=0.5, decay=1.0, augment="none"),
+        evaluate=Evaluation(every=rounds, clients=1),
+        engine=EngineConfig("inline"),
+    )
+    return Task(name, experiment, None)
 
 
 def _sgd(epochs: int, batch: int) -> Train:

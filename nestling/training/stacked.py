@@ -303,7 +303,7 @@ def augmentation_draws(group: Group) -> np.ndarray | None:
 
 def honours_masks(group: Group) -> bool:
     """Whether a filled-up batch gives the loss of the batch itself: tried out, because a layer or an objective may mix rows."""
-    return _remembered(_HONOURS, group, _try_mask)
+    return remembered(_HONOURS, group, _try_mask)
 
 
 @dataclass(frozen=True)
@@ -324,14 +324,15 @@ class Looks:
 
 def looks_of(group: Group) -> Looks:
     """How the group's objective looks at the number of its batch: tried out too."""
-    return _remembered(_LOOKS, group, _try_number)
+    return remembered(_LOOKS, group, _try_number)
 
 
 _HONOURS: dict[Any, bool] = {}
 _LOOKS: dict[Any, Looks] = {}
 
 
-def _remembered(known: dict[Any, Any], group: Group, find: Callable[[Group], Any]) -> Any:
+def remembered(known: dict[Any, Any], group: Group, find: Callable[[Group], Any]) -> Any:
+    """What was found out about a kind of work, found out once."""
     if group.key not in known:
         known[group.key] = find(group)
         while len(known) > 256:
@@ -343,17 +344,17 @@ def _try_mask(group: Group) -> bool:
     kept = {id(t) for layer in group.module.modules() if isinstance(layer, _BatchNorm) for t in layer.buffers()}
     if any(id(t) not in kept for t in group.module.buffers()):
         return False  # statistics of another kind would see the filling
-    x, y, rows = _sample(group)
+    x, y, rows = sample_of(group)
     mask = torch.tensor([True, True, False], device=x.device)
     strange = torch.cat([x[:2], x[2:] * 3 + 1])
-    whole = _objective_on(group, Batch(strange, y, rows, 0, mask))
-    short = _objective_on(group, Batch(x[:2], y[:2], rows[:2], 0))
+    whole = objective_on(group, Batch(strange, y, rows, 0, mask))
+    short = objective_on(group, Batch(x[:2], y[:2], rows[:2], 0))
     return bool(torch.allclose(whole, short, rtol=1e-4, atol=1e-6))
 
 
 def _try_number(group: Group) -> Looks:
-    batch = _Watched(*_sample(group), 0)
-    _objective_on(group, batch)
+    batch = _Watched(*sample_of(group), 0)
+    objective_on(group, batch)
     return Looks(batch.turns, batch.looked)
 
 
@@ -379,7 +380,7 @@ class _Watched(Batch):
         return 0
 
 
-def _sample(group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def sample_of(group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Three rows of the first client (fewer would be repeated): inputs, labels, numbers of the rows."""
     first = group.part(0, 1)
     feed = Feed.of(first)
@@ -389,11 +390,16 @@ def _sample(group: Group) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, torch.from_numpy(rows).to(feed.x.device)
 
 
-def _objective_on(group: Group, batch: Batch) -> Tensor:
+def objective_on(group: Group, batch: Batch, change: Callable[[nn.Module], Any] | None = None) -> Tensor:
+    """The losses of the first client's network on a batch, of the network as it is or changed."""
     client = group.clients[0]
     module = copy.deepcopy(client.reference.network(client.view, client.weights)).train()
+    if change is not None:
+        change(module)
     phase = with_masked_statistics(group.phase, module)
-    with torch.no_grad(), hooked(module, phase):
+    # A look must not move what training draws from.
+    devices = [batch.x.device] if batch.x.is_cuda else []
+    with torch.random.fork_rng(devices), torch.no_grad(), hooked(module, phase):
         net = Net(module, trained(module, phase))
         both = [phase.objective, *([] if phase.also is None else [phase.also])]
         return torch.stack([objective(net, batch, phase.given) for objective in both])

@@ -164,8 +164,8 @@ def test_an_error_in_a_stack_names_a_client() -> None:
 # -- what a stack must notice ----------------------------------------------------------------------------------------------------
 
 
-def group_with(**changes: Any) -> Group:
-    made, federation, site = federation_of("all-large")
+def group_with(model: Any = None, **changes: Any) -> Group:
+    made, federation, site = federation_of("all-large", **({"model": model} if model else {}))
     held: list[Group] = []
 
     class Method(type(made)):  # type: ignore[misc]

@@ -76,7 +76,7 @@ class CudaCohort:
     def open(self, method: ClientSide, site: Site) -> None:
         self.where.require(site.x, "the clients' data")
         self._method, self._site = method, site
-        self._put_back = allow(self.settings.precision, search=self.settings.precision != "float32")
+        self._put_back = allow(self.settings.precision)
         if self.where.device.type == "cuda":
             # Dropout draws from the device's own generator here.
             torch.cuda.manual_seed(site.seed)

@@ -13,6 +13,7 @@ import torch
 from nestling.engines.cuda.job import Job, zero
 from nestling.engines.cuda.orders import Order
 from nestling.engines.cuda.settings import Settings
+from nestling.engines.cuda.spare_bias import may_spare_biases, spare_biases
 from nestling.training.group import Group
 from nestling.training.kept import Kept, Rate
 from nestling.training.lane import Lane
@@ -34,6 +35,8 @@ class Slot:
         self.looks, self.maskable = looks_of(group), honours_masks(group)
         self.wide = group.width
         self.module = copy.deepcopy(group.module).train()
+        if may_spare_biases(group):
+            spare_biases(self.module)
         if channels_last:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.given = Kept(group.phase.given)

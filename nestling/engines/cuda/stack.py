@@ -13,6 +13,7 @@ from nestling.engines.cuda.job import Job, zero
 from nestling.engines.cuda.matrix_conv import use_matrices
 from nestling.engines.cuda.orders import WHOLE, DrawnOrder, Order, drawn_on_device
 from nestling.engines.cuda.settings import Settings
+from nestling.engines.cuda.spare_bias import may_spare_biases, spare_biases
 from nestling.training.group import Group
 from nestling.training.kept import Kept, Rate
 from nestling.training.lane import Lane
@@ -35,6 +36,8 @@ class StackProgram:
         self.even, self.together = group.schedule.even and group.schedule.wide == group.width, starts_together(group)
         self.looks, self.wide = looks_of(group), group.width
         self.module = copy.deepcopy(group.module)
+        if may_spare_biases(group):
+            spare_biases(self.module)
         self.phase = settings.apply(with_masked_statistics(group.phase, self.module))
         if matrices:
             use_matrices(self.module)

@@ -1,0 +1,184 @@
+"""Every method on a GPU: the cohort engine against the in-process engine on the same device, steady rounds.
+
+    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data embedded|fashion-mnist] [--lines a,b] [--rounds 10]
+        [--plain-rounds 5] [--out FILE] [--write]
+
+The settings are those of `fashion_table.py` (100 clients of five sizes, ten a round, Dirichlet(0.5)) and `exchange_table.py` (twelve
+clients of three families), by default on the embedded digits, so that no data set is needed. A round's seconds are the median over the
+rounds after the warm-up; the last two, which test, do not count. Says loudly what could not be recorded. Ends with 1 if anything
+failed. `--write` puts the table into docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import exchange_table
+import fashion_table
+import torch
+from tables import write
+
+import nestling
+from nestling import Data, EngineConfig, Evaluation, Experiment, Named
+
+WARM, LAST = 4, 2
+HALVES = [[0.75] * 3, [0.5] * 3, [0.25] * 3, [0.0] * 3]
+QUICK: dict[str, dict[str, Any]] = {"distreal": {"pareto": HALVES}, "flexfl": {"pretrain": 2}, "prunefl": {"stage_one": 10}}
+"""What is done once, before the first round, made short: it is not what is measured."""
+
+
+@dataclass
+class Row:
+    """A method: milliseconds a round on both engines, seconds of the first three rounds, what was recorded, megabytes on the device."""
+
+    setting: str
+    method: str
+    cohort: float = 0.0
+    inline: float = 0.0
+    start: float = 0.0
+    start_inline: float = 0.0
+    kinds: str = ""
+    graphs: int = 0
+    megabytes: float = 0.0
+    failed: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return self.inline / self.cohort if self.cohort else 0.0
+
+
+def main() -> int:
+    options = _options()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device here")
+    rows = []
+    for setting, name, experiment in _experiments(options):
+        rows.append(_measured(setting, name, experiment, options))
+        print(_line(rows[-1]), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    text = table(rows, options.data)
+    print(f"\n{text}")
+    if options.write:
+        write(f"gpu table {options.data}", text, page="performance.md")
+    good = [row for row in rows if not row.failed]
+    least = min(good, key=lambda row: row.ratio)
+    print(f"\n{len(good)} of {len(rows)} ran; at least {least.ratio:.1f} times as fast as in-process ({least.method})")
+    return 0 if len(good) == len(rows) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", default="both", choices=("parts", "exchange", "both"))
+    parser.add_argument("--data", default="embedded", choices=("embedded", "fashion-mnist"))
+    parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--plain-rounds", type=int, default=5, help="rounds of the in-process engine")
+    parser.add_argument("--out", type=Path, help="a JSON file for the rows, written after each")
+    parser.add_argument("--write", action="store_true")
+    return parser.parse_args()
+
+
+def _experiments(options: argparse.Namespace) -> Iterator[tuple[str, str, Experiment]]:
+    wanted = options.lines.split(",") if options.lines else []
+    data = Data("mnist12k" if options.data == "embedded" else options.data)
+    if options.setting != "exchange":
+        seen: set[str] = set()
+        for group, name in fashion_table._lines(""):
+            if name not in seen and (not wanted or name in wanted):
+                seen.add(name)
+                yield "parts", name, _quick(name, fashion_table.experiment(group, name, 0)).with_changes(data=data)
+    if options.setting != "parts":
+        for name in exchange_table._lines(""):
+            if not wanted or name in wanted:
+                yield "exchange", name, exchange_table.experiment(name, 0).with_changes(data=data)
+
+
+def _quick(name: str, experiment: Experiment) -> Experiment:
+    options = {**experiment.method.options, **QUICK.get(name, {})}
+    return experiment.with_changes(method=Named(name, options))
+
+
+def _measured(setting: str, name: str, experiment: Experiment, options: argparse.Namespace) -> Row:
+    row = Row(setting, name)
+    try:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        row.cohort, row.start, summary = _played(experiment, "cohort", options.rounds, min(WARM, options.rounds - LAST - 1))
+        engine = summary["engine"]
+        row.kinds = f"{engine['kinds_recorded']} of {engine['kinds_recorded'] + engine['kinds_not_recorded']}"
+        row.graphs, row.megabytes = engine["graphs"], torch.cuda.max_memory_allocated() / 2**20
+        gc.collect()
+        row.inline, row.start_inline, _ = _played(experiment, "inline", options.plain_rounds, 1)
+    except Exception as error:
+        row.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return row
+
+
+def _played(experiment: Experiment, engine: str, rounds: int, warm: int) -> tuple[float, float, dict[str, Any]]:
+    """Milliseconds of a steady round, seconds to the end of the third, and the summary."""
+    ends: list[float] = []
+    began = time.perf_counter()
+    tested = Evaluation(every=rounds, clients=experiment.evaluate.clients)
+    played = experiment.with_changes(rounds=rounds, engine=EngineConfig(engine, device="cuda"), evaluate=tested)
+    result = nestling.run(played, watcher=nestling.Watcher(round=lambda _: ends.append(time.perf_counter())))
+    for note in result.federation.engine.notes:
+        if "NOT RECORDED" in note:
+            print(f"  {note}")
+    last = LAST if engine == "cohort" else 1
+    seconds = [after - before for before, after in pairwise(ends)]
+    return 1e3 * statistics.median(seconds[warm - 1 : -last]), ends[2] - began, result.summary
+
+
+def _line(row: Row) -> str:
+    if row.failed:
+        return f"{row.setting} {row.method}: FAILED, {row.failed}"
+    speed = f"{row.cohort:.1f} ms against {row.inline:.1f} ms, {row.ratio:.1f} times as fast"
+    start = f"first three rounds {row.start:.1f} s against {row.start_inline:.1f} s"
+    return f"{row.setting} {row.method}: {speed}; {start}; {row.kinds} kinds in {row.graphs} graphs; {row.megabytes:.0f} MB"
+
+
+def table(rows: list[Row], data: str) -> str:
+    """Both settings, one line a method."""
+    head = (
+        "setting | method | cohort, ms a round | in-process | ratio | first three rounds | in-process | recorded | device memory"
+    )
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float32, {data}, commit {_commit()}.",
+        "",
+        f"| {head} |",
+    ]
+    lines.append("|" + "---|" * (1 + head.count("|")))
+    for r in rows:
+        cells = [
+            f"{r.cohort:.1f}",
+            f"{r.inline:.0f}",
+            f"**{r.ratio:.1f}×**",
+            f"{r.start:.1f} s",
+            f"{r.start_inline:.1f} s",
+            f"{r.kinds} kinds",
+            f"{r.megabytes:.0f} MB",
+        ]
+        lines.append(f"| {r.setting} | {r.method} | {r.failed or ' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
