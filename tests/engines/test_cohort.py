@@ -37,12 +37,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full batches, two epochs": {"train": Train(epochs=2, batch=20, lr=0.01, augment="none")},
     "unequal sizes": {"split": SplitConfig(kind="quantity", alpha=8.0, min_size=5), "train": Train(epochs=1, batch=90, lr=0.01)},
     "adam, decay, clipping": {"train": Train(epochs=1, batch=16, optimizer="adam", lr=1e-3, weight_decay=1e-2, clip=1.0)},
+    "no norm": {
+        "model": Named("tinycnn", {"channels": [8, 16, 16], "norm": "none"}),
+        "train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5),
+    },
     "batch norm, short batches": {
         "model": Named("tinycnn", {"channels": [8, 16, 16], "norm": "tracked"}),
         "train": Train(epochs=1, batch=25, lr=0.005, momentum=0.0),
     },
 }
-WAYS = ("step by step", ways.STACK, ways.MATRICES, ways.SLOTS, ways.SLOTS_LAST)
+WAYS = ("step by step", *ways.STACKS, ways.SLOTS, ways.SLOTS_LAST)
 
 
 def federation_of(method: Any, **changes: Any) -> tuple[ClientSide, Federation, Site]:
@@ -85,8 +89,12 @@ def recording(way: str = "", most: int = 0) -> CudaCohort:
     it is possible."""
     engine = CudaCohort(CPU, Settings("float32"), ways.Decisions(None))
     if way:
-        engine._decide = lambda kind, group: way if "slots" in way or ways.can_stack(group) else ways.SLOTS  # type: ignore[method-assign]
+        engine._decide = lambda kind, group: way if _possible(way, group) else ways.SLOTS  # type: ignore[method-assign]
     return engine
+
+
+def _possible(way: str, group: Group) -> bool:
+    return "slots" in way or (ways.can_stack(group) and (way != ways.STACK_LAST or ways.can_lie_last(group.module)))
 
 
 PLAIN_REPLIES = ("all-large", "decoupled", "fedavg", "fedprox", "heterofl", "shared-average", "shared-distill")

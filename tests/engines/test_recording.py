@@ -12,7 +12,7 @@ import torch
 
 import nestling
 import nestling.assemble
-from nestling import EngineConfig, FleetConfig, SplitConfig, Tier, Train
+from nestling import EngineConfig, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort, CudaCohort, Inline, Pool, choose_where, make_engine
 from nestling.engines.cuda import Settings, ways
@@ -265,14 +265,20 @@ def test_what_cannot_be_recorded_runs_and_says_so_loudly(monkeypatch: pytest.Mon
 
 
 def test_the_way_is_guessed_from_shapes() -> None:
-    _, federation, _ = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),)))
-    many, few = (group_of(tasks_of(federation, count), federation) for count in (20, 3))
-    settings = Settings("float32")
-    assert ways.candidates(many, settings) == [ways.STACK]
-    assert ways.candidates(few, settings) == [ways.SLOTS]
-    assert ways.candidates(many, Settings("float32", compile=True)) == [ways.STACK, ways.MATRICES]
-    some = group_of(tasks_of(federation, 10), federation)
-    assert ways.candidates(some, settings) == [ways.STACK, ways.SLOTS]
+    def likely(clients: int, compile: bool = False, **changes: Any) -> list[str]:
+        fleet = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),))
+        _, federation, _ = federation_of("all-large", fleet=fleet, **changes)
+        return ways.candidates(group_of(tasks_of(federation, clients), federation), Settings("float32", compile))
+
+    wide = {"model": Named("cnn", {"channels": [32, 64], "norm": "none"})}
+    huge = {"model": Named("cnn", {"channels": [128, 256]}), "train": Train(epochs=1, batch=60)}
+    assert likely(20) == [ways.STACK]
+    assert likely(10) == [ways.STACK, ways.SLOTS]
+    assert likely(3) == [ways.SLOTS]
+    assert likely(20, **wide) == [ways.STACK_LAST]
+    assert likely(20, model=Named("cnn", {"channels": [32, 64], "norm": "group"})) == [ways.STACK]
+    assert likely(20, compile=True, **wide) == [ways.MATRICES]
+    assert likely(20, **huge) == [ways.SLOTS_LAST]
 
 
 def test_what_was_tried_is_remembered(tmp_path: Any) -> None:

@@ -120,7 +120,7 @@ class CudaCohort:
             if way == ways.PLAIN:
                 results.append(None)
                 continue
-            result = _Result.of(group, with_table=way not in (ways.STACK, ways.MATRICES) or not drawn_on_device(group))
+            result = _Result.of(group, with_table=way not in ways.STACKS or not drawn_on_device(group))
             results.append(result)
             work += self._work(kind, way, result)
         side_by_side(work)
@@ -142,7 +142,7 @@ class CudaCohort:
     def _work(self, kind: Kind, way: str, result: _Result) -> list[tuple[Lane, Iterator[None]]]:
         """The steps of a group's clients, lane by lane."""
         count = len(result.group.clients)
-        if way in (ways.STACK, ways.MATRICES):
+        if way in ways.STACKS:
             high = min(kind.most, MOST_HIGH)
             parts = [result.part(k, min(k + high, count)) for k in range(0, count, high)]
             programs = [self._stack(kind, way, part) for part in parts]
@@ -168,7 +168,8 @@ class CudaCohort:
         for program in own:
             if isinstance(program, StackProgram) and program.fits(job):
                 return program
-        made = StackProgram(job.group, min(height_for(len(job.group.clients)), kind.most), self.settings, way == ways.MATRICES)
+        high = min(height_for(len(job.group.clients)), kind.most)
+        made = StackProgram(job.group, high, self.settings, way == ways.MATRICES, way == ways.STACK_LAST)
         own.append(made)
         return made
 
@@ -224,7 +225,7 @@ class CudaCohort:
         taken = []
         try:
             for _ in range(TRIALS + 2):
-                result = _Result.of(group, with_table=way not in (ways.STACK, ways.MATRICES) or not drawn_on_device(group))
+                result = _Result.of(group, with_table=way not in ways.STACKS or not drawn_on_device(group))
                 self._wait()
                 began = time.perf_counter()
                 side_by_side(self._work(kind, way, result))
