@@ -6,7 +6,9 @@ in the client's own data; with `split.holdout` it is measured on the client's ow
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from nestling.engines.pool import cores
 from nestling.methods import Method
 from nestling.models.norm import calibrate
 from nestling.world import Device, Model, World
@@ -124,9 +127,22 @@ def _calibrated(module: nn.Module) -> bool:
     return any(getattr(layer, "kind", "") == "sbn" for layer in module.modules())
 
 
-@torch.no_grad()
 def _predict(module: nn.Module, x: Tensor, batch: int) -> Tensor:
-    return torch.cat([module(part).argmax(-1) for part in x.split(batch)])
+    """The classes that a network sees. On a CPU its batches are shared out among the cores, each computed by one thread as ever."""
+    parts = x.split(batch)
+    threads = 1 if x.is_cuda else min(len(parts), cores())
+    if threads == 1:
+        return torch.cat(_classes(module, parts))
+    # A copy for everyone: a network's code may keep something between its layers.
+    networks = [module, *(copy.deepcopy(module) for _ in range(threads - 1))]
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(_classes, networks, (parts[k::threads] for k in range(threads))))
+    return torch.cat([found[k % threads][k // threads] for k in range(len(parts))])
+
+
+@torch.no_grad()
+def _classes(module: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:
+    return [module(part).argmax(-1) for part in parts]
 
 
 def _accuracy(hits: Tensor, y: Tensor) -> float:

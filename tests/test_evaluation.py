@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import nestling
-from nestling.evaluation import _hits, stacked_hits
+from nestling.evaluation import _hits, _predict, stacked_hits
 from tests.small import small
 
 
@@ -35,3 +35,24 @@ def test_equal_parts_with_other_weights_are_tested_each(monkeypatch) -> None:  #
     tiers = (nestling.Tier(name="one", ratio=1.0, count=2), nestling.Tier(name="other", ratio=1.0, count=2))
     nestling.run(small("decoupled", rounds=1, participants=0, fleet=nestling.FleetConfig(tiers=tiers)))
     assert len(seen) == 2  # two tiers with the same network and two models
+
+
+class Keeping(torch.nn.Module):
+    """Its code keeps something between its layers, as some networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x * 2
+        return self.head(self.kept)
+
+
+def test_any_number_of_threads_sees_the_same(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    module, x = Keeping().eval(), torch.randn(90, 6)
+    found = []
+    for threads in (1, 2, 3, 50):
+        monkeypatch.setattr("nestling.evaluation.cores", lambda threads=threads: threads)
+        found.append(_predict(module, x, 7))
+    assert all(torch.equal(f, module(x).argmax(-1)) for f in found)
