@@ -20,6 +20,7 @@ from torch.func import functional_call, vmap
 from nestling.engines.pool import cores
 from nestling.methods import Method
 from nestling.models.norm import calibrate
+from nestling.models.pixels import by_pixel
 from nestling.world import Device, Model, World
 
 
@@ -142,7 +143,7 @@ def _predict(module: nn.Module, x: Tensor, batch: int) -> Tensor:
 
 @torch.no_grad()
 def _classes(module: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:
-    return [module(part).argmax(-1) for part in parts]
+    return [module(by_pixel(module, part)).argmax(-1) for part in parts]
 
 
 def _accuracy(hits: Tensor, y: Tensor) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nestling.models.pixels import by_pixel
 from nestling.seeds import numbers, torch_seeded
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.objectives import Batch, Given, Net
@@ -60,7 +61,7 @@ def _feed(
         inputs = x[rows]
         if augment is not None and draws is not None:
             inputs = augment.change(inputs, torch.from_numpy(draws[some][flags]).to(x.device))
-        parts = [t.split(lengths[some].tolist()) for t in (inputs, y[rows], rows)]
+        parts = [t.split(lengths[some].tolist()) for t in (by_pixel(module, inputs), y[rows], rows)]
         for k, (own, labels, which) in enumerate(zip(*parts, strict=True)):
             yield Batch(own, labels, which, start + k)
 
