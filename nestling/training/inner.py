@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nestling.training.objectives import Batch, Given, Net, cross_entropy, see
 from nestling.views import Reference, View
-from nestling.views.nested import forward, from_features
+from nestling.views.nested import forward, headed
 
 
 def with_inner(
@@ -35,9 +35,7 @@ def with_inner(
 
 def _both(net: Net, x: Tensor, head: str, part: View, own: View) -> tuple[Tensor, Tensor]:
     logits, features = see(net, x, head)
-    layer = net.module.get_submodule(head)
-    assert isinstance(layer, nn.Linear)
-    return logits, from_features(layer, head, part, own, features)
+    return logits, headed(net.module, head, part, own, features)
 
 
 def _apart(net: Net, x: Tensor, reference: Reference, part: View, own: View) -> tuple[Tensor, Tensor]:

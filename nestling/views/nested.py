@@ -70,17 +70,18 @@ def _place(inner: slice | np.ndarray, around: slice | np.ndarray) -> slice | np.
     return np.searchsorted(every, positions)
 
 
-def from_features(head: nn.Linear, name: str, view: View, inside: View, features: Tensor) -> Tensor:
-    """The output of the view's network, where its features are among those of the network of `inside`, whose `head` is called
-    `name`."""
-    rows, columns = within(view, inside, f"{name}.weight")
-    bias = None if head.bias is None else take(head.bias, (rows,))
-    return F.linear(take(features, (slice(None), columns)), take(head.weight, (rows, columns)), bias)
+def headed(network: nn.Module, head: str, view: View, inside: View, features: Tensor) -> Tensor:
+    """The output of the view's network, where its features are among those that the network of `inside` gives its `head`."""
+    layer = network.get_submodule(head)
+    assert isinstance(layer, nn.Linear)
+    rows, columns = within(view, inside, f"{head}.weight")
+    bias = None if layer.bias is None else take(layer.bias, (rows,))
+    return F.linear(take(features, (slice(None), columns)), take(layer.weight, (rows, columns)), bias)
 
 
 @lru_cache(maxsize=64)
 def common_head(reference: Reference, own: View, views: tuple[View, ...]) -> str:
-    """The name of the head, where it makes the output of every view's network of the features that `own` has anyway (`from_features`):
+    """The name of the head, where it makes the output of every view's network of the features that `own` has anyway (see `headed`):
     true of most networks under `nested_masks`. "" where it is not: where the head is no linear layer, or there is noise, or there are
     statistics, which each network would move on its own. Whether a layer mixes channels is tried out."""
     noisy = any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in reference.module.modules())
@@ -97,14 +98,8 @@ def common_head(reference: Reference, own: View, views: tuple[View, ...]) -> str
     x, network = _some_inputs(reference, place), reference.network(own, state).train()
     with torch.no_grad(), watching(network, (), name) as seen:
         network(x)
-        pairs = [(forward(reference, v, state, x, inside=own), _headed(network, name, v, own, seen["features"])) for v in views]
+        pairs = [(forward(reference, v, state, x, inside=own), headed(network, name, v, own, seen["features"])) for v in views]
     return name if all(torch.allclose(alone, common, rtol=1e-4, atol=1e-5) for alone, common in pairs) else ""
-
-
-def _headed(network: nn.Module, name: str, view: View, inside: View, features: Tensor) -> Tensor:
-    head = network.get_submodule(name)
-    assert isinstance(head, nn.Linear)
-    return from_features(head, name, view, inside, features)
 
 
 def _some_inputs(reference: Reference, place: torch.device) -> Tensor:

@@ -61,6 +61,10 @@ class SharedAverage(SharedWeights):
     def blocks(self) -> tuple[str, ...]:
         return ("mask",) if self.nested else ()
 
+    @property
+    def nests(self) -> bool:
+        return self.nested
+
     def setup(self, world: World) -> None:
         super().setup(world)
         self.masks = nested_masks(world.main.axes, self._levels(), world.place) if self.nested else {}
