@@ -6,8 +6,11 @@ in the client's own data; with `split.holdout` it is measured on the client's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from nestling.engines.pool import cores
 from nestling.methods import Method
 from nestling.models.norm import calibrate
+from nestling.models.pixels import by_pixel
+from nestling.models.taps import watching
+from nestling.views import View
+from nestling.views.nested import common_head, headed
 from nestling.world import Device, Model, World
 
 
@@ -49,6 +57,8 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
     tested: Tested = {}
     if method.info.personal and bench.x_test.is_cuda:
         _test_together(method, world, bench, tested)
+    if method.nests:
+        _test_nested(method, world, bench, tested)
     rows = [_test_client(method, world, bench, world.device(client), tested) for client in bench.panel]
     whole = method.global_model()
     by_tier = {}
@@ -73,6 +83,21 @@ def _test_together(method: Method, world: World, bench: Bench, tested: Tested) -
     for key, models in kinds.items():
         if len(models) > 1 and not _calibrated(models[0].reference.network(models[0].view)):
             tested[key] = list(zip(models, stacked_hits(models, bench), strict=True))
+
+
+def _test_nested(method: Method, world: World, bench: Bench, tested: Tested) -> None:
+    """Tests the parts of the global model by its own features, where its network lets them be read off."""
+    whole = method.global_model()
+    views = {view.key(): view for view in (method.model_for(world.device(client)).view for client in bench.panel)}
+    if whole is None or _calibrated(whole.reference.module) or not all(whole.view.contains(view) for view in views.values()):
+        return
+    views[whole.view.key()] = whole.view
+    head = common_head(whole.reference, whole.view, tuple(views.values()))
+    if head:
+        ask = partial(_parts_classes, head=head, views=tuple(views.values()), own=whole.view)
+        hits = _predict(ready(whole, bench), bench.x_test, bench.batch, ask) == bench.y_test
+        for (key, view), own in zip(views.items(), hits, strict=True):
+            tested[whole.reference.name, key] = [(Model(whole.reference, view, view.extract(whole.state)), own)]
 
 
 @torch.no_grad()
@@ -124,9 +149,37 @@ def _calibrated(module: nn.Module) -> bool:
     return any(getattr(layer, "kind", "") == "sbn" for layer in module.modules())
 
 
+Ask = Callable[[nn.Module, Tensor], Tensor]
+"""From a network and a batch to (…, rows) classes."""
+
+
+def _predict(module: nn.Module, x: Tensor, batch: int, ask: Ask | None = None) -> Tensor:
+    """The classes that a network sees. On a CPU its batches are shared out among the cores, each computed by one thread as ever."""
+    parts, ask = x.split(batch), ask or _classes
+    threads = 1 if x.is_cuda else min(len(parts), cores())
+    if threads == 1:
+        return torch.cat(_ask_all(module, parts, ask), -1)
+    # A copy for everyone: a network's code may keep something between its layers.
+    networks = [module, *(copy.deepcopy(module) for _ in range(threads - 1))]
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(_ask_all, networks, (parts[k::threads] for k in range(threads)), [ask] * threads))
+    return torch.cat([found[k % threads][k // threads] for k in range(len(parts))], -1)
+
+
 @torch.no_grad()
-def _predict(module: nn.Module, x: Tensor, batch: int) -> Tensor:
-    return torch.cat([module(part).argmax(-1) for part in x.split(batch)])
+def _ask_all(module: nn.Module, parts: Sequence[Tensor], ask: Ask) -> list[Tensor]:
+    return [ask(module, by_pixel(module, part)) for part in parts]
+
+
+def _classes(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).argmax(-1)
+
+
+def _parts_classes(module: nn.Module, x: Tensor, head: str, views: Sequence[View], own: View) -> Tensor:
+    """The classes that the networks of some views inside a network see, a row a view."""
+    with watching(module, (), head) as seen:
+        module(x)
+    return torch.stack([headed(module, head, view, own, seen["features"]).argmax(-1) for view in views])
 
 
 def _accuracy(hits: Tensor, y: Tensor) -> float:

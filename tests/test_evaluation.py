@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import nestling
-from nestling.evaluation import _hits, stacked_hits
+from nestling.evaluation import Tested, _hits, _predict, _test_nested, stacked_hits
 from tests.small import small
 
 
@@ -35,3 +36,44 @@ def test_equal_parts_with_other_weights_are_tested_each(monkeypatch) -> None:  #
     tiers = (nestling.Tier(name="one", ratio=1.0, count=2), nestling.Tier(name="other", ratio=1.0, count=2))
     nestling.run(small("decoupled", rounds=1, participants=0, fleet=nestling.FleetConfig(tiers=tiers)))
     assert len(seen) == 2  # two tiers with the same network and two models
+
+
+class Keeping(torch.nn.Module):
+    """Its code keeps something between its layers, as some networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x * 2
+        return self.head(self.kept)
+
+
+def test_any_number_of_threads_sees_the_same(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    module, x = Keeping().eval(), torch.randn(90, 6)
+    found = []
+    for threads in (1, 2, 3, 50):
+        monkeypatch.setattr("nestling.evaluation.cores", lambda threads=threads: threads)
+        found.append(_predict(module, x, 7))
+    assert all(torch.equal(f, module(x).argmax(-1)) for f in found)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch", "sbn", "tracked"])
+def test_nested_parts_are_tested_like_each_of_them(norm: str) -> None:
+    result = nestling.run(small(rounds=2, model=nestling.Named("tinycnn", {"channels": [8, 16, 16], "norm": norm})))
+    world, method, bench = result.federation.world, result.federation.method, result.federation.bench
+    tested: Tested = {}
+    _test_nested(method, world, bench, tested)
+    assert len(tested) == (3 if norm in ("group", "batch") else 0)  # statistics are each network's own
+    for client in range(4):
+        model = method.model_for(world.device(client))
+        for known, hits in tested.get(("main", model.view.key()), []):
+            assert all(torch.equal(known.state[name], t) for name, t in model.state.items())
+            assert float((hits != _hits(model, world, bench)).float().mean()) < 0.002  # a tie may be rounded the other way
+
+
+def test_parts_that_read_others_are_not_tested_by_the_whole() -> None:
+    plain = nestling.Named("shared-average", {"nested": False, "inner": 0.0})
+    assert not nestling.run(small(plain, rounds=1)).federation.method.nests
+    assert not nestling.run(small("heterofl", rounds=1)).federation.method.nests

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -74,7 +75,10 @@ class Pool:
                 tensor.share_memory_()
         self._method, self._site = method, site
         self._common, self._spare = Block(DEPTH), Spare()
-        self._members = [self._spawn() for _ in range(self.workers)]
+        # Side by side: a start waits until the new process has imported what it needs to read what it is given.
+        with _main_script_hidden(), ThreadPoolExecutor(self.workers) as starting:
+            started = [starting.submit(self._spawn) for _ in range(self.workers)]
+        self._members = [one.result() for one in started]
 
     def _spawn(self) -> _Worker:
         return _Worker(self._method, self._site, self._do)
@@ -133,7 +137,8 @@ class Pool:
 
     def _replace(self, member: _Worker) -> list[_Chunk]:
         """A fresh worker in the place of one whose process is gone (killed, out of memory). Gives the chunks it had."""
-        self._members[self._members.index(member)] = self._spawn()
+        with _main_script_hidden():
+            self._members[self._members.index(member)] = self._spawn()
         member.end()
         member.given[0].deaths += 1
         return list(member.given)
@@ -174,8 +179,7 @@ class _Worker:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, method, site, do), daemon=True)
-        with _main_script_hidden():
-            self.process.start()
+        self.process.start()
         theirs.close()
         self.channel = Channel(ours, DEPTH)
         self.given: deque[_Chunk] = deque()

@@ -67,6 +67,12 @@ class Method:
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def nests(self) -> bool:
+        """Whether the models of all devices are parts of the global one, each of which reads nothing outside itself. One pass through
+        the global model may then test them all."""
+        return False
+
     def setup(self, world: World) -> None:
         """Makes the server's state for a new run."""
         raise NotImplementedError

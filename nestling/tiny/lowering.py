@@ -117,7 +117,9 @@ def _targets(given: Mapping[str, Tensor], ce: float = 1.0, kd: float = 0.0, mse:
     return _Loss(ce, mse, kd, temperature, targets=given["targets"])
 
 
-def _inner(given: Mapping[str, Tensor], reference: Reference, own: View, smaller: Sequence[View], weight: float) -> _Loss:
+def _inner(
+    given: Mapping[str, Tensor], reference: Reference, own: View, smaller: Sequence[View], weight: float, head: str = ""
+) -> _Loss:
     if not smaller or not weight:
         return _Loss()
     return _Loss(ce=1 / (1 + weight), inner=weight / (1 + weight), smaller=smaller)

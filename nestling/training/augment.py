@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 REACH = 2
@@ -32,13 +31,12 @@ def shift(x: Tensor, offsets: Tensor) -> Tensor:
     """Every image moved by up to `REACH` pixels each way, its border repeated. Other data than images is left alone."""
     if x.dim() != 4:
         return x
-    batch, channels, high, wide = x.shape
-    padded = F.pad(x, (REACH,) * 4, mode="replicate")
-    rows = torch.arange(high, device=x.device) + offsets[:, :1]
-    columns = torch.arange(wide, device=x.device) + offsets[:, 1:]
-    one = torch.arange(batch, device=x.device)
-    every = torch.arange(channels, device=x.device)
-    return padded[one[:, None, None, None], every[None, :, None, None], rows[:, None, :, None], columns[:, None, None, :]]
+    channels, high, wide = x.shape[1:]
+    # Places beyond a border are those of the border itself.
+    rows = (torch.arange(-REACH, high - REACH, device=x.device) + offsets[:, :1]).clamp(0, high - 1)
+    columns = (torch.arange(-REACH, wide - REACH, device=x.device) + offsets[:, 1:]).clamp(0, wide - 1)
+    places = (rows[:, :, None] * wide + columns[:, None, :]).flatten(1)
+    return x.flatten(2).gather(2, places[:, None].expand(-1, channels, -1)).reshape(x.shape)
 
 
 AUGMENTATIONS: dict[str, Augmentation | None] = {"none": None, "shift": Augmentation(_offsets, shift)}

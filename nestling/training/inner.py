@@ -7,20 +7,36 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.objectives import Batch, Given, Net, cross_entropy, see
 from nestling.views import Reference, View
-from nestling.views.nested import forward
+from nestling.views.nested import forward, headed
 
 
 def with_inner(
-    net: Net, batch: Batch, given: Given, *, reference: Reference, own: View, smaller: Sequence[View], weight: float
+    net: Net,
+    batch: Batch,
+    given: Given,
+    *,
+    reference: Reference,
+    own: View,
+    smaller: Sequence[View],
+    weight: float,
+    head: str = "",
 ) -> Tensor:
     """Cross-entropy of the network of view `own` and, with `weight`, of one of the smaller views inside it, in turn; their weighted
-    mean."""
-    loss = cross_entropy(net, batch, given)
+    mean. With `head` (see `views.nested.common_head`) the smaller network is not run, but read off the features of the larger one."""
     if not smaller:
-        return loss
+        return cross_entropy(net, batch, given)
     part = smaller[batch.turn(len(smaller))]
-    logits = forward(reference, part, net.state(), batch.x, inside=own)
-    inner = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
-    return (loss + weight * inner) / (1 + weight)
+    outer, inner = _both(net, batch.x, head, part, own) if head else _apart(net, batch.x, reference, part, own)
+    losses = [batch.mean(F.cross_entropy(logits, batch.y, reduction="none")) for logits in (outer, inner)]
+    return (losses[0] + weight * losses[1]) / (1 + weight)
+
+
+def _both(net: Net, x: Tensor, head: str, part: View, own: View) -> tuple[Tensor, Tensor]:
+    logits, features = see(net, x, head)
+    return logits, headed(net.module, head, part, own, features)
+
+
+def _apart(net: Net, x: Tensor, reference: Reference, part: View, own: View) -> tuple[Tensor, Tensor]:
+    return net(x), forward(reference, part, net.state(), x, inside=own)

@@ -7,15 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nestling.models.pixels import by_pixel
 from nestling.seeds import numbers, torch_seeded
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Buffers, step
 from nestling.training.order import Schedule, counters, keys, schedule
 from nestling.training.phase import Phase
+
+AT_ONCE = 512
+"""How many rows are fetched together."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +39,40 @@ def train(
     module.train()
     net, buffers = Net(module, trained(module, phase)), Buffers()
     total, samples = torch.zeros((), device=x.device), 0
-    augment = AUGMENTATIONS[phase.augment]
-    chance = keys("augment", seed, [client], round, number)
     with torch_seeded(seed, "noise", client, round, number), hooked(module, phase):
-        for step_number, rows in enumerate(batches(len(x), phase, module, seed, client, round, number)):
-            rows = rows.to(x.device)
-            inputs = x[rows]
-            if augment is not None:
-                drawn = augment.draws(numbers(chance, counters(step_number * phase.batch, len(rows))))
-                inputs = augment.change(inputs, torch.from_numpy(drawn).to(x.device))
-            loss = train_step(net, phase, Batch(inputs, y[rows], rows, step_number), buffers)
-            total += loss * len(rows)
-            samples += len(rows)
+        for batch in _feed(module, phase, x, y, seed, client, round, number):
+            total += train_step(net, phase, batch, buffers) * len(batch.rows)
+            samples += len(batch.rows)
     return Trained(float(total) / max(samples, 1), int(buffers.steps), samples)
+
+
+def _feed(
+    module: nn.Module, phase: Phase, x: Tensor, y: Tensor, seed: int, client: int, round: int, number: int
+) -> Iterator[Batch]:
+    """The phase's batches. Rows are fetched and changed for several of them at once: what a small batch costs there is the calls."""
+    plan = phase_schedule(phase, module, [len(x)], seed, [client], round, number)
+    lengths, steps = plan.lengths[0], max(1, AT_ONCE // phase.batch)
+    real = np.arange(plan.wide) < lengths[:, None]
+    draws = _draws(phase, keys("augment", seed, [client], round, number), plan)
+    augment = AUGMENTATIONS[phase.augment]
+    for start in range(0, plan.steps, steps):
+        some, flags = slice(start, start + steps), real[start : start + steps]
+        rows = torch.from_numpy(plan.rows[0, some][flags]).to(x.device)
+        inputs = x[rows]
+        if augment is not None and draws is not None:
+            inputs = augment.change(inputs, torch.from_numpy(draws[some][flags]).to(x.device))
+        parts = [t.split(lengths[some].tolist()) for t in (by_pixel(module, inputs), y[rows], rows)]
+        for k, (own, labels, which) in enumerate(zip(*parts, strict=True)):
+            yield Batch(own, labels, which, start + k)
+
+
+def _draws(phase: Phase, key: np.ndarray, plan: Schedule) -> np.ndarray | None:
+    """(steps, rows, …) what the augmentation draws."""
+    augment = AUGMENTATIONS[phase.augment]
+    if augment is None:
+        return None
+    chance = numbers(key, counters(0, plan.steps * phase.batch)).reshape(plan.steps, phase.batch)
+    return augment.draws(chance[:, : plan.wide])
 
 
 def train_step(net: Net, phase: Phase, batch: Batch, buffers: Buffers, lr: Tensor | None = None) -> Tensor:

@@ -13,8 +13,11 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from nestling.errors import InputError
+from nestling.models.taps import watching
 from nestling.views.axes import Axes
 from nestling.views.reference import Reference
 from nestling.views.view import Index, View, put, take
@@ -67,6 +70,42 @@ def _place(inner: slice | np.ndarray, around: slice | np.ndarray) -> slice | np.
     return np.searchsorted(every, positions)
 
 
+def headed(network: nn.Module, head: str, view: View, inside: View, features: Tensor) -> Tensor:
+    """The output of the view's network, where its features are among those that the network of `inside` gives its `head`."""
+    layer = network.get_submodule(head)
+    assert isinstance(layer, nn.Linear)
+    rows, columns = within(view, inside, f"{head}.weight")
+    bias = None if layer.bias is None else take(layer.bias, (rows,))
+    return F.linear(take(features, (slice(None), columns)), take(layer.weight, (rows, columns)), bias)
+
+
+@lru_cache(maxsize=64)
+def common_head(reference: Reference, own: View, views: tuple[View, ...]) -> str:
+    """The name of the head, where it makes the output of every view's network of the features that `own` has anyway (see `headed`):
+    true of most networks under `nested_masks`. "" where it is not: where the head is no linear layer, or there is noise, or there are
+    statistics, which each network would move on its own. Whether a layer mixes channels is tried out."""
+    noisy = any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in reference.module.modules())
+    if noisy or any(True for _ in reference.module.buffers()) or any(view.dropped != own.dropped for view in views):
+        return ""
+    try:
+        name = reference.taps.head
+    except InputError:
+        return ""
+    place = next(iter(reference.initial.values())).device
+    state = own.extract(reference.initial)
+    for masked, mask in nested_masks(reference.axes, (own, *views), place).items():
+        state[masked] = state[masked] * own.cut(masked, mask)
+    x, network = _some_inputs(reference, place), reference.network(own, state).train()
+    with torch.no_grad(), watching(network, (), name) as seen:
+        network(x)
+        pairs = [(forward(reference, v, state, x, inside=own), headed(network, name, v, own, seen["features"])) for v in views]
+    return name if all(torch.allclose(alone, common, rtol=1e-4, atol=1e-5) for alone, common in pairs) else ""
+
+
+def _some_inputs(reference: Reference, place: torch.device) -> Tensor:
+    return torch.arange(2 * math.prod(reference.shape), device=place).float().sin().reshape(2, *reference.shape)
+
+
 Channels = dict[str, list[tuple[int, Tensor]]]
 """Per parameter, for every dimension that can be sliced, (dimension, the channel of each entry)."""
 
@@ -93,7 +132,7 @@ def by_zeros(reference: Reference, own: View, views: tuple[View, ...]) -> tuple[
     # The last column stands for entries that belong to every view.
     flags = torch.from_numpy(np.stack([np.append(view.keep, True) for view in views]).astype(np.float32)).to(place)
     state = own.extract(reference.initial)
-    x = torch.arange(2 * math.prod(reference.shape), device=place).float().sin().reshape(2, *reference.shape)
+    x = _some_inputs(reference, place)
     with torch.no_grad():
         for view, row in zip(views, flags, strict=True):
             cut = forward(reference, view, state, x, inside=own)

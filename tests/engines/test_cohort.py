@@ -123,6 +123,7 @@ def test_every_way_to_train_gives_the_same(method: str, setting: str, way: str) 
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("images_as_they_are")
 def test_the_engine_plays_whole_rounds(method: str) -> None:
     changes: dict[str, Any] = {
         "participants": 6,

@@ -554,6 +554,7 @@ STACKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("setting", STACKS)
 @pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.usefixtures("images_as_they_are")
 def test_a_stack_gives_what_clients_give_one_by_one(name: str, setting: str) -> None:
     settings = {"participants": 0, "split": UNEQUAL, **QUICK, **STACKS[setting]}
     fleet = FleetConfig(tiers=(Tier(name="small", ratio=0.25, count=2), Tier(name="large", ratio=1.0, count=2)))

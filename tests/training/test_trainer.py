@@ -105,3 +105,29 @@ def test_distillation_is_batch_mean_with_temperature_squared() -> None:
     assert torch.allclose(got, expected, atol=1e-6)
     element_mean = nn.KLDivLoss()(F.log_softmax(student / 3, 1), p) * 9
     assert torch.allclose(got / element_mean, torch.tensor(10.0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 23, 40])
+def test_how_many_rows_are_fetched_together_changes_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(rows, 2, 6, 6, generator=draw), torch.arange(rows) % 3
+    found, seen = [], []
+
+    def noting(net: Net, batch: Batch, given: Given) -> Tensor:
+        seen.append((batch.number, batch.rows.tolist(), batch.x.clone(), batch.y.clone()))
+        return F.cross_entropy(net(batch.x), batch.y)
+
+    for at_once in (1, 12, 512):
+        monkeypatch.setattr("nestling.training.trainer.AT_ONCE", at_once)
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(64, 3))
+        done = train(module, Phase(noting, batch=5, epochs=2, augment="shift"), x, y, 0, 4, 2, 1)
+        found.append((module.state_dict(), done, list(seen)))
+        seen.clear()
+    (first, told, batched), *others = found
+    plan = batches(rows, Phase(batch=5, epochs=2), module, 0, 4, 2, 1)
+    assert [r for _, r, _, _ in batched] == [r.tolist() for r in plan] and [n for n, *_ in batched] == list(range(told.steps))
+    assert all(torch.equal(labels, y[r]) for _, r, _, labels in batched)
+    for state, done, same_batches in others:
+        assert same(first, state) and done == told
+        assert all(torch.equal(a[2], b[2]) for a, b in zip(batched, same_batches, strict=True))

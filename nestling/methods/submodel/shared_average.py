@@ -16,7 +16,7 @@ from nestling.training.inner import with_inner
 from nestling.training.phase import Phase
 from nestling.training.rules import masked_gradients
 from nestling.views import View, to_spec
-from nestling.views.nested import nested_masks, prepare
+from nestling.views.nested import common_head, nested_masks, prepare
 from nestling.world import Device, Piece, World
 
 
@@ -61,6 +61,10 @@ class SharedAverage(SharedWeights):
     def blocks(self) -> tuple[str, ...]:
         return ("mask",) if self.nested else ()
 
+    @property
+    def nests(self) -> bool:
+        return self.nested
+
     def setup(self, world: World) -> None:
         super().setup(world)
         self.masks = nested_masks(world.main.axes, self._levels(), world.place) if self.nested else {}
@@ -78,6 +82,9 @@ class SharedAverage(SharedWeights):
         masks = nested_masks(client.reference.axes, levels, client.place) if self.nested else {}
         smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []
         prepare(client.reference, smaller)
-        objective = partial(with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)
+        head = common_head(client.reference, client.view, tuple(smaller)) if masks and smaller else ""
+        objective = partial(
+            with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner, head=head
+        )
         given = {name: client.view.cut(name, mask) for name, mask in masks.items()}
         return [client.train.phase(client.round, objective=objective, given=given, rule=masked_gradients if masks else None)]
