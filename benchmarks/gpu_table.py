@@ -1,10 +1,10 @@
 """Every method on a GPU: the cohort engine against the in-process engine on the same device, steady rounds.
 
-    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data embedded|fashion-mnist] [--lines a,b] [--rounds 10]
-        [--plain-rounds 5] [--out FILE] [--write]
+    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 8]
+        [--plain-rounds 4] [--out FILE] [--write]
 
 The settings are those of `fashion_table.py` (100 clients of five sizes, ten a round, Dirichlet(0.5)) and `exchange_table.py` (twelve
-clients of three families), by default on the embedded digits, so that no data set is needed. A round's seconds are the median over the
+clients of three families), on Fashion-MNIST where NESTLING_DATA has it and else on the embedded digits. A round's seconds are the median over the
 rounds after the warm-up; the last two, which test, do not count. Says loudly what could not be recorded. Ends with 1 if anything
 failed. `--write` puts the table into docs/performance.md.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,9 @@ def main() -> int:
     options = _options()
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
+    if options.data == "auto":
+        there = (Path(os.environ.get("NESTLING_DATA", "")) / "FashionMNIST").is_dir() and "NESTLING_DATA" in os.environ
+        options.data = "fashion-mnist" if there else "embedded"
     rows = []
     for setting, name, experiment in _experiments(options):
         rows.append(_measured(setting, name, experiment, options))
@@ -71,7 +75,7 @@ def main() -> int:
     text = table(rows, options.data)
     print(f"\n{text}")
     if options.write:
-        write(f"gpu table {options.data}", text, page="performance.md")
+        write("gpu table", text, page="performance.md")
     good = [row for row in rows if not row.failed]
     least = min(good, key=lambda row: row.ratio)
     print(f"\n{len(good)} of {len(rows)} ran; at least {least.ratio:.1f} times as fast as in-process ({least.method})")
@@ -81,10 +85,10 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", default="both", choices=("parts", "exchange", "both"))
-    parser.add_argument("--data", default="embedded", choices=("embedded", "fashion-mnist"))
+    parser.add_argument("--data", default="auto", choices=("auto", "embedded", "fashion-mnist"))
     parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--plain-rounds", type=int, default=5, help="rounds of the in-process engine")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--plain-rounds", type=int, default=4, help="rounds of the in-process engine")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows, written after each")
     parser.add_argument("--write", action="store_true")
     return parser.parse_args()

@@ -1,14 +1,15 @@
 """What a million registered devices cost: a fleet of 1 000 000 against one of 10 000, a thousand of them a round.
 
-    python benchmarks/million_devices.py [LARGE] [SMALL]
+    python benchmarks/million_devices.py [--large 1000000] [--small 10000] [--device cpu|cuda] [--runs heterofl,local] [--turns 2]
 
 With a method whose clients keep nothing (heterofl) and one whose clients keep their model (local), the latter without and with a run
-folder. Each fleet runs in a process of its own, twice, and the quieter time counts. Prints peak memory and the time of a round, and
-last the largest two ratios.
+folder. Each fleet runs in a process of its own, in turns, and the quieter time counts; on a CPU in-process, on a GPU as a cohort. Prints
+peak memory and the time of a round, and last the largest two ratios.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import statistics
@@ -27,7 +28,7 @@ TIERS = (
 )
 
 
-def experiment(method: str, size: int, rounds: int = 6, participants: int = 1000) -> nestling.Experiment:
+def experiment(method: str, size: int, rounds: int = 6, participants: int = 1000, device: str = "cpu") -> nestling.Experiment:
     """A tiny network and twenty rows a client, so that what a device costs beside its training would show."""
     return nestling.Experiment(
         method=method,
@@ -37,16 +38,16 @@ def experiment(method: str, size: int, rounds: int = 6, participants: int = 1000
         fleet=nestling.FleetConfig(size=size, tiers=TIERS),
         split=nestling.SplitConfig(size=20),
         train=nestling.Train(epochs=1, augment="none"),
-        engine=nestling.EngineConfig("inline"),
+        engine=nestling.EngineConfig("inline" if device == "cpu" else "cohort", device=device),
         evaluate=nestling.Evaluation(every=rounds, clients=3),
     )
 
 
-def measure(run: str, size: int, rounds: int = 6, participants: int = 1000) -> dict[str, float]:
+def measure(run: str, size: int, device: str = "cpu", rounds: int = 6, participants: int = 1000) -> dict[str, float]:
     """Peak memory (MB), median seconds a round, and how many clients kept a model."""
     method, _, written = run.partition(", ")
     with tempfile.TemporaryDirectory() as home:
-        result = nestling.run(experiment(method, size, rounds, participants), out=Path(home) / "run" if written else None)
+        result = nestling.run(experiment(method, size, rounds, participants, device), out=Path(home) / "run" if written else None)
         return {
             "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "seconds": statistics.median(row["seconds"] for row in result.metrics[:-1]),  # the last round also tests
@@ -54,28 +55,40 @@ def measure(run: str, size: int, rounds: int = 6, participants: int = 1000) -> d
         }
 
 
-def in_own_process(run: str, size: int) -> dict[str, float]:
-    found = subprocess.run([sys.executable, __file__, "--one", run, str(size)], capture_output=True, text=True, check=True)
-    return json.loads(found.stdout.splitlines()[-1])
+def in_own_process(run: str, size: int, device: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", run, "--large", str(size), "--device", device]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
-def main(large: int, small: int) -> None:
+def main() -> None:
+    options = _options()
+    if options.one:
+        print(json.dumps(measure(options.one, options.large, options.device)))
+        return
     ratios = []
-    for run in RUNS:
+    for run in options.runs.split(",") if options.runs else RUNS:
         # In turn, so that whatever else the machine does meets both.
-        rows = [{size: in_own_process(run, size) for size in (small, large)} for _ in range(2)]
-        best = {size: {key: min(row[size][key] for row in rows) for key in rows[0][size]} for size in (small, large)}
+        sizes = (options.small, options.large)
+        rows = [{size: in_own_process(run, size, options.device) for size in sizes} for _ in range(options.turns)]
+        best = {size: {key: min(row[size][key] for row in rows) for key in rows[0][size]} for size in sizes}
         for size, row in best.items():
             kept = f", {row['kept']} clients kept a model" if row["kept"] else ""
-            print(f"{run}, {size} devices: peak {row['megabytes']:.0f} MB, {row['seconds']:.2f} s a round{kept}", flush=True)
-        ratios.append([best[large][key] / best[small][key] for key in ("megabytes", "seconds")])
+            print(f"{run}, {size} devices: peak {row['megabytes']:.0f} MB, {row['seconds']:.3f} s a round{kept}", flush=True)
+        ratios.append([best[options.large][key] / best[options.small][key] for key in ("megabytes", "seconds")])
     memory, seconds = (max(column) for column in zip(*ratios, strict=True))
     print(f"at most: memory {memory:.2f} times; time of a round {seconds:.2f} times")
 
 
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--large", type=int, default=1_000_000)
+    parser.add_argument("--small", type=int, default=10_000)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--runs", default="", help=f"separated by commas (default: {'; '.join(RUNS)})")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(measure(sys.argv[2], *(int(a) for a in sys.argv[3:]))))
-    else:
-        sizes = [int(a) for a in sys.argv[1:]]
-        main(*(sizes or [1_000_000, 10_000]))
+    main()

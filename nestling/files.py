@@ -49,3 +49,8 @@ def parse_toml(text: str, name: str, field: str | None = None) -> dict[str, Any]
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{name} is not valid TOML: {error}", field=field, fix="mend the line it names") from None
+
+
+def cache_folder() -> Path:
+    """Where things are kept that can be found out again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"

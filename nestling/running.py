@@ -163,6 +163,7 @@ def carry_on(
                         _save(home, federation)
                         saved, due = time.monotonic(), False
                     federation.settle = due
+                _note_refusal(federation)
                 for note in federation.engine.notes[told:]:
                     watcher.note(note)
                 told = len(federation.engine.notes)
@@ -180,6 +181,14 @@ def carry_on(
         if home:
             home.close()
     return Result(summary, metrics, home.path if home else None, federation)
+
+
+def _note_refusal(federation: Federation) -> None:
+    """Says so, once, where the server's own training cannot be recorded."""
+    refusal = federation.world.recorder.refusal
+    note = f"NOT RECORDED, the server's own training: {refusal}"
+    if refusal and note not in federation.engine.notes:
+        federation.engine.notes.append(note)
 
 
 def _log_boards(home: RunFolder, federation: Federation) -> None:
@@ -231,7 +240,10 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
         "refused": totals.refused,
         "late": totals.late,
         "dropped": totals.dropped,
-        "engine": account(federation.engine),
+        "engine": {
+            **account(federation.engine),
+            "not_recorded": [n for n in federation.engine.notes if n.startswith("NOT RECORDED")],
+        },
         "commit": _commit(),
         "versions": {"nestling": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

@@ -167,3 +167,9 @@ def nested_masks(axes: Axes, levels: Sequence[View], device: torch.device | str 
             allowed = torch.from_numpy(smallest[dims[0]][:, None] >= smallest[dims[1]][None, :])
             masks[name] = allowed.reshape(*allowed.shape, *[1] * (len(dims) - 2)).expand(axes.shapes[name]).clone().to(device)
     return masks
+
+
+@lru_cache(maxsize=256)
+def own_masks(reference: Reference, own: View, levels: tuple[View, ...], device: torch.device) -> Mapping[str, Tensor]:
+    """`nested_masks` of some levels as the network of `own` has them; the same tensors every time, which nobody writes to."""
+    return {name: own.cut(name, mask) for name, mask in nested_masks(reference.axes, levels, device).items()}

@@ -91,7 +91,7 @@ def test_an_engine_refuses_data_on_another_device(make: Callable[[], Any]) -> No
 
 def test_a_run_says_what_it_used() -> None:
     result = nestling.run(small("fedavg", engine=EngineConfig("cohort", 1)))
-    assert result.summary["engine"] == {"name": "cohort", "device": "cpu", "precision": "float32"}
+    assert result.summary["engine"] == {"name": "cohort", "device": "cpu", "precision": "float32", "not_recorded": []}
 
 
 # -- what is the same work -----------------------------------------------------------------------------------------------------------

@@ -137,5 +137,6 @@ def test_objectives_that_look_at_values_are_told_of_and_still_right() -> None:
 def test_dropout_is_the_same_in_two_runs() -> None:
     model = Named("vgg16", {"width": 0.125, "hidden": [32], "dropout": 0.5})
     changes: dict[str, Any] = {"model": model, "rounds": 2, "participants": 3, "data": nestling.Data("mnist12k")}
-    one, other = (nestling.run(gpu("all-large", **changes)) for _ in range(2))
-    assert apart(states(one), states(other)) <= TOLERANCE
+    one, other, third = (nestling.run(gpu("all-large", **changes, seed=seed)) for seed in (0, 0, 1))
+    # Sums on the device are not in the same order every time, so that equal draws are told by how much nearer they lead.
+    assert 5 * apart(states(one), states(other)) <= apart(states(one), states(third))

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nestling.engines.cuda.compiled import compiled
 from nestling.engines.cuda.job import Job, zero
 from nestling.engines.cuda.matrix_conv import use_matrices
 from nestling.engines.cuda.orders import WHOLE, DrawnOrder, Order, drawn_on_device
@@ -61,7 +62,7 @@ class StackProgram:
         self.others = {name: self.state.rest[name].clone() for name in self.layout.others}
         self.compute = self._gradients(0)
         if settings.compile:
-            self.compute = torch.compile(self.compute)
+            self.compute = compiled(self.compute)
 
     def fits(self, job: Job) -> bool:
         """Whether it can train such clients."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch import nn
 
 from nestling.devices import cost_of
 from nestling.engines.cuda.settings import Settings
-from nestling.files import write_atomic
+from nestling.files import cache_folder, write_atomic
 from nestling.training.group import Group
 from nestling.training.stacked import honours_masks
 from nestling.version import __version__
@@ -133,17 +131,8 @@ class Decisions:
         return found if isinstance(found, dict) else {}
 
 
-def cache_folder() -> Path:
-    """Where things are kept that can be found out again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"
-
-
 @lru_cache(maxsize=1)
 def _machine() -> str:
     """The device and the libraries that a decision holds for."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, nestling {__version__}"
-
-
-Timed = Callable[[str], float]
-"""A way → seconds of a group's phase."""

@@ -16,7 +16,7 @@ from nestling.training.inner import with_inner
 from nestling.training.phase import Phase
 from nestling.training.rules import masked_gradients
 from nestling.views import View, to_spec
-from nestling.views.nested import common_head, nested_masks, prepare
+from nestling.views.nested import common_head, nested_masks, own_masks, prepare
 from nestling.world import Device, Piece, World
 
 
@@ -79,12 +79,11 @@ class SharedAverage(SharedWeights):
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         levels = [client.reference.view(spec) for spec in received.facts["levels"]]
-        masks = nested_masks(client.reference.axes, levels, client.place) if self.nested else {}
+        masks = own_masks(client.reference, client.view, tuple(levels), client.place) if self.nested else {}
         smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []
         prepare(client.reference, smaller)
         head = common_head(client.reference, client.view, tuple(smaller)) if masks and smaller else ""
         objective = partial(
             with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner, head=head
         )
-        given = {name: client.view.cut(name, mask) for name, mask in masks.items()}
-        return [client.train.phase(client.round, objective=objective, given=given, rule=masked_gradients if masks else None)]
+        return [client.train.phase(client.round, objective=objective, given=masks, rule=masked_gradients if masks else None)]
