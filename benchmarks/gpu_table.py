@@ -4,9 +4,9 @@
         [--plain-rounds 4] [--out FILE] [--write]
 
 The settings are those of `fashion_table.py` (100 clients of five sizes, ten a round, Dirichlet(0.5)) and `exchange_table.py` (twelve
-clients of three families), on Fashion-MNIST where NESTLING_DATA has it and else on the embedded digits. A round's seconds are the median over the
-rounds after the warm-up; the last two, which test, do not count. Says loudly what could not be recorded. Ends with 1 if anything
-failed. `--write` puts the table into docs/performance.md.
+clients of three families), on Fashion-MNIST where NESTLING_DATA has it and else on the embedded digits. A round's seconds are the
+median over the rounds after the warm-up; the last ones, which test, do not count. Says loudly what could not be recorded. Ends with 1
+if anything failed. `--write` puts the table into docs/performance.md.
 """
 
 from __future__ import annotations

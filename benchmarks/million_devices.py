@@ -3,8 +3,8 @@
     python benchmarks/million_devices.py [--large 1000000] [--small 10000] [--device cpu|cuda] [--runs heterofl,local] [--turns 2]
 
 With a method whose clients keep nothing (heterofl) and one whose clients keep their model (local), the latter without and with a run
-folder. Each fleet runs in a process of its own, in turns, and the quieter time counts; on a CPU in-process, on a GPU as a cohort. Prints
-peak memory and the time of a round, and last the largest two ratios.
+folder. Each fleet runs in a process of its own, in turns, and the quieter time counts; on a CPU in-process, on a GPU as a cohort.
+Prints peak memory and the time of a round, and last the largest two ratios.
 """
 
 from __future__ import annotations
