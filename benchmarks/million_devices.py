@@ -63,7 +63,7 @@ def in_own_process(run: str, size: int, device: str) -> dict[str, float]:
 def main() -> None:
     options = _options()
     if options.one:
-        print(json.dumps(measure(options.one, options.large, options.device)))
+        print(json.dumps(measure(options.one, options.large, options.device, options.rounds, options.participants)))
         return
     ratios = []
     for run in options.runs.split(",") if options.runs else RUNS:
@@ -86,6 +86,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--runs", default="", help=f"separated by commas (default: {'; '.join(RUNS)})")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--participants", type=int, default=1000)
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -148,6 +148,7 @@ def distil(
                 work.do((student.name, settings, turn), partial(student.fit, turn, judge), *given)
             else:
                 student.fit(turn, judge, *given)
+            student.steps = number + 1
             if check is not None and ((number + 1) % settings.every == 0 or number + 1 == settings.steps):
                 now = check(student.state())
                 best, value, since = (student.state(), now, 0) if now > value else (best, value, since + settings.every)
