@@ -1,7 +1,7 @@
 """Every method on a GPU: the cohort engine against the in-process engine on the same device, steady rounds.
 
-    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 8]
-        [--plain-rounds 4] [--out FILE] [--write]
+    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 7]
+        [--plain-rounds 3] [--out FILE] [--write]
 
 The settings are those of `fashion_table.py` (100 clients of five sizes, ten a round, Dirichlet(0.5)) and `exchange_table.py` (twelve
 clients of three families), on Fashion-MNIST where NESTLING_DATA has it and else on the embedded digits. A round's seconds are the
@@ -33,7 +33,7 @@ from tables import write
 import nestling
 from nestling import Data, EngineConfig, Evaluation, Experiment, Named
 
-WARM, LAST = 4, 2
+WARM, LAST = 3, 2
 HALVES = [[0.75] * 3, [0.5] * 3, [0.25] * 3, [0.0] * 3]
 QUICK: dict[str, dict[str, Any]] = {"distreal": {"pareto": HALVES}, "flexfl": {"pretrain": 2}, "prunefl": {"stage_one": 10}}
 """What is done once, before the first round, made short: it is not what is measured."""
@@ -87,8 +87,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--setting", default="both", choices=("parts", "exchange", "both"))
     parser.add_argument("--data", default="auto", choices=("auto", "embedded", "fashion-mnist"))
     parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--plain-rounds", type=int, default=4, help="rounds of the in-process engine")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--plain-rounds", type=int, default=3, help="rounds of the in-process engine")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows, written after each")
     parser.add_argument("--write", action="store_true")
     return parser.parse_args()

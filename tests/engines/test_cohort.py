@@ -94,7 +94,7 @@ def recording(way: str = "", most: int = 0) -> CudaCohort:
 
 
 def _possible(way: str, group: Group) -> bool:
-    return "slots" in way or (ways.can_stack(group) and (way != ways.STACK_LAST or ways.can_lie_last(group.module)))
+    return way not in ways.STACKS or ways.can_stack(group)
 
 
 PLAIN_REPLIES = ("all-large", "decoupled", "fedavg", "fedprox", "heterofl", "shared-average", "shared-distill")

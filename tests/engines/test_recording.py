@@ -275,8 +275,7 @@ def test_the_way_is_guessed_from_shapes() -> None:
     assert likely(20) == [ways.STACK]
     assert likely(10) == [ways.STACK, ways.SLOTS]
     assert likely(3) == [ways.SLOTS]
-    assert likely(20, **wide) == [ways.STACK_LAST]
-    assert likely(20, model=Named("cnn", {"channels": [32, 64], "norm": "group"})) == [ways.STACK]
+    assert likely(20, **wide) == [ways.STACK]
     assert likely(20, compile=True, **wide) == [ways.MATRICES]
     assert likely(20, **huge) == [ways.SLOTS_LAST]
 
@@ -299,6 +298,17 @@ def test_a_spoilt_file_of_decisions_is_no_error(tmp_path: Any, content: str) -> 
     assert found.get("something") is None
     found.put("something", ways.STACK)
     assert ways.Decisions(path).get("something") == ways.STACK
+
+
+def test_stacks_are_made_to_measure_until_there_are_many() -> None:
+    made, federation, site = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),)))
+    engine = recording(ways.STACK)
+    engine.open(made, site)
+    for count in (5, 5, 9, 6, 7, 10, 11, 12):
+        tasks = tasks_of(federation, count)
+        assert len(list(engine.run(tasks))) == count
+    (kind,) = engine._kinds.values()
+    assert [program.height for program in kind.programs[ways.STACK]] == [5, 9, 6, 7, 12]
 
 
 def test_heights_are_few_and_never_too_low() -> None:

@@ -81,6 +81,7 @@ def test_an_objective_that_looks_inside_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("way", ["stack", "slots"])
+@pytest.mark.usefixtures("images_as_they_are")
 def test_training_gives_the_same(way: str) -> None:
     train: dict[str, Any] = {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5, weight_decay=0.1)}
     made, federation, site = federation_of("heterofl", **BIASED, **train)

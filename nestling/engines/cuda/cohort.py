@@ -37,8 +37,15 @@ TRIALS = 3
 MOST_SLOTS = 32
 """How many clients of one kind are trained side by side; more take turns."""
 
+MOST_LARGE = 6
+"""How many clients with large networks are: so many fill the device, and more push one another out of its caches."""
+
 MOST_HIGH = 512
 """The most clients in one stack."""
+
+MADE_TO_MEASURE = 4
+"""How many stacks of one kind are as high as the number of clients at hand; further ones have one of few heights, or every number of
+clients would be recorded."""
 
 MOST_KINDS = 128
 """How many kinds of work keep their programs; those that were used last."""
@@ -150,7 +157,7 @@ class CudaCohort:
             for program, part in zip(programs, parts, strict=True):
                 found.setdefault(id(program), (program, []))[1].append(part)
             return [(program.lane, _in_turn(program, own)) for program, own in found.values()]
-        queues = _queues(result.group, min(kind.most, MOST_SLOTS))
+        queues = _queues(result.group, min(kind.most, MOST_LARGE if way == ways.SLOTS_LAST else MOST_SLOTS))
         slots = self._slots(kind, way, result, len(queues))
         return [
             (slot.lane, _in_turn(slot, [result.part(k, k + 1) for k in queue])) for slot, queue in zip(slots, queues, strict=True)
@@ -164,14 +171,15 @@ class CudaCohort:
         return own[:count]
 
     def _stack(self, kind: Kind, way: str, job: Job) -> StackProgram:
-        own = kind.programs.setdefault(way, [])
-        for program in own:
-            if isinstance(program, StackProgram) and program.fits(job):
-                return program
-        high = min(height_for(len(job.group.clients)), kind.most)
-        made = StackProgram(job.group, high, self.settings, way == ways.MATRICES, way == ways.STACK_LAST)
-        own.append(made)
-        return made
+        own, count = kind.programs.setdefault(way, []), len(job.group.clients)
+        fitting = [p for p in own if isinstance(p, StackProgram) and p.fits(job)]
+        best = min(fitting, key=lambda p: p.height) if fitting else None
+        # A place without a client costs as much as one with a client, so the first heights are made to measure.
+        if best is None or (best.height > count and len(own) < MADE_TO_MEASURE):
+            high = count if len(own) < MADE_TO_MEASURE else min(height_for(count), kind.most)
+            best = StackProgram(job.group, high, self.settings, way == ways.MATRICES)
+            own.append(best)
+        return best
 
     def _make_room(self, found: list[Group]) -> None:
         """Forgets all programs, and takes at most half as many clients of the kind that needs most at once."""
@@ -291,7 +299,8 @@ def _queues(group: Group, slots: int) -> list[list[int]]:
     """Which clients each slot trains: the longest first, each to the slot that has least to do."""
     samples = group.schedule.samples
     order = sorted(range(len(group.clients)), key=lambda k: -samples[k])
-    queues: list[list[int]] = [[] for _ in range(min(slots, len(order)))]
+    turns = -(-len(order) // slots)
+    queues: list[list[int]] = [[] for _ in range(-(-len(order) // turns))]
     load = [0] * len(queues)
     for k in order:
         least = load.index(min(load))

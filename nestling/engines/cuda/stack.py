@@ -26,19 +26,14 @@ from nestling.views.flat import flat_of
 
 
 class StackProgram:
-    """`height` clients as one stack; with `matrices` its convolutions are matrix products, with `channels_last` images lie in memory
-    so that the one large convolution with groups, which a stack of them is, has its channels last. Clients short of a full batch are
-    masked.
+    """`height` clients as one stack; with `matrices` its convolutions are matrix products. Clients short of a full batch are masked.
     Places without a client, and clients that have no step left, train on anything: what a client learned is taken out after its
     last step."""
 
-    def __init__(
-        self, group: Group, height: int, settings: Settings, matrices: bool = False, channels_last: bool = False
-    ) -> None:
+    def __init__(self, group: Group, height: int, settings: Settings, matrices: bool = False) -> None:
         check(group)
         device = group.site.x.device
         self.lane, self.layout, self.height = Lane(device), group.layout, height
-        self.channels_last = channels_last
         self.even, self.together = group.schedule.even and group.schedule.wide == group.width, starts_together(group)
         self.looks, self.wide = looks_of(group), group.width
         self.module = copy.deepcopy(group.module)
@@ -129,11 +124,11 @@ class StackProgram:
     def _collect(self) -> None:
         """The states of the clients that have just taken their last step, as rows of one matrix."""
         both = {**self.state.rest, **self.state.params}
-        flat = torch.cat([both[name].reshape(self.height, -1) for name in self.layout.names], 1)
+        parts = [both[name].reshape(self.height, -1) for name in self.layout.names]
         if self.even:
-            self.out.copy_(flat)
+            torch.cat(parts, 1, out=self.out)
         else:
-            self.out.copy_(torch.where((self.ends == self.order.now)[:, None], flat, self.out))
+            self.out.copy_(torch.where((self.ends == self.order.now)[:, None], torch.cat(parts, 1), self.out))
         for name, kept in self.others.items():
             done = torch.ones_like(self.ends, dtype=torch.bool) if self.even else self.ends == self.order.now
             kept.copy_(torch.where(done.reshape(-1, *[1] * (kept.dim() - 1)), both[name], kept))
@@ -152,9 +147,6 @@ class StackProgram:
         state, order = self.state, self.order
         places, rows, draws, mask, lengths = order.current()
         x, y = self.feed.gather(places, draws)
-        if self.channels_last and x.dim() == 5:
-            # (clients, batch, channels, height, width), with (batch, height, width, clients, channels) in memory
-            x = x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
         compute = self._gradients(number) if number else self.compute
         shown = None if self.even else mask
         with hooked(self.module, self.phase):

@@ -25,10 +25,8 @@ from nestling.version import __version__
 from nestling.views import Reference, View
 
 SLOTS, SLOTS_LAST, PLAIN = "slots", "slots, channels last", "one by one"
-STACK, STACK_LAST, MATRICES = "stack", "stack, channels last", "stack of matrices"
-STACKS = (STACK, STACK_LAST, MATRICES)
-
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+STACK, MATRICES = "stack", "stack of matrices"
+STACKS = (STACK, MATRICES)
 
 MANY, SOME = 16, 8
 """From how many clients a stack of small networks surely pays, and from how many it may."""
@@ -45,9 +43,8 @@ def candidates(group: Group, settings: Settings) -> list[str]:
     macs, count = macs_of(group), len(group.clients)
     convolutions = any(isinstance(layer, nn.Conv2d) for layer in group.module.modules())
     single = SLOTS_LAST if convolutions and macs >= LARGE else SLOTS
-    # A stack of convolutions is one with groups, which the library has good kernels for with channels last only. Tiny ones do not care.
-    large = convolutions and macs > TINY
-    stack = STACK if not large else MATRICES if settings.compile else STACK_LAST if can_lie_last(group.module) else STACK
+    # The library computes a stack of larger convolutions group by group; as products of shifted copies a compiler can fuse it.
+    stack = MATRICES if settings.compile and convolutions and macs > TINY else STACK
     if not can_stack(group) or count < SOME or macs > SMALL:
         return [single]
     # Clients with fewer batches than others wait in a stack until all are done; in slots they do not.
@@ -62,11 +59,6 @@ def can_stack(group: Group) -> bool:
         return False
     full = group.schedule.even and group.schedule.wide == group.width
     return full or honours_masks(group)
-
-
-def can_lie_last(module: nn.Module) -> bool:
-    """Whether a stack of the network can have its channels last: batching over clients cannot normalise images that lie so."""
-    return not any(isinstance(layer, _NORMS) for layer in module.modules())
 
 
 def _filled(group: Group) -> float:
