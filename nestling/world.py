@@ -9,6 +9,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,6 @@ class World:
     where: Where = CPU
     _recorder: Recorder | None = field(default=None, init=False, repr=False)
     _pieces: dict[tuple[str, int], Piece] = field(default_factory=dict, init=False, repr=False)
-    _costs: dict[tuple[str, bytes], Cost] = field(default_factory=dict, init=False, repr=False)
     _devices: dict[int, Device] = field(default_factory=dict, init=False, repr=False)
     _timings: dict[Hashable, Timing] = field(default_factory=dict, init=False, repr=False)
 
@@ -149,11 +149,8 @@ class World:
         return found
 
     def cost(self, piece: Piece) -> Cost:
-        """What a piece costs, remembered."""
-        key = (piece.reference.name, piece.view.form())
-        if key not in self._costs:
-            self._costs[key] = piece_cost(piece)
-        return self._costs[key]
+        """What a piece costs."""
+        return piece_cost(piece)
 
     def timing(self, tier: str, piece: Piece, samples: int, down: int, up: int, slowdown: float) -> Timing:
         """What a round takes on a tier's device that trains on so many samples and moves so many bytes, remembered."""
@@ -273,6 +270,12 @@ def ratio_cost(reference: Reference, ratio: float) -> Cost:
     return piece_cost(Piece(reference, ratio_view(reference, ratio)))
 
 
+_COSTS: WeakKeyDictionary[Reference, dict[bytes, Cost]] = WeakKeyDictionary()
+
+
 def piece_cost(piece: Piece) -> Cost:
-    """What a piece costs in parameters, arithmetic and memory."""
-    return cost_of(piece.reference.network(piece.view), piece.reference.shape)
+    """What a piece costs in parameters, arithmetic and memory; remembered by its form, since which channels it has does not matter."""
+    known, form = _COSTS.setdefault(piece.reference, {}), piece.view.form()
+    if form not in known:
+        known[form] = cost_of(piece.reference.network(piece.view), piece.reference.shape)
+    return known[form]

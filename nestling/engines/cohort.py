@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 
-from nestling.devices import cost_of
 from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import blame
 from nestling.engines.pool import Pool
@@ -24,6 +23,7 @@ from nestling.training.stacked import CannotStack, train_stack
 from nestling.training.together import Losses, train_one_by_one, work_together
 from nestling.views import Reference, View
 from nestling.where import CPU
+from nestling.world import Piece, piece_cost
 
 HEIGHT = 32
 """The most clients in one stack on a CPU."""
@@ -98,7 +98,6 @@ def _train_group(group: Group) -> Losses:
     return train_one_by_one(group)
 
 
-@lru_cache(maxsize=1024)
 def macs_of(reference: Reference, view: View) -> int:
     """Multiply-accumulates of one sample's forward pass."""
-    return cost_of(reference.network(view), reference.shape).macs
+    return piece_cost(Piece(reference, view)).macs

@@ -33,6 +33,14 @@ class Group:
     def phase(self) -> Phase:
         return self.phases[0]
 
+    @cached_property
+    def nature(self) -> Hashable:
+        """Equal for groups that do the same in networks of other sizes: what holds of one then holds of the other."""
+        phase = self.phase
+        hooks = tuple((hook.layers, token(hook.change)) for hook in phase.hooks)
+        functions = (token(phase.objective), token(phase.rule), token(phase.also), hooks)
+        return (self.clients[0].reference.name, id(self.clients[0].reference), functions, tuple(phase.given), phase.source)
+
     @property
     def site(self) -> Site:
         return self.clients[0].site

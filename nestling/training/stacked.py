@@ -332,12 +332,12 @@ _LOOKS: dict[Any, Looks] = {}
 
 
 def remembered(known: dict[Any, Any], group: Group, find: Callable[[Group], Any]) -> Any:
-    """What was found out about a kind of work, found out once."""
-    if group.key not in known:
-        known[group.key] = find(group)
+    """What was found out about work of one nature, found out once."""
+    if group.nature not in known:
+        known[group.nature] = find(group)
         while len(known) > 256:
             known.pop(next(iter(known)))
-    return known[group.key]
+    return known[group.nature]
 
 
 def _try_mask(group: Group) -> bool:

@@ -29,31 +29,29 @@ def masks_of(view: View) -> State:
 
 def survivors(view: View, state: Mapping[str, Tensor]) -> State:
     """What the view's masks keep of a state of the view: masked tensors as the line of their kept entries, others as they are."""
-    masks = {name: view.mask(name) for name in view.names}
-    return {name: state[name] if mask is None else state[name][mask] for name, mask in masks.items()}
+    places = {name: view.owned(name) for name in view.names}
+    return {name: state[name] if at is None else state[name].reshape(-1).index_select(0, at) for name, at in places.items()}
 
 
 def restored(view: View, packed: Mapping[str, Tensor]) -> State:
     """The state that `survivors` was given, zero where nothing was kept."""
-    return {name: _restored(view.mask(name), packed[name]) for name in view.names}
+    return {name: _restored(view, name, packed[name]) for name in view.names}
 
 
-def _restored(mask: Tensor | None, values: Tensor) -> Tensor:
-    if mask is None:
+def _restored(view: View, name: str, values: Tensor) -> Tensor:
+    places = view.owned(name)
+    if places is None:
         return values
-    dense = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
-    dense[mask] = values
-    return dense
+    shape = view.shape(name)
+    dense = torch.zeros(math.prod(shape), dtype=values.dtype, device=values.device)
+    return dense.index_copy_(0, places, values).reshape(shape)
 
 
 def like_survivors(view: View, state: Mapping[str, Tensor]) -> State:
     """Tensors of the shapes and types that `survivors` gives; `state` is one of the reference."""
     shapes = {name: view.shape(name) for name in view.names}
-    masks = {name: view.mask(name) for name in view.names}
-    return {
-        name: torch.empty(shapes[name] if mask is None else int(mask.sum()), dtype=state[name].dtype)
-        for name, mask in masks.items()
-    }
+    places = {name: view.owned(name) for name in view.names}
+    return {name: torch.empty(shapes[name] if at is None else len(at), dtype=state[name].dtype) for name, at in places.items()}
 
 
 def prune_lowest(view: View, state: Mapping[str, Tensor], names: Iterable[str], share: float) -> dict[str, Tensor]:

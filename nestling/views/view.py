@@ -125,7 +125,29 @@ class View:
 
     def mask(self, name: str) -> Tensor | None:
         """Flags of the owned entries of `name` in the view's shape, or None where all are owned."""
-        return take(self.masks[name], self.where(name)) if name in self.masks else None
+        if name not in self.masks:
+            return None
+        if name not in self._own_masks:
+            self._own_masks[name] = take(self.masks[name], self.where(name))
+        return self._own_masks[name]
+
+    def owned(self, name: str) -> Tensor | None:
+        """Where the owned entries of `name` stand in the view's tensor as one line, or None where all are owned. Looked for once:
+        on a GPU that waits for the device."""
+        mask = self.mask(name)
+        if mask is None:
+            return None
+        if name not in self._owned:
+            self._owned[name] = mask.reshape(-1).nonzero()[:, 0]
+        return self._owned[name]
+
+    @cached_property
+    def _own_masks(self) -> dict[str, Tensor]:
+        return {}
+
+    @cached_property
+    def _owned(self) -> dict[str, Tensor]:
+        return {}
 
     def numel(self) -> int:
         """How many entries travel."""

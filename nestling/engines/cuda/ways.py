@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nestling.devices import cost_of
 from nestling.engines.cuda.settings import Settings
 from nestling.files import cache_folder, write_atomic
 from nestling.training.group import Group
 from nestling.training.stacked import honours_masks
 from nestling.version import __version__
-from nestling.views import Reference, View
+from nestling.world import Piece, piece_cost
 
 SLOTS, SLOTS_LAST, PLAIN = "slots", "slots, channels last", "one by one"
 STACK, MATRICES = "stack", "stack of matrices"
@@ -50,7 +49,7 @@ def candidates(group: Group, settings: Settings) -> list[str]:
     # Clients with fewer batches than others wait in a stack until all are done; in slots they do not.
     if count >= MANY and _filled(group) > 0.5:
         return [stack]
-    return [stack, single] if macs <= TINY else [single]
+    return [stack, single] if macs <= TINY and group.schedule.even else [single]
 
 
 def can_stack(group: Group) -> bool:
@@ -70,19 +69,7 @@ def _filled(group: Group) -> float:
 def macs_of(group: Group) -> float:
     """Multiply-accumulates of the forward pass of one client over one batch."""
     client = group.clients[0]
-    return _macs(client.reference, client.view.form(), client.view) * group.phase.batch
-
-
-_KNOWN: dict[tuple[int, bytes], int] = {}
-
-
-def _macs(reference: Reference, form: bytes, view: View) -> int:
-    key = (id(reference), form)
-    if key not in _KNOWN:
-        if len(_KNOWN) > 4096:
-            _KNOWN.clear()
-        _KNOWN[key] = cost_of(reference.network(view), reference.shape).macs
-    return _KNOWN[key]
+    return piece_cost(Piece(client.reference, client.view)).macs * group.phase.batch
 
 
 def description(group: Group, settings: Settings) -> str:

@@ -61,6 +61,8 @@ class PruneFL(SharedWeights):
     constant: float = 0.0
 
     masks: State = field(init=False, repr=False, compare=False)
+    _pieces: tuple[State, dict[bytes, Piece]] = field(init=False, repr=False, compare=False)
+    _last: tuple[State, State, dict[tuple[bytes, bool], Message]] = field(init=False, repr=False, compare=False)
     started: bool = field(init=False, repr=False, compare=False)
 
     info = Info(
@@ -91,16 +93,26 @@ class PruneFL(SharedWeights):
         require(not unknown, f"there is no weight {unknown}", "method.seconds", f"allowed: {', '.join(names)}")
         self.masks = {name: torch.ones_like(self.weights[name], dtype=torch.bool) for name in names}
         self.started = self.stage_one == 0
+        self._pieces, self._last = (self.masks, {}), (self.weights, self.masks, {})
         self._seconds = {**weight_seconds(world, self.steps), **self.seconds}
 
     def piece(self, device: Device, round: int) -> Piece:
         if round and not self.started:
             self._first_stage()
-        return Piece(device.piece.reference, masked(device.piece.view, self.masks))
+        base, key = device.piece, device.piece.view.key()
+        if self._pieces[0] is not self.masks:
+            self._pieces = (self.masks, {})
+        return self._pieces[1].setdefault(key, Piece(base.reference, masked(base.view, self.masks)))
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        weights = survivors(piece.view, piece.view.extract(self.weights))
-        return Message({"weights": weights, "mask": masks_of(piece.view)}, {"adjust": round % self.every == 0})
+        """What devices of one piece get is one message."""
+        if self._last[0] is not self.weights or self._last[1] is not self.masks:
+            self._last = (self.weights, self.masks, {})
+        key = (piece.view.key(), round % self.every == 0)
+        if key not in self._last[2]:
+            weights = survivors(piece.view, piece.view.extract(self.weights))
+            self._last[2][key] = Message({"weights": weights, "mask": masks_of(piece.view)}, {"adjust": key[1]})
+        return self._last[2][key]
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         weights = like_survivors(piece.view, self.weights)
