@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from nestling.engines import Cohort, CudaCohort, Inline, Pool, choose_where, mak
 from nestling.engines.cuda import Settings, ways
 from nestling.engines.cuda.cohort import MOST_SLOTS, _queues, _Result, height_for
 from nestling.engines.cuda.slot import Slot
+from nestling.engines.cuda.ways import _machine
 from nestling.errors import InputError
 from nestling.methods import METHODS
 from nestling.rounds import Federation, play
@@ -264,6 +266,20 @@ def test_what_cannot_be_recorded_runs_and_says_so_loudly(monkeypatch: pytest.Mon
     assert engine.recorded() == {"kinds_recorded": 0, "kinds_not_recorded": 1, "graphs": 0}
 
 
+def test_what_cannot_be_stacked_is_trained_in_slots_and_says_why() -> None:
+    made, federation, site = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=20),)))
+
+    class Stubborn(type(made)):  # type: ignore[misc]
+        def phases(self, client: Any, received: Any) -> list[Phase]:
+            return [client.train.phase(1, objective=looks_at_values)]
+
+    stubborn, tasks, engine = Stubborn(), tasks_of(federation, 18), recording()
+    engine.open(stubborn, site)
+    for _ in range(2):
+        assert_same(alone(stubborn, tasks, site), list(engine.run(tasks)))
+    assert any("not stacked" in note for note in engine.notes)
+
+
 def test_the_way_is_guessed_from_shapes() -> None:
     def likely(clients: int, compile: bool = False, **changes: Any) -> list[str]:
         fleet = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),))
@@ -290,7 +306,7 @@ def test_what_was_tried_is_remembered(tmp_path: Any) -> None:
         assert any("tried" in note for note in engine.notes) == tried
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"no GPU": 3}'])
+@pytest.mark.parametrize("content", ["", "[]", "{", json.dumps({_machine(): 3})])
 def test_a_spoilt_file_of_decisions_is_no_error(tmp_path: Any, content: str) -> None:
     path = tmp_path / "ways.json"
     path.write_text(content)

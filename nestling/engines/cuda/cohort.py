@@ -60,6 +60,7 @@ class Kind:
     most: int = MOST_HIGH
     way: dict[int, str] = field(default_factory=dict)  # by the number of clients, rounded up
     plain: str = ""  # why it is trained one by one
+    unstacked: str = ""  # why it is never a stack
 
     def all(self) -> Iterator[Program]:
         """All its programs."""
@@ -117,6 +118,9 @@ class CudaCohort:
                 return self._train_all(found)
             except torch.OutOfMemoryError:
                 self._make_room(found)
+            except Exception as error:
+                if not self._unstack(found, error):
+                    raise
 
     def _train_all(self, found: list[Group]) -> list[Losses]:
         work: list[tuple[Lane, Iterator[None]]] = []
@@ -142,6 +146,7 @@ class CudaCohort:
             share = client.view.keep.mean() if client.view.keep.size else 1.0
             self._kinds[group.key] = Kind(f"{client.reference.name} (width {share:.2f}, batch {group.phase.batch})")
             while len(self._kinds) > MOST_KINDS:
+                self._wait()
                 self._kinds.popitem(last=False)
         self._kinds.move_to_end(group.key)
         return self._kinds[group.key]
@@ -181,6 +186,15 @@ class CudaCohort:
             own.append(best)
         return best
 
+    def _unstack(self, found: list[Group], error: Exception) -> bool:
+        """Has what failed as a stack be trained in slots from now on; False where nothing was a stack."""
+        stacked = [kind for kind in map(self._kind, found) if not kind.unstacked and set(kind.programs) & set(ways.STACKS)]
+        for kind in stacked:
+            kind.unstacked = first_line(error)
+            kind.programs.clear()
+            self._note(f"{kind.name}: not stacked ({kind.unstacked})")
+        return bool(stacked)
+
     def _make_room(self, found: list[Group]) -> None:
         """Forgets all programs, and takes at most half as many clients of the kind that needs most at once."""
         largest = max(found, key=lambda g: min(len(g.clients), self._kind(g).most) * g.layout.numel)
@@ -189,6 +203,7 @@ class CudaCohort:
         if now == 1:
             raise torch.OutOfMemoryError(f"one client of {kind.name} does not fit into the memory of {self.where.device}")
         kind.most = (now + 1) // 2
+        self._wait()  # what still runs must not lose its memory
         for other in self._kinds.values():
             other.programs.clear()
         self._note(f"{kind.name}: {now} clients at once do not fit into the device's memory: {kind.most} at a time")
@@ -201,7 +216,9 @@ class CudaCohort:
         if kind.plain:
             return ways.PLAIN
         height = height_for(len(group.clients))
-        if height not in kind.way:
+        if kind.unstacked:
+            kind.way[height] = ways.single(group)
+        elif height not in kind.way:
             kind.way[height] = self._decide(kind, group)
             self._note(f"{kind.name}, {len(group.clients)} clients: {kind.way[height]}")
         for program in kind.all():

@@ -40,16 +40,24 @@ LARGE = 7e8
 def candidates(group: Group, settings: Settings) -> list[str]:
     """The ways that may be the fastest; one where the shapes say which."""
     macs, count = macs_of(group), len(group.clients)
-    convolutions = any(isinstance(layer, nn.Conv2d) for layer in group.module.modules())
-    single = SLOTS_LAST if convolutions and macs >= LARGE else SLOTS
+    alone = single(group)
     # The library computes a stack of larger convolutions group by group; as products of shifted copies a compiler can fuse it.
-    stack = MATRICES if settings.compile and convolutions and macs > TINY else STACK
+    stack = MATRICES if settings.compile and _convolves(group) and macs > TINY else STACK
     if not can_stack(group) or count < SOME or macs > SMALL:
-        return [single]
+        return [alone]
     # Clients with fewer batches than others wait in a stack until all are done; in slots they do not.
     if count >= MANY and _filled(group) > 0.5:
         return [stack]
-    return [stack, single] if macs <= TINY and group.schedule.even else [single]
+    return [stack, alone] if macs <= TINY and group.schedule.even else [alone]
+
+
+def single(group: Group) -> str:
+    """The way in which every client is trained for itself."""
+    return SLOTS_LAST if _convolves(group) and macs_of(group) >= LARGE else SLOTS
+
+
+def _convolves(group: Group) -> bool:
+    return any(isinstance(layer, nn.Conv2d) for layer in group.module.modules())
 
 
 def can_stack(group: Group) -> bool:
@@ -88,14 +96,16 @@ class Decisions:
 
     def get(self, what: str) -> str | None:
         """The way that was found, if any."""
-        return self._read().get(_machine(), {}).get(what)
+        found = self._read().get(_machine())
+        return found.get(what) if isinstance(found, dict) else None
 
     def put(self, what: str, way: str) -> None:
         """Remembers it; a disk that refuses costs the next run a trial and nothing else."""
         if self.path is None:
             return
         known = self._read()
-        known.setdefault(_machine(), {})[what] = way
+        old = known.get(_machine())
+        known[_machine()] = {**(old if isinstance(old, dict) else {}), what: way}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, json.dumps(known, indent=1, sort_keys=True))
