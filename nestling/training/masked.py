@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nestling.training.objectives import Batch, Given, Net, Objective
 from nestling.training.phase import Phase
 
+_SIGNATURE = signature(F.batch_norm)
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -45,8 +48,10 @@ class masked_statistics(TorchFunctionMode):
         self.mask = mask
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.batch_norm:
-            x, weight, bias, mean, variance, training, momentum, eps = args[:8]
+        if func is F.batch_norm:
+            given = _SIGNATURE.bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            x, mean, variance, weight, bias, training, momentum, eps = given.arguments.values()
             if training and len(x) == len(self.mask):
                 return _normalised(x, self.mask, weight, bias, mean, variance, momentum, eps)
         return func(*args, **(kwargs or {}))

@@ -207,6 +207,13 @@ def test_an_objective_that_ignores_masks_is_noticed() -> None:
     assert not honours_masks(group_with(objective=mean_of_all))
 
 
+@pytest.mark.parametrize("norm", ["batch", "sbn", "tracked", "per-width"])
+def test_batch_statistics_honour_masks(norm: str) -> None:
+    model = Named("tinycnn", {"channels": [8, 16, 16], "norm": norm})
+    assert honours_masks(group_with(model=model, objective=cross_entropy))
+    assert not honours_masks(group_with(model=model, objective=mean_of_all))
+
+
 def test_how_an_objective_looks_at_its_number_is_noticed() -> None:
     assert looks_of(group_with(objective=cross_entropy)) == Looks(1, False)
     assert looks_of(group_with(objective=by_number)) == Looks(1, True)

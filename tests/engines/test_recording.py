@@ -186,6 +186,20 @@ def test_more_clients_than_slots_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     assert [len(kind.programs[ways.SLOTS]) for kind in engine._kinds.values()] == [2]
 
 
+@pytest.mark.parametrize("norm", ["batch", "tracked", "group"])
+def test_sizes_of_clients_do_not_multiply_what_is_recorded(norm: str) -> None:
+    model = Named("tinycnn", {"channels": [8, 16, 16], "norm": norm})
+    made, federation, site = federation_of("all-large", split=UNEVEN, model=model, **QUICK)
+    engine = recording(ways.SLOTS)
+    engine.open(made, site)
+    tasks = tasks_of(federation, 6)
+    assert len({site.split.size(task.client) % 32 for task in tasks}) > 4
+    for _ in range(3):
+        assert_same(alone(made, tasks, site), list(engine.run(tasks)), 1e-3)
+    # One for full batches, one for short ones, one to load and one to store.
+    assert {slot.lane.graphs for kind in engine._kinds.values() for slot in kind.all()} <= {3, 4}
+
+
 def test_queues_are_balanced() -> None:
     _, federation, _ = federation_of("all-large", split=UNEVEN)
     groups = group_of(tasks_of(federation, 7), federation)
