@@ -199,7 +199,8 @@ class Overwriting(nn.Module):
 def test_drafts_are_what_the_layer_put_out_even_if_it_is_overwritten() -> None:
     module, x = Overwriting(), torch.randn(6, 1, 8, 8)
     drafts = draw(module, {"first": "conv"}, x, batch=4)
-    assert torch.equal(drafts["first"], module.conv(x)) and torch.equal(drafts["logits"], module(x))
+    # Not bit for bit: a product of four rows may be rounded otherwise than one of six.
+    assert torch.allclose(drafts["first"], module.conv(x), atol=1e-6) and torch.allclose(drafts["logits"], module(x), atol=1e-6)
     assert float(drafts["first"].min()) < 0
 
 

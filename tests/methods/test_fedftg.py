@@ -145,8 +145,9 @@ def test_the_students_step_by_hand() -> None:
         z = noise(16, method.nz, world)
     assert int(labels.max()) <= 2  # of classes that nobody holds, nothing is made
     with torch.no_grad():
-        x = learner(method.network, method.generator, Optim())(codes(z, labels, 10))
-        target = sum(share[k][labels][:, None] * F.softmax(asked(reply)(x), dim=-1) for k, reply in enumerate(replies))
+        x = learner(world, method.network, method.generator, Optim())(codes(z, labels, 10))
+        said = [F.softmax(teacher(x), dim=-1) for teacher in asked(world, replies)]
+        target = sum(share[k][labels][:, None] * probabilities for k, probabilities in enumerate(said))
     leaves = {name: t.clone().requires_grad_() for name, t in plain.method.weights.items()}
     said = torch.func.functional_call(world.main.network(world.main.full).train(), leaves, (x,))
     grads = torch.autograd.grad((-F.log_softmax(said, dim=-1) * target).mean(), list(leaves.values()))
@@ -163,9 +164,7 @@ def test_who_holds_nothing_has_no_say() -> None:
         replies = replies_of(federation, {0: [3] * 10, 1: [0] * 10}, broken)
         method = federation.method
         with torch_seeded(0, "test"):
-            method._tune(
-                [asked(r) for r in replies], torch.stack([r.message["counts"]["classes"] for r in replies]).double(), 1.0
-            )
+            method._tune(replies, torch.stack([r.message["counts"]["classes"] for r in replies]).double(), 1.0)
         found.append(dict(method.weights))
     assert equal(*found)
 

@@ -59,9 +59,10 @@ def apart(federation: Federation, replies: list[Reply], seed: int = 5) -> float:
     method, main = federation.method, federation.world.main
     torch.manual_seed(seed)
     with torch.no_grad():
-        x = learner(method.network, method.generator, Optim())(noise(64, method.nz, federation.world))
+        world = federation.world
+        x = learner(world, method.network, method.generator, Optim())(noise(64, method.nz, world))
         student = Student(method.weights, main.parameters, whole(main.network(main.full)), Optim())
-        return float(gap(method.loss, torch.stack([asked(reply)(x) for reply in replies]), student(x)))
+        return float(gap(method.loss, torch.stack([teacher(x) for teacher in asked(world, replies)]), student(x)))
 
 
 # -- what travels --------------------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_f_teaches_the_participants_and_only_them() -> None:
     assert all(torch.equal(t, taught.method.weights[n]) for n, t in idle.method.weights.items())  # F does not move with it
     torch.manual_seed(7)
     method, main = taught.method, taught.world.main
-    x = learner(method.network, method.generator, Optim())(noise(64, method.nz, taught.world)).detach()
+    x = learner(taught.world, method.network, method.generator, Optim())(noise(64, method.nz, taught.world)).detach()
     with torch.no_grad():
         said = main.network(main.full, method.weights).eval()(x)[None]
         for client in (0, 3):

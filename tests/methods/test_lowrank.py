@@ -234,11 +234,16 @@ def test_sharing_beats_training_alone(method: Any) -> None:
     assert accuracy > alone() + 0.03 and accuracy > 0.4
 
 
+@pytest.mark.usefixtures("images_as_they_are")
 @pytest.mark.parametrize("method", BOTH, ids=lambda m: m.info.title)
-def test_every_engine_gives_the_same(method: Any) -> None:
+def test_stacks_give_the_same(method: Any) -> None:
     gentle = {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.0), "participants": 4}
     plain, stacked = (weights_after(method, **gentle, engine=EngineConfig(name, workers=1)) for name in ("inline", "cohort"))
     assert distance(stacked, plain) < 1e-4
+
+
+@pytest.mark.parametrize("method", BOTH, ids=lambda m: m.info.title)
+def test_the_pool_gives_the_same(method: Any) -> None:
     pool = weights_after(method, rounds=1, engine=EngineConfig("pool", workers=1))
     assert all(torch.equal(t, pool[n]) for n, t in weights_after(method, rounds=1).items())
 
