@@ -28,7 +28,7 @@ proof:
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup-dev)
 	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) tests/gpu
-	$(GPU_PYTHON) benchmarks/gpu_table.py
+	$(GPU_PYTHON) benchmarks/gpu_table.py --data embedded
 
 lint: setup-dev
 	$(BIN)/ruff check nestling tests benchmarks examples
