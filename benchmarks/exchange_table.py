@@ -34,7 +34,7 @@ ALONE = "local"
 
 def main() -> None:
     chosen = options(__doc__ or "", "exchange_table.json", "names of methods")
-    lines = _lines(chosen.lines)
+    lines = lines_of(chosen.lines)
     found = played(play, {f"{name} {seed}": (name, seed) for name in lines for seed in range(chosen.seeds)}, chosen)
     rows = {name: [found[f"{name} {seed}"] for seed in range(chosen.seeds)] for name in lines}
     text = tables(rows)
@@ -98,7 +98,7 @@ def _cells(found: list[dict[str, Any]]) -> str:
     return " | ".join([*every, *tiers, megabytes(found)])
 
 
-def _lines(chosen: str) -> list[str]:
+def lines_of(chosen: str) -> list[str]:
     names = [name for name in METHODS if method_class(name).info.group in ("D", "E", "F")] + [ALONE]
     return [name for name in names if not chosen or name in chosen.split(",")]
 

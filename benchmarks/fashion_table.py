@@ -43,7 +43,7 @@ EVERYWHERE = ("fedavg", "local")
 
 def main() -> None:
     chosen = options(__doc__ or "", "fashion_table.json", "names of methods")
-    lines, seeds = _lines(chosen.lines), range(chosen.seeds)
+    lines, seeds = lines_of(chosen.lines), range(chosen.seeds)
     found = played(play, {_key(*line, seed): (*line, seed) for line in lines for seed in seeds}, chosen)
     rows = {line: [found[_key(*line, seed)] for seed in seeds] for line in lines}
     text = tables(rows)
@@ -121,7 +121,7 @@ def _cells(found: list[dict[str, Any]]) -> str:
     return " | ".join([*cells, sizes, megabytes(found)])
 
 
-def _lines(chosen: str) -> list[tuple[str, str]]:
+def lines_of(chosen: str) -> list[tuple[str, str]]:
     """(group, method) for every line; `chosen` names methods, separated by commas (empty: all)."""
     groups = ("A", "B", "C", "G")
     own = [(group, name) for group in groups for name in METHODS if method_class(name).info.group == group]

@@ -99,12 +99,12 @@ def _experiments(options: argparse.Namespace) -> Iterator[tuple[str, str, Experi
     data = Data("mnist12k" if options.data == "embedded" else options.data)
     if options.setting != "exchange":
         seen: set[str] = set()
-        for group, name in fashion_table._lines(""):
+        for group, name in fashion_table.lines_of(""):
             if name not in seen and (not wanted or name in wanted):
                 seen.add(name)
                 yield "parts", name, _quick(name, fashion_table.experiment(group, name, 0)).with_changes(data=data)
     if options.setting != "parts":
-        for name in exchange_table._lines(""):
+        for name in exchange_table.lines_of(""):
             if not wanted or name in wanted:
                 yield "exchange", name, exchange_table.experiment(name, 0).with_changes(data=data)
 

@@ -21,10 +21,5 @@ class Where:
         if tensor.device != self.device:
             raise ValueError(f"{what} are on {tensor.device}, and the engine computes on {self.device}")
 
-    def __str__(self) -> str:
-        if self.device.type != "cuda":
-            return f"{self.device.type}, {self.precision}"
-        return f"{torch.cuda.get_device_name(self.device)} ({self.device}), {self.precision}"
-
 
 CPU = Where(torch.device("cpu"))

@@ -84,7 +84,7 @@ def trainer(way: str) -> Callable[[list[Group]], list[Losses]]:
     return recording(way)._train
 
 
-def recording(way: str = "", most: int = 0) -> CudaCohort:
+def recording(way: str = "") -> CudaCohort:
     """The engine for a GPU, without one: the same decisions and the same arithmetic, without graphs. With a way, that is taken wherever
     it is possible."""
     engine = CudaCohort(CPU, Settings("float32"), ways.Decisions(None))

@@ -548,7 +548,7 @@ def sizes_of(federation: Federation, round: int = 0) -> list[int]:
     return [world.cost(method.piece(device, round)).params for device in devices]
 
 
-@pytest.mark.parametrize(("group", "name"), [line for line in fashion_table._lines("") if line[0] == "B"])
+@pytest.mark.parametrize(("group", "name"), [line for line in fashion_table.lines_of("") if line[0] == "B"])
 def test_methods_of_the_table_train_what_its_five_budgets_allow(group: str, name: str) -> None:
     experiment = replace(fashion_table.experiment(group, name, 0), data=Data())
     _, federation = assemble(replace(experiment, fleet=replace(experiment.fleet, size=20)))

@@ -9,7 +9,6 @@ from torch import Tensor
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.device_order import orders
 from nestling.training.group import Group
-from nestling.training.order import Schedule
 from nestling.training.stacked import Feed
 
 STAGES = 4
@@ -42,7 +41,7 @@ def drawn_numbers(group: Group) -> int:
 
 
 class Order:
-    """The batches of `height` clients, at most `steps` of them; more make it grow, which moves it."""
+    """The batches of `height` clients, at most `steps` of them."""
 
     def __init__(self, group: Group, height: int, wide: int) -> None:
         self.device, self.wide, self.height = group.site.x.device, wide, height
@@ -138,8 +137,3 @@ class _Stage:
         to.copy_(self.tensor, non_blocking=True)
         if self._event is not None:
             self._event.record()
-
-
-def ends_of(plan: Schedule) -> np.ndarray:
-    """After how many steps each client is done."""
-    return (plan.lengths > 0).sum(1)
