@@ -36,9 +36,11 @@ class Lane:
         """How many graphs were recorded."""
         return len(self._graphs)
 
-    def on(self) -> contextlib.AbstractContextManager[object]:
-        """What is queued inside the block goes to the lane."""
-        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+    def enter(self) -> None:
+        """What is queued from now on goes to the lane. For a round of hundreds of steps: a block for each, which asks for the stream to
+        go back to, costs as much as launching the step."""
+        if self.stream is not None:
+            torch.cuda.set_stream(self.stream)
 
     def begin(self) -> None:
         """The lane waits for the current stream."""
@@ -85,6 +87,17 @@ class Lane:
             return None
         self._graphs[kind] = graph.replay
         return self._graphs[kind]
+
+
+@contextlib.contextmanager
+def back_to_this_stream() -> Iterator[None]:
+    """Whatever lanes are entered inside the block, after it the current stream is what it was."""
+    home = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        if home is not None:
+            torch.cuda.set_stream(home)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nestling.training.distiller import Forward, Student
 from nestling.training.kept import Kept
-from nestling.training.lane import Lane
+from nestling.training.lane import Lane, back_to_this_stream
 from nestling.training.optimisers import Optim
 from nestling.where import CPU, Where
 
@@ -63,7 +63,8 @@ class Recorder:
             yield
             return
         self._lane.begin()
-        with self._lane.on():
+        with back_to_this_stream():
+            self._lane.enter()
             yield
         self._lane.end()
 

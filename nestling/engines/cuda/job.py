@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestling.training.group import Group
-from nestling.training.lane import Lane
+from nestling.training.lane import Lane, back_to_this_stream
 from nestling.training.optimisers import Buffers
 
 _DONE = object()
@@ -31,16 +31,17 @@ def side_by_side(work: Sequence[tuple[Lane, Iterator[None]]]) -> None:
     lane launched as a whole would be done before the next one began."""
     for lane, _ in work:
         lane.begin()
-    active = list(work)
-    while active:
-        active = [(lane, steps) for lane, steps in active if _next(lane, steps)]
+    with back_to_this_stream():
+        active = list(work)
+        while active:
+            active = [(lane, steps) for lane, steps in active if _next(lane, steps)]
     for lane, _ in work:
         lane.end()
 
 
 def _next(lane: Lane, steps: Iterator[None]) -> bool:
-    with lane.on():
-        return next(steps, _DONE) is not _DONE
+    lane.enter()
+    return next(steps, _DONE) is not _DONE
 
 
 def zero(memory: Buffers, *tensors: Tensor) -> None:
