@@ -77,6 +77,8 @@ class Group:
 
     def part(self, start: int, end: int) -> Group:
         """Some of the clients."""
+        if (start, end) == (0, len(self.clients)):
+            return self
         return Group(self.key, self.clients[start:end], self.phases[start:end], self.number)
 
     def shared(self, name: str) -> bool:

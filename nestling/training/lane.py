@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 
@@ -17,9 +17,7 @@ Action = Callable[[], None]
 
 
 class Lane:
-    """Work on a lane starts after what was queued on the current stream before, and is waited for at the end.
-
-    Graphs are recorded on the lane and replayed there and nowhere else. Matrix products keep counters in a workspace that belongs to
+    """Graphs are recorded on the lane and replayed there and nowhere else. Matrix products keep counters in a workspace that belongs to
     the stream they were recorded on, so two graphs recorded on one stream and replayed side by side spoil each other's, up to never
     ending.
     """
@@ -37,20 +35,10 @@ class Lane:
         return len(self._graphs)
 
     def enter(self) -> None:
-        """What is queued from now on goes to the lane. For a round of hundreds of steps: a block for each, which asks for the stream to
-        go back to, costs as much as launching the step."""
+        """What is queued from now on goes to the lane (see `beside`). A block for every step, which would ask for the stream to go back
+        to, would cost as much as launching the step."""
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
-
-    def begin(self) -> None:
-        """The lane waits for the current stream."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-
-    def end(self) -> None:
-        """The current stream waits for the lane."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
 
     def do(self, kind: Hashable, action: Action) -> None:
         """Does the action on the lane. Actions of one kind do the same to the same tensors, whatever these hold. Where there are no
@@ -90,14 +78,23 @@ class Lane:
 
 
 @contextlib.contextmanager
-def back_to_this_stream() -> Iterator[None]:
-    """Whatever lanes are entered inside the block, after it the current stream is what it was."""
-    home = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+def beside(lanes: Sequence[Lane]) -> Iterator[None]:
+    """The block in which lanes are entered: their work starts after what was queued before the block on the stream that is the current
+    one here, and what is queued there after the block waits for it."""
+    streams = [lane.stream for lane in lanes if lane.stream is not None]
+    if not streams:
+        yield
+        return
+    home = torch.cuda.current_stream(streams[0].device)
+    before = home.record_event()
+    for stream in streams:
+        stream.wait_event(before)
     try:
         yield
     finally:
-        if home is not None:
-            torch.cuda.set_stream(home)
+        torch.cuda.set_stream(home)
+    for stream in streams:
+        home.wait_event(stream.record_event())
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nestling.training.distiller import Forward, Student
 from nestling.training.kept import Kept
-from nestling.training.lane import Lane, back_to_this_stream
+from nestling.training.lane import Lane, beside
 from nestling.training.optimisers import Optim
 from nestling.where import CPU, Where
 
@@ -62,11 +62,9 @@ class Recorder:
         if self._lane is None:
             yield
             return
-        self._lane.begin()
-        with back_to_this_stream():
+        with beside([self._lane]):
             self._lane.enter()
             yield
-        self._lane.end()
 
     def do(self, kind: Hashable, body: Callable[..., None], *inputs: Tensor) -> None:
         """Does the body with these inputs. Bodies of one kind do the same to the same students, and read the same kept tensors."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestling.training.group import Group
-from nestling.training.lane import Lane, back_to_this_stream
+from nestling.training.lane import Lane, beside
 from nestling.training.optimisers import Buffers
 
 _DONE = object()
@@ -29,14 +29,10 @@ class Job:
 def side_by_side(work: Sequence[tuple[Lane, Iterator[None]]]) -> None:
     """Plays the steps of several lanes: everybody's first, then everybody's second. Launching costs about as much as running, so that a
     lane launched as a whole would be done before the next one began."""
-    for lane, _ in work:
-        lane.begin()
-    with back_to_this_stream():
+    with beside([lane for lane, _ in work]):
         active = list(work)
         while active:
             active = [(lane, steps) for lane, steps in active if _next(lane, steps)]
-    for lane, _ in work:
-        lane.end()
 
 
 def _next(lane: Lane, steps: Iterator[None]) -> bool:

@@ -53,8 +53,9 @@ class StackProgram:
         self.memory = Buffers.zeros(self.phase.optim, list(self.state.params.values()))
         self.lr, self.losses = Rate(device), torch.zeros(height, device=device)
         self.ends = torch.zeros(height, dtype=torch.int64, device=device)
-        self.out = torch.zeros(height, self.layout.numel, device=device)
-        self.others = {name: self.state.rest[name].clone() for name in self.layout.others}
+        # What clients with fewer steps than others have learned; of even ones it is what the network holds at the end.
+        self.out = torch.zeros(height, 0 if self.even else self.layout.numel, device=device)
+        self.others = {} if self.even else {name: self.state.rest[name].clone() for name in self.layout.others}
         self.compute = self._gradients(0)
         if settings.compile:
             self.compute = compiled(self.compute)
@@ -80,17 +81,14 @@ class StackProgram:
             yield
         else:
             self.lane.do("load", self._spread)
-            ends = {plan.steps} if self.even else set(plan.steps_taken)
+            ends = set() if self.even else set(plan.steps_taken)
             for number in range(plan.steps):
                 turn = self.looks.turn(number)
                 self.lane.do(("step", turn), partial(self._step, turn))
                 if number + 1 in ends:
                     self.lane.do("store", self._collect)
                 yield
-        job.out.copy_(self.out[:count])
-        job.losses.copy_(self.losses[:count])
-        for name, tensor in job.others.items():
-            tensor.copy_(self.others[name][:count])
+        self._hand_over(job, count)
 
     def _take(self, job: Job) -> None:
         group, count = job.group, len(job.group.clients)
@@ -122,23 +120,32 @@ class StackProgram:
 
     @torch.no_grad()
     def _collect(self) -> None:
-        """The states of the clients that have just taken their last step, as rows of one matrix."""
-        both = {**self.state.rest, **self.state.params}
-        parts = [both[name].reshape(self.height, -1) for name in self.layout.names]
-        if self.even:
-            torch.cat(parts, 1, out=self.out)
-        else:
-            self.out.copy_(torch.where((self.ends == self.order.now)[:, None], torch.cat(parts, 1), self.out))
+        """Keeps the states of the clients that have just taken their last step."""
+        done = self.ends == self.order.now
+        self.out.copy_(torch.where(done[:, None], torch.cat(self._parts(self.height), 1), self.out))
         for name, kept in self.others.items():
-            done = torch.ones_like(self.ends, dtype=torch.bool) if self.even else self.ends == self.order.now
-            kept.copy_(torch.where(done.reshape(-1, *[1] * (kept.dim() - 1)), both[name], kept))
+            kept.copy_(torch.where(done.reshape(-1, *[1] * (kept.dim() - 1)), self.state.rest[name], kept))
+
+    @torch.no_grad()
+    def _hand_over(self, job: Job, count: int) -> None:
+        if self.even:
+            torch.cat(self._parts(count), 1, out=job.out)
+        else:
+            job.out.copy_(self.out[:count])
+        job.losses.copy_(self.losses[:count])
+        for name, tensor in job.others.items():
+            tensor.copy_((self.state.rest if self.even else self.others)[name][:count])
+
+    def _parts(self, count: int) -> list[Tensor]:
+        """The first clients' tensors, one row each, in the order of the layout."""
+        both = {**self.state.rest, **self.state.params}
+        return [both[name][:count].reshape(count, -1) for name in self.layout.names]
 
     def _phase(self, steps: int) -> None:
         self._spread()
         self.order.draw()
         for number in range(steps):
             self._step(self.looks.turn(number))
-        self._collect()
 
     def _gradients(self, number: int) -> Callable[..., tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]]:
         return gradients(self.module, self.phase, self.state, masked=not self.even, number=number, noise="different")

@@ -41,8 +41,9 @@ def candidates(group: Group, settings: Settings) -> list[str]:
     """The ways that may be the fastest; one where the shapes say which."""
     macs, count = macs_of(group), len(group.clients)
     alone = single(group)
-    # The library computes a stack of larger convolutions group by group; as products of shifted copies a compiler can fuse it.
-    stack = MATRICES if settings.compile and _convolves(group) and macs > TINY else STACK
+    # The library computes a stack of convolutions group by group, or at least their gradients; as products of shifted copies a
+    # compiler can fuse them.
+    stack = MATRICES if settings.compile and _convolves(group) else STACK
     if not can_stack(group) or count < SOME or macs > SMALL:
         return [alone]
     # Clients with fewer batches than others wait in a stack until all are done; in slots they do not.
