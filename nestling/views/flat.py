@@ -168,7 +168,7 @@ class Stack:
     layout: Layout
     flat: Tensor
     others: dict[str, Tensor]
-    _finite: Fetched | FetchedRow | None = None
+    _sums: Fetched | FetchedRow | None = None
 
     def rows(self) -> list[Row]:
         return [Row(self, k) for k in range(len(self.flat))]
@@ -182,15 +182,15 @@ class Stack:
         return 4 * self.layout.numel + sum(t[0].nbytes for t in kept)
 
     def look(self) -> None:
-        """Has the device find out which rows are finite, without waiting for it."""
-        if self._finite is None:
-            self._finite = Fetched(torch.isfinite(self.flat.sum(1)))
+        """Has the device sum up the rows, without waiting for it: a sum is finite where all it sums is."""
+        if self._sums is None:
+            self._sums = Fetched(self.flat.sum(1))
 
     @cached_property
     def finite(self) -> list[bool]:
         """One flag a row: whether all its values are finite."""
         self.look()
-        return [bool(flag) for flag in self._finite.values()]  # type: ignore[union-attr]
+        return [math.isfinite(value) for value in self._sums.values()]  # type: ignore[union-attr]
 
 
 class Row(Mapping[str, Tensor]):

@@ -59,6 +59,10 @@ def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence
     old = flat_of(reference, layout)
     views = _by_view(given)
     if len(views) == 1 and views[0][0].view.packing(layout, old.device)[1] is None:
+        stacked = _rows(given, layout) if old.is_cuda else None
+        if stacked is not None and all(c.weight == given[0].weight for c in given):
+            # One pass over memory: nothing has to be turned into float64 before it is summed.
+            return stacked.mean(0, dtype=torch.float64).to(old.dtype)
         return _sum(given, layout, old.device).div_(sum(c.weight for c in given)).to(old.dtype)
     total = torch.zeros(layout.numel, dtype=torch.float64, device=old.device)
     weight: Tensor | float = 0.0
@@ -88,9 +92,6 @@ def _sum(own: Sequence[Contribution], layout: Layout, device: torch.device) -> T
     """Σ weight · state in float64, as one vector."""
     stacked = _rows(own, layout) if device.type == "cuda" else None
     if stacked is not None:
-        if all(c.weight == own[0].weight for c in own):
-            # One pass over memory: nothing has to be turned into float64 before it is summed.
-            return stacked.sum(0, dtype=torch.float64).mul_(own[0].weight)
         weights = _weights(tuple(c.weight for c in own), device)
         wide = max(1, _PIECE_CUDA // len(own))
         if stacked.shape[1] <= wide:

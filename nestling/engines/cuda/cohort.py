@@ -290,7 +290,7 @@ class _Result:
         others = {
             name: torch.empty((count, *weights[name].shape), dtype=weights[name].dtype, device=device) for name in layout.others
         }
-        return _Result(group, table, torch.empty(count, layout.numel, device=device), torch.zeros(count, device=device), others)
+        return _Result(group, table, torch.empty(count, layout.numel, device=device), torch.empty(count, device=device), others)
 
     def part(self, start: int, end: int) -> Job:
         """The share of some of the clients."""
@@ -299,8 +299,8 @@ class _Result:
         return Job(self.group.part(start, end), self.table[pick], self.out[pick], self.losses[pick], others)
 
     def finish(self) -> Losses:
-        """Gives the clients their new weights. Losses and whether states are finite go to the host in one copy."""
-        told = Fetched(torch.stack([self.losses, torch.isfinite(self.out.sum(1)).to(self.losses)]))
+        """Gives the clients their new weights. Losses and the sums that tell whether states are finite go to the host in one copy."""
+        told = Fetched(torch.stack([self.losses, self.out.sum(1)]))
         stack = Stack(self.group.layout, self.out, self.others, told.row(1))
         for client, row in zip(self.group.clients, stack.rows(), strict=True):
             client.weights = row

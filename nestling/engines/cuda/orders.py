@@ -105,8 +105,7 @@ class DrawnOrder(Order):
         stage = self._stages[0]
         self._stages = [*self._stages[1:], stage]
         stage.wait()
-        for line, client in zip(stage.array, group.clients, strict=False):
-            line[:-1] = client.rows
+        np.stack([client.rows for client in group.clients], out=stage.array[: len(group.clients), :-1])
         assert group.schedule.keys is not None
         stage.array[: len(group.clients), -1] = group.schedule.keys.view(np.int64)
         stage.send(self.own)

@@ -56,6 +56,7 @@ class StackProgram:
         # What clients with fewer steps than others have learned; of even ones it is what the network holds at the end.
         self.out = torch.zeros(height, 0 if self.even else self.layout.numel, device=device)
         self.others = {} if self.even else {name: self.state.rest[name].clone() for name in self.layout.others}
+        self.parts = self._parts(height)
         self.compute = self._gradients(0)
         if settings.compile:
             self.compute = compiled(self.compute)
@@ -122,14 +123,14 @@ class StackProgram:
     def _collect(self) -> None:
         """Keeps the states of the clients that have just taken their last step."""
         done = self.ends == self.order.now
-        self.out.copy_(torch.where(done[:, None], torch.cat(self._parts(self.height), 1), self.out))
+        self.out.copy_(torch.where(done[:, None], torch.cat(self.parts, 1), self.out))
         for name, kept in self.others.items():
             kept.copy_(torch.where(done.reshape(-1, *[1] * (kept.dim() - 1)), self.state.rest[name], kept))
 
     @torch.no_grad()
     def _hand_over(self, job: Job, count: int) -> None:
         if self.even:
-            torch.cat(self._parts(count), 1, out=job.out)
+            torch.cat(self.parts if count == self.height else self._parts(count), 1, out=job.out)
         else:
             job.out.copy_(self.out[:count])
         job.losses.copy_(self.losses[:count])
