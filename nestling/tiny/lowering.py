@@ -167,7 +167,7 @@ def _check(phase: Phase) -> None:
 
 
 def _rate(hook: Hook) -> float:
-    """What a hook divides the outputs of all convolutions by."""
+    """What a hook divides the outputs of convolutions by."""
     function, keywords = _unwrapped(hook.change)
     if function is not divide or not set(hook.layers) <= {nn.Conv1d, nn.Conv2d}:
         raise _refused(f"the hook {_name(function)}", "the one it has divides what convolutions put out: give the tier no board")
@@ -206,9 +206,7 @@ _KEPT = 64
 def _plan_of(client: Client, phase: Phase, loss: _Loss, masked: bool) -> Plan:
     """The plan of the client's view for a phase of this kind, remembered."""
     known = _PLANS.setdefault(client.reference, {})
-    scale = 1.0
-    for hook in phase.hooks:
-        scale /= _rate(hook)
+    scales = tuple((hook.names, 1 / _rate(hook)) for hook in phase.hooks)
     options: dict[str, Any] = {
         "freeze": tuple(phase.freeze),
         "momentum": phase.optim.momentum > 0,
@@ -216,7 +214,7 @@ def _plan_of(client: Client, phase: Phase, loss: _Loss, masked: bool) -> Plan:
         "mask": masked,
         "target": loss.targets is not None,
         "present": loss.present is not None,
-        "scale": scale,
+        "scales": scales,
     }
     key = (client.view.key(), *options.values())
     if key not in known:

@@ -37,7 +37,7 @@ class Group:
     def nature(self) -> Hashable:
         """Equal for groups that do the same in networks of other sizes: what holds of one then holds of the other."""
         phase = self.phase
-        hooks = tuple((hook.layers, token(hook.change)) for hook in phase.hooks)
+        hooks = tuple((hook.layers, hook.names, token(hook.change)) for hook in phase.hooks)
         functions = (token(phase.objective), token(phase.rule), token(phase.also), hooks)
         return (self.clients[0].reference.name, id(self.clients[0].reference), functions, tuple(phase.given), phase.source)
 
@@ -111,7 +111,7 @@ def phase_token(phase: Phase) -> Hashable:
         token(phase.objective),
         token(phase.rule),
         token(phase.also),
-        tuple((hook.layers, token(hook.change)) for hook in phase.hooks),
+        tuple((hook.layers, hook.names, token(hook.change)) for hook in phase.hooks),
         (optim.name, optim.momentum, optim.weight_decay, optim.clip, optim.betas, optim.eps, optim.lazy),
         (phase.epochs, phase.batch, phase.steps, phase.source, phase.freeze, phase.drop_last, phase.augment),
         tuple((name, tuple(t.shape), t.dtype) for name, t in phase.given.items()),

@@ -21,10 +21,12 @@ GradientRule = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Given], Map
 
 @dataclass(frozen=True)
 class Hook:
-    """Changes what some layers put out while the phase trains: `change(layer, output)` for every layer of the given types."""
+    """Changes what some layers put out while the phase trains: `change(layer, output)` for every layer of the given types, or those of
+    them that `names` names."""
 
     layers: tuple[type[nn.Module], ...]
     change: Callable[[nn.Module, Any], Any]
+    names: tuple[str, ...] = ()
 
 
 def divide(layer: nn.Module, out: Tensor, *, by: float) -> Tensor:

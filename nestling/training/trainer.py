@@ -147,8 +147,8 @@ def hooked(module: nn.Module, phase: Phase) -> Iterator[None]:
     handles = [
         layer.register_forward_hook(lambda layer, _, out, change=hook.change: change(layer, out))
         for hook in phase.hooks
-        for layer in module.modules()
-        if isinstance(layer, hook.layers)
+        for name, layer in module.named_modules()
+        if isinstance(layer, hook.layers) and (not hook.names or name in hook.names)
     ]
     try:
         yield

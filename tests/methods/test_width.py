@@ -19,12 +19,15 @@ from nestling.methods.submodel import fjord
 from nestling.methods.submodel.fedrolex import FedRolex
 from nestling.methods.submodel.fjord import FjORD, _drawn
 from nestling.methods.submodel.heterofl import HeteroFL
+from nestling.methods.submodel.scaler import narrowed
 from nestling.models import build, norm_layer
 from nestling.models.norm import used_rows
 from nestling.rounds import Federation
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.group import Group
+from nestling.training.phase import Phase
 from nestling.training.together import Losses, work_together
+from nestling.training.trainer import hooked
 from nestling.views import Reference, State, View, prefix, rolled, rolling, sub_module, trace
 from nestling.views.nested import by_zeros
 from tests.engines.test_cohort import assert_same, trainer
@@ -491,17 +494,53 @@ def test_the_scaler_before_batch_statistics_does_nothing() -> None:
     assert float((norm(1e-3 * x / 0.25) - norm(1e-3 * x)).abs().max()) > 0.1
 
 
-def test_the_scaler_divides_after_convolutions_while_training_only() -> None:
-    settled, federation = assemble(small("heterofl", model=Named("tinycnn", {"channels": [8, 16, 16], "norm": "none"})))
-    member = clients_of(federation, "small")[0]
+NO_NORM = Named("tinycnn", {"channels": [8, 16, 16], "norm": "none"})
+
+
+def phase_of(federation: Federation, member: int) -> tuple[Client, Phase]:
     device = federation.world.device(member)
     sent = federation.method.send(device, device.piece, 1)
     client = client_of(Task(member, 1, "main", device.piece.spec(), sent), site_of(federation))
-    hook = settled.make_method().phases(client, sent)[0].hooks[0]
-    assert set(hook.layers) == {nn.Conv1d, nn.Conv2d}
-    assert torch.allclose(hook.change(nn.Conv2d(1, 1, 1), torch.ones(1)), torch.ones(1) / float(device.piece.view.keep.mean()))
-    network = federation.world.main.network(device.piece.view)
-    assert not any(layer._forward_hooks for layer in network.modules())
+    return client, next(iter(federation.method.phases(client, sent)))
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+def test_the_scaler_divides_after_convolutions_by_the_share_of_their_channels(method: str) -> None:
+    _, federation = assemble(small(method, model=NO_NORM))
+    client, phase = phase_of(federation, clients_of(federation, "small")[0])
+    shares = {name: by for hook in phase.hooks for name, by in zip(hook.names, [hook.change.keywords["by"]] * 9, strict=False)}
+    full = {n: m.out_channels for n, m in client.reference.module.named_modules() if isinstance(m, nn.Conv2d)}
+    cut = {n: m.out_channels for n, m in client.reference.network(client.view).named_modules() if isinstance(m, nn.Conv2d)}
+    assert shares == {name: cut[name] / full[name] for name in full} and max(shares.values()) < 1
+    assert not any(layer._forward_hooks for layer in client.reference.network(client.view).modules())
+    whole, plain = phase_of(federation, clients_of(federation, "large")[0])
+    assert whole.view.keep.all() and plain.hooks == ()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+def test_a_part_is_tested_with_the_scaler_it_was_trained_with(method: str) -> None:
+    """Its weights hold the division, so that a model that leaves the simulator computes the same."""
+    _, federation = assemble(small(method, model=NO_NORM))
+    member = clients_of(federation, "small")[0]
+    client, phase = phase_of(federation, member)
+    x = torch.rand(4, *client.reference.shape)
+    trained = client.reference.network(client.view, client.view.extract(federation.method.weights)).eval()
+    with hooked(trained, phase):
+        wanted = trained(x)
+    without = trained(x)
+    model = federation.method.model_for(federation.world.device(member))
+    found = model.reference.network(model.view, model.state).eval()(x)
+    assert torch.allclose(found, wanted, atol=1e-6) and not torch.allclose(found, without, atol=1e-3)
+    whole = federation.method.global_model()
+    assert all(torch.equal(whole.state[name], t) for name, t in federation.method.weights.items())
+
+
+def test_layers_that_keep_all_their_channels_are_not_divided() -> None:
+    reference = assemble(small("heterofl", model=NO_NORM))[1].world.main
+    first = reference.axes.names[0]
+    shares = narrowed(reference, prefix(reference.axes, {first: 0.5}))
+    assert list(shares.values()) == [0.5] and narrowed(reference, reference.full) == {}
 
 
 def test_without_the_label_mask_no_classes_travel() -> None:

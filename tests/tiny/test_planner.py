@@ -250,7 +250,12 @@ def test_a_plan_reaches_the_floor_and_loses_nothing(name: str, shape: tuple[int,
 
 def test_the_descriptor_comes_back() -> None:
     made = plan(
-        network("resnet8", (3, 16, 16), {"width": 0.25}), (3, 16, 16), anchor=True, target=True, present=True, scale=4 / 3
+        network("resnet8", (3, 16, 16), {"width": 0.25}),
+        (3, 16, 16),
+        anchor=True,
+        target=True,
+        present=True,
+        scales=[((), 4 / 3)],
     )
     header, ops = descriptor.from_bytes(made.descriptor)
     assert header == made.header

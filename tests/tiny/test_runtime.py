@@ -167,7 +167,7 @@ def test_convolutions_are_multiplied_by_the_plans_scale() -> None:
     torch.manual_seed(1)
     net = made()
     x, y = samples(shape, 5, 12)
-    planned, steps = plan(net, shape, scale=0.7), batches(12)
+    planned, steps = plan(net, shape, scales=[((), 0.7)]), batches(12)
     found = native.run_job(Job(planned, planned.pack(net.state_dict()), PLAIN, steps), data.pack(x, y))
     for layer in net:
         if isinstance(layer, nn.Conv2d):

@@ -69,7 +69,7 @@ def plans() -> list[Plan]:
             made(),
             {name: bool(number >> k & 1) for k, name in enumerate(("momentum", "anchor", "mask", "target", "present"))},
         )
-        found.append(plan(net, shape, scale=0.5 if number % 3 else 1.0, **extra))
+        found.append(plan(net, shape, scales=[((), 0.5)] if number % 3 else (), **extra))
     return found
 
 

@@ -66,7 +66,7 @@ class FedRolex(HeteroFL):
 
     def model_for(self, device: Device) -> Model:
         view = self._window(super().piece(device, 0), self.steps).view
-        return Model(self.world.main, view, view.extract(self.weights))
+        return self.as_trained(Model(self.world.main, view, view.extract(self.weights)))
 
     def state(self) -> dict[str, State]:
         return {**super().state(), "window": {"steps": torch.tensor(float(self.steps), dtype=torch.float64)}}

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
 from nestling.methods.method import Info, Reply, SharedWeights
+from nestling.methods.submodel.scaler import dividing, narrowed, scaled
 from nestling.seeds import stream
 from nestling.training.client import Client
 from nestling.training.objectives import cross_entropy, present_cross_entropy
-from nestling.training.phase import Hook, Phase, divide
+from nestling.training.phase import Phase
 from nestling.views import Contribution
-from nestling.world import Device, Piece, World
+from nestling.world import Device, Model, Piece, World
 
 
 @dataclass
@@ -25,15 +25,18 @@ class HeteroFL(SharedWeights):
     Clients", ICLR 2021).
 
     Idea: a client of level r trains the first ⌈r·K⌉ channels of every hidden layer; the server averages each entry over the clients
-    that have it. Activations are divided by r while training, so that wide and narrow networks see the same scale.
+    that have it. What a convolution puts out is divided by the share of its channels that is left, so that wide and narrow networks
+    see the same scale.
     Loss: cross-entropy with the logits of absent classes set to 0. Travels: the client's part down and up. Merge: uniform mean over
     holders; a classifier row counts only from clients that hold its class; the rest keep their value.
-    Differs from the released code: channel ties come from tracing, so bottleneck networks work too. Use `model.norm = "sbn"` for the
-    paper's static batch norm, and gradient clipping at 1 (`train.clip = 1`), as published.
+    Differs from the released code: channel ties come from tracing, so bottleneck networks work too; a part is also tested with the
+    division it was trained with (in its weights), which the released code leaves out there: before batch statistics it makes no
+    difference, without them it does (78.5 against 72.8 % in one run). Layers that keep all their channels are not divided. Use
+    `model.norm = "sbn"` for the paper's static batch norm, and gradient clipping at 1 (`train.clip = 1`), as published.
 
     dynamic:     levels are drawn anew every round from the tiers' shares (how the published tables were made).
     mask_labels: the label mask, in the loss and in the merge.
-    scaler:      the division by r.
+    scaler:      the division by the share of the channels.
     """
 
     dynamic: bool = False
@@ -69,13 +72,15 @@ class HeteroFL(SharedWeights):
         drawn = stream(self.world.seed, "level", device.id, round).choice(len(plans), p=[s / sum(shares) for s in shares])
         return plans[drawn].piece
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        rate = float(piece.view.keep.mean())
-        return replace(super().send(device, piece, round), facts={"rate": rate})
+    def model_for(self, device: Device) -> Model:
+        return self.as_trained(super().model_for(device))
+
+    def as_trained(self, model: Model) -> Model:
+        """A model with the scaler that its part was trained with."""
+        return scaled(model, narrowed(model.reference, model.view)) if self.scaler else model
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
-        rate = float(received.facts["rate"])
-        hooks = (Hook((nn.Conv1d, nn.Conv2d), partial(divide, by=rate)),) if self.scaler and rate < 1 else ()
+        hooks = dividing(client.reference, client.view) if self.scaler else ()
         if not self.mask_labels:
             return [client.train.phase(client.round, objective=cross_entropy, hooks=hooks)]
         given = {"present": held_classes(client).float()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from nestling.message import Message
 from nestling.methods.method import Info
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
+from nestling.methods.submodel.scaler import scaled
 from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.phase import Hook, Phase, divide
-from nestling.views import Reference, State, View, prefix
+from nestling.views import Reference, View, prefix
 from nestling.views.depth import depth_views
 from nestling.world import Device, Model, Piece, World
 
@@ -104,12 +105,8 @@ class ScaleFL(ByDepth):
     def model_for(self, device: Device) -> Model:
         model = super().model_for(device)
         width = self.width_of[model.view.key()] if self.scaler else 1.0
-        return replace(model, state=_scaled(model.reference, model.state, width)) if width < 1 else model
-
-
-def _scaled(reference: Reference, state: Mapping[str, Tensor], width: float) -> State:
-    layers = {name for name, layer in reference.module.named_modules() if isinstance(layer, nn.Conv2d)}
-    return {name: t / width if name.rpartition(".")[0] in layers else t for name, t in state.items()}
+        layers = [name for name, layer in model.reference.module.named_modules() if isinstance(layer, nn.Conv2d)]
+        return scaled(model, dict.fromkeys(layers, width)) if width < 1 else model
 
 
 def _weighted_exits(net: Net, batch: Batch, given: Given, *, temperature: float) -> Tensor:

@@ -136,12 +136,13 @@ def plan(
     mask: bool = False,
     target: bool = False,
     present: bool = False,
-    scale: float = 1.0,
+    scales: Sequence[tuple[Sequence[str], float]] = (),
 ) -> Plan:
     """The plan of training a network on samples of `shape` (not needed with a graph).
 
     freeze: prefixes of parameter names that are not trained, as in a phase. momentum, anchor, mask, target, present: which of these
-    blocks the job needs. scale: what the result of every convolution is multiplied by.
+    blocks the job needs. scales: what the results of convolutions are multiplied by, each with the names of
+    the layers (none: all of them).
     """
     graph = _sunk(network if isinstance(network, Graph) else lower(network, tuple(shape or ())))
     if len(graph.nodes) > MOST_OPS:
@@ -154,7 +155,7 @@ def plan(
     base = sum(blocks.values())
     offsets, scratch = place(lives.buffers)
     places = _Places(graph, lives, [base + offset for offset in offsets], {entry.name: entry.offset for entry in entries})
-    ops = tuple(_op(places, index, scale) for index in range(len(graph.nodes)))
+    ops = tuple(_op(places, index, _scale(graph.nodes[index], scales)) for index in range(len(graph.nodes)))
     header = _header(places, len(ops), entries, blocks, base + scratch)
     parts = {name: size for name, size in (*blocks.items(), ("activations", scratch)) if size}
     return Plan(graph, header, ops, entries, parts, floor_of(lives.buffers))
@@ -241,6 +242,11 @@ class _Places:
         return self.offsets[table[key]] if key in table else NONE
 
 
+def _scale(node: Node, scales: Sequence[tuple[Sequence[str], float]]) -> float:
+    own = [scale for names, scale in scales if node.kind == "conv" and (not names or node.layer in names)]
+    return float(np.float32(math.prod(own)))
+
+
 def _op(places: _Places, index: int, scale: float) -> Op:
     graph, lives = places.graph, places.lives
     node = graph.nodes[index]
@@ -278,7 +284,7 @@ def _op(places: _Places, index: int, scale: float) -> Op:
         pad_top=node.padding[0],
         pad_left=node.padding[1],
         groups=node.groups,
-        scale=float(np.float32(scale)) if node.kind == "conv" else 1.0,
+        scale=scale,
         eps=float(np.float32(node.eps)) if node.kind == "group_norm" else 0.0,
     )
     return _checked(op, node)

@@ -1,0 +1,41 @@
+"""The scaler of networks that are cut in width: what a narrowed convolution puts out is divided by the share of its channels that is
+left, so that the layer behind it sees the scale of the wide network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+
+from torch import nn
+
+from nestling.training.phase import Hook, divide
+from nestling.views import Reference, View
+from nestling.world import Model
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+
+
+@lru_cache(maxsize=256)
+def narrowed(reference: Reference, view: View) -> Mapping[str, float]:
+    """The convolutions that have fewer outputs in a view than in the reference, by name: the share that is left."""
+    layers = [name for name, layer in reference.module.named_modules() if isinstance(layer, CONVOLUTIONS)]
+    weights = {name: f"{name}.weight" for name in layers if f"{name}.weight" in view.members}
+    shares = {name: view.shape(weight)[0] / view.axes.shapes[weight][0] for name, weight in weights.items()}
+    return {name: share for name, share in shares.items() if share < 1}
+
+
+@lru_cache(maxsize=256)
+def dividing(reference: Reference, view: View) -> tuple[Hook, ...]:
+    """Hooks that divide what narrowed layers put out by their share."""
+    shares = narrowed(reference, view)
+    found = sorted(set(shares.values()), reverse=True)
+    return tuple(
+        Hook(CONVOLUTIONS, partial(divide, by=share), tuple(n for n, own in shares.items() if own == share)) for share in found
+    )
+
+
+def scaled(model: Model, shares: Mapping[str, float]) -> Model:
+    """The model that computes without hooks what its network computes with them: the layers' weights and biases are divided."""
+    state = {name: t / shares.get(name.rpartition(".")[0], 1.0) for name, t in model.state.items() if t.is_floating_point()}
+    return replace(model, state={**model.state, **state}) if shares else model
