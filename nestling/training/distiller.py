@@ -133,11 +133,13 @@ def distil(
     check: Check | None = None,
     work: Work | None = None,
 ) -> State:
-    """The student's state after distillation; with a check, the best of those that were checked. Without a loss it is τ²·KL to the
-    teachers' logits, the mean over the student's outputs where it has several. `work` is who does the steps (see `recorder`)."""
+    """The student's state after distillation; with a check, the best of those that were checked, its start among them. Without a loss
+    it is τ²·KL to the teachers' logits, the mean over the student's outputs where it has several. `work` is who does the steps (see
+    `recorder`)."""
     judge = loss or _matching(settings.temperature)
     turns = getattr(student.forward, "turns", 1)
-    best, value, since = None, -math.inf, 0
+    best = None if check is None else student.state()
+    value, since = -math.inf if check is None or best is None else check(best), 0
     with torch_seeded(seed, "distil", *purpose), work.session() if work else nullcontext():
         for number, (x, targets) in zip(range(settings.steps), source, strict=False):
             if settings.cosine:
@@ -206,6 +208,7 @@ def combine(logits: Sequence[Tensor], samples: Sequence[int], weighting: str = "
     """
     stack = torch.stack(list(logits))
     weight = teacher_weights(stack, samples, weighting)
+    weight = torch.where(weight.sum(0) > 0, weight, torch.ones_like(weight))  # where nobody says anything all count alike
     return (stack * weight).sum(0) / weight.sum(0)
 
 

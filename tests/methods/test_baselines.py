@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +112,28 @@ def test_layer_averaging_by_samples_is_shared_average_without_its_extras() -> No
 
 @pytest.mark.parametrize("changes", [{}, {"model": TRACKED}, {"train": Train(epochs=1, batch=20, optimizer="adam", lr=1e-3)}])
 def test_fedprox_without_its_pull_is_layer_averaging(changes: dict[str, Any]) -> None:
-    assert equal(played(FedProx(mu=0.0), **changes), played(Averaged(), **changes))
-    assert not equal(played(FedProx(mu=1.0), **changes), played(Averaged(), **changes))
+    assert equal(played(FedProx(mu=0.0), **changes), played(Averaged(weighting="samples"), **changes))
+    assert not equal(played(FedProx(mu=1.0), **changes), played(Averaged(weighting="samples"), **changes))
 
 
 def test_moon_without_its_contrast_is_layer_averaging() -> None:
-    assert equal(played(Moon(mu=0.0), rounds=3), played(Averaged(), rounds=3))
-    assert equal(played(Moon(mu=0.0), model=TRACKED), played(Averaged(), model=TRACKED))
-    assert not equal(played(Moon(mu=5.0), rounds=3), played(Averaged(), rounds=3))
+    plain = Averaged(weighting="samples")
+    assert equal(played(Moon(mu=0.0), rounds=3), played(plain, rounds=3))
+    assert equal(played(Moon(mu=0.0), model=TRACKED), played(plain, model=TRACKED))
+    assert not equal(played(Moon(mu=5.0), rounds=3), played(plain, rounds=3))
+
+
+@pytest.mark.parametrize(("method", "rounds"), [(FedProx(mu=0.0), 2), (Moon(mu=0.0), 2), (Scaffold(), 1)])
+def test_without_what_they_add_they_are_fedavg_on_equal_networks_and_unequal_data(method: Any, rounds: int) -> None:
+    changes = {"fleet": ONE_TIER, "split": UNEQUAL, "rounds": rounds}
+    assert equal(played(method, **changes), played("fedavg", **changes))
+    assert not equal(played(replace(method, weighting="uniform"), **changes), played("fedavg", **changes))
 
 
 @pytest.mark.parametrize("train", [SGD, Train(epochs=2, batch=20, lr=0.02, momentum=0.9)])
 def test_scaffold_with_zero_controls_is_layer_averaging(train: Train) -> None:
-    assert equal(played(Scaffold(), rounds=1, train=train), played(Averaged(), rounds=1, train=train))
-    assert not close(played(Scaffold(), rounds=2, train=train), played(Averaged(), rounds=2, train=train))
+    assert equal(played(Scaffold(), rounds=1, train=train), played(Averaged(weighting="samples"), rounds=1, train=train))
+    assert not close(played(Scaffold(), rounds=2, train=train), played(Averaged(weighting="samples"), rounds=2, train=train))
 
 
 @pytest.mark.parametrize("train", [SGD, Train(epochs=2, batch=20, lr=0.02, momentum=0.9), Train(optimizer="adam", lr=1e-3)])

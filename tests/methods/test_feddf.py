@@ -143,6 +143,15 @@ def test_the_validation_rows_are_labelled_and_no_input_of_the_distillation() -> 
     assert not {t.numpy().tobytes() for t in x} & {t.numpy().tobytes() for t in method.inputs}
 
 
+def test_a_distillation_that_spoils_the_mean_is_not_kept() -> None:
+    federation, replies = one_round(small(FedDF(steps=6, every=2, lr=5.0, validation=0.5), fleet=MIXED), [0, 1, 2, 3])
+    expected = merged(replies, federation)
+    federation.method._accuracy = lambda reference, view, state: -float(sum(t.float().norm() for t in state.values()))
+    federation.method.merge(replies, 1)
+    for name, state in federation.method.state().items():
+        assert equal(dict(state), dict(expected[name]))
+
+
 def test_the_best_student_on_the_validation_set_is_kept_and_patience_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     alike = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
     settings = FedDF(steps=60, every=1, patience=5, lr=0.05, validation=0.5)
@@ -249,7 +258,8 @@ def test_stacks_of_clients_give_the_same() -> None:
 def test_running_statistics_follow_the_distilled_weights() -> None:
     tracked = Named("tinycnn", {"channels": [8, 16, 16], "norm": "tracked"})
     after = {
-        steps: nestling.run(small(quick(steps=steps), model=tracked, rounds=1)).federation.method.state() for steps in (0, 12)
+        steps: nestling.run(small(quick(steps=steps, validation=0.0), model=tracked, rounds=1)).federation.method.state()
+        for steps in (0, 12)
     }
     moving = [name for name in after[0]["main"] if name.endswith("running_mean")]
     assert moving and not any(torch.equal(after[0]["main"][name], after[12]["main"][name]) for name in moving)

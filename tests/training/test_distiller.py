@@ -56,7 +56,7 @@ def test_every_epoch_of_the_proxy_has_every_row_once() -> None:
 
 
 def test_the_best_checked_state_is_returned_and_patience_ends_it() -> None:
-    scores = iter([0.1, 0.9, 0.5, 0.4, 0.3, 0.2])
+    scores = iter([0.0, 0.1, 0.9, 0.5, 0.4, 0.3, 0.2])  # the first is that of the start
     seen: list[dict[str, Tensor]] = []
 
     def check(state: dict[str, Tensor]) -> float:
@@ -66,8 +66,8 @@ def test_the_best_checked_state_is_returned_and_patience_ends_it() -> None:
     settings = replace(SETTINGS, steps=60, every=10, patience=20)
     pupil = student()
     best = distil(pupil, proxy(X, TARGETS, 16, 0, "test"), settings, 0, "test", check=check)
-    assert len(seen) == 4 and pupil.steps == 40  # better at the second, then twenty steps of nothing better
-    assert all(torch.equal(t, seen[1][name]) for name, t in best.items())
+    assert len(seen) == 5 and pupil.steps == 40  # better at the second, then twenty steps of nothing better
+    assert all(torch.equal(t, seen[2][name]) for name, t in best.items())
 
 
 def test_the_rate_falls_along_a_half_cosine() -> None:
@@ -92,3 +92,6 @@ def test_teachers_are_combined_by_samples_spread_or_equally() -> None:
     spread = [float(t.var()) for t in (sure, unsure)]
     expected = (spread[0] * sure + spread[1] * unsure) / sum(spread)
     assert torch.allclose(combine([sure, unsure], [1, 3], "variance"), expected)
+    # Of an input that nobody has anything to say of, all say equally little.
+    flat = [torch.tensor([[1.0, 1.0], [4.0, -4.0]]), torch.tensor([[3.0, 3.0], [0.0, 0.0]])]
+    assert torch.equal(combine(flat, [1, 3], "variance"), torch.tensor([[2.0, 2.0], [4.0, -4.0]]))

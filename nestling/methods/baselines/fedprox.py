@@ -21,14 +21,16 @@ class FedProx(Averaged):
 
     Idea: the distance to the received weights is part of the loss, so that a client with unusual data does not run away.
     Loss: cross-entropy + μ/2·‖w − w_received‖² over parameters (no buffers); of a piece, the distance to the received piece.
-    Travels: the client's piece down and up. Merge: as HeteroAvg; with mu = 0 it is HeteroAvg.
+    Travels: the client's piece down and up. Merge: as HeteroAvg, weighted by n_k; with mu = 0 and equal networks it is FedAvg.
     Differs from the released code: all clients take their full number of steps; the share of unfinished ones is a matter of the
     fleet here. FedIN prints its coefficient as the multiplier of the squared norm: its 0.05 is mu = 0.1.
 
     mu: the pull.
-    averaging, cut, weighting: see HeteroAvg.
+    averaging, cut: see HeteroAvg.
+    weighting: "samples" (n_k, as FedAvg), or "uniform" as in the published tables of layer-wise averaging.
     """
 
+    weighting: str = "samples"
     mu: float = 0.01
 
     info = Info(

@@ -32,18 +32,20 @@ class Moon(Averaged):
     unlike those of its own previous one.
     Loss: cross-entropy + μ·(−log [e^{cos(z, z_global)/τ} / (e^{cos(z, z_global)/τ} + e^{cos(z, z_previous)/τ})]); z is what the last
     linear layer sees. Three networks and three forward passes on the client, which its memory budget does not count. Travels: the
-    client's piece down and up; the previous network stays. Merge: as HeteroAvg; with mu = 0 it is HeteroAvg.
+    client's piece down and up; the previous network stays. Merge: as HeteroAvg, weighted by n_k; with mu = 0 and equal
+    networks it is FedAvg.
     Differs from the paper: without `projection` z are the network's own features, since the published head would outweigh a small
-    network. In a client's first round its previous model is the received one, for which the term has no gradient. Means are uniform
-    as in all layer-wise tables (`weighting = "samples"` for the paper's).
+    network. In a client's first round its previous model is the received one, for which the term has no gradient.
 
     mu:          the weight of the contrast (the published code's default; tuned per dataset in the paper, from memory).
     temperature: τ.
     projection:  the size of z behind a 2-layer head between features and classifier (256 as published); 0 leaves it out. Devices
                  then get the largest piece of this larger network that fits their budget.
-    averaging, cut, weighting: see HeteroAvg.
+    averaging, cut: see HeteroAvg.
+    weighting:   "samples" (n_k, as published and as FedAvg), or "uniform" as in the published tables of layer-wise averaging.
     """
 
+    weighting: str = "samples"
     mu: float = 1.0
     temperature: float = 0.5
     projection: int = 0

@@ -42,9 +42,12 @@ class Scaffold(Averaged):
 
     server_lr: η_g.
     control:   how c_k⁺ is found: "steps" (option II), "gradient" (option I), or "auto" (steps for sgd, gradient for Adam).
-    averaging, cut, weighting: see HeteroAvg; controls are always averaged uniformly.
+    averaging, cut: see HeteroAvg.
+    weighting: how weights are averaged: "samples" (n_k, as FedAvg, which a first round on equal networks is then), or "uniform" as in
+               the paper, whose clients hold equally much. Controls are always averaged uniformly.
     """
 
+    weighting: str = "samples"
     server_lr: float = 1.0
     control: str = "auto"
 

@@ -61,7 +61,9 @@ class DraftFed(Personal):
 
     lambda1, lambda2, lambda3: the weights of the three drafts.
     rows:    |G|, drawn once from the public rows (all of them, where there are fewer).
-    order:   "local-draft" trains on the client's rows, then on drafts (Algorithm 1); "draft-local" the other way round (the text).
+    order:   "draft-local" learns from drafts, then from the client's rows: with one message a round this is Algorithm 1's cycle, in
+             which targets come from the networks as they are. "local-draft" has the order of its lines, with targets that are one
+             training older.
     divisor: "clients" divides by all clients, so that channels which narrower networks do not have shrink (equation 7); "count" by
              those that have the channel.
     epochs:  passes over G in a round.
@@ -73,7 +75,7 @@ class DraftFed(Personal):
     lambda2: float = 1.0
     lambda3: float = 1.0
     rows: int = 512
-    order: str = "local-draft"
+    order: str = "draft-local"
     divisor: str = "clients"
     epochs: int = 1
     batch: int = 128

@@ -30,7 +30,7 @@ class FedDF(PerArchitecture):
     its own replies and is then fitted, on unlabelled inputs, to what all received models together say of them.
     Loss: clients cross-entropy; server τ²·KL(softmax(mean logits / τ) ‖ student). Travels: each client's network down and up. Merge:
     mean by n_k within an architecture, distillation between them; with steps = 0 that mean is all. The server keeps the student that
-    was best on a labelled validation set, and stops when none is better for a while.
+    was best on a labelled validation set, the mean itself among them, and stops when none is better for a while.
     Differs from the paper: it takes 10⁴ steps, looks every 100 and waits for 1 000; the defaults here are 100, 10 and 50, for small
     networks. The validation set is split off the public rows. Widths of one network are one architecture, merged over
     views, and the student is fitted as a whole and at the devices' widths in turn. The global model is the main network's.
