@@ -41,6 +41,8 @@ class Bench:
     panel: list[int]
 
 
+KINDS = ("global_accuracy", "personal_accuracy")
+
 Tested = dict[Any, list[tuple[Model, Tensor]]]
 """Models that were tested and which rows they got right, by network and view."""
 
@@ -53,24 +55,34 @@ def panel(world: World, clients: int) -> list[int]:
 
 
 def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
-    """Accuracies now: global, personal, and both by tier."""
+    """Accuracies now: global, personal, both by tier, and those of the other models that a method names."""
     tested: Tested = {}
     if method.info.personal and bench.x_test.is_cuda:
         _test_together(method, world, bench, tested)
     if method.nests:
         _test_nested(method, world, bench, tested)
-    rows = [_test_client(method, world, bench, world.device(client), tested) for client in bench.panel]
+    devices = [world.device(client) for client in bench.panel]
+    rows = [_test_model(method.model_for(device), world, bench, device, tested) for device in devices]
     whole = method.global_model()
     by_tier = {}
     for tier in world.plans:
         own = [r for r in rows if r["tier"] == tier]
-        by_tier[tier] = {key: _mean(r[key] for r in own) for key in ("global_accuracy", "personal_accuracy")}
+        by_tier[tier] = {key: _mean(r[key] for r in own) for key in KINDS}
+    others: dict[str, list[dict[str, Any]]] = {}
+    for device in devices:
+        for name, model in method.other_models(device).items():
+            others.setdefault(name, []).append(_test_model(model, world, bench, device, tested))
     return {
         "global_accuracy": _accuracy(_known_hits(whole, tested, world, bench), bench.y_test)
         if whole
         else _mean(r["global_accuracy"] for r in rows),
         "personal_accuracy": _mean(r["personal_accuracy"] for r in rows),
         "by_tier": by_tier,
+        **(
+            {"others": {name: {key: _mean(r[key] for r in own) for key in KINDS} for name, own in others.items()}}
+            if others
+            else {}
+        ),
     }
 
 
@@ -119,8 +131,7 @@ def _known_hits(model: Model, tested: Tested, world: World, bench: Bench) -> Ten
     return known[-1][1]
 
 
-def _test_client(method: Method, world: World, bench: Bench, device: Device, tested: Tested) -> dict[str, Any]:
-    model = method.model_for(device)
+def _test_model(model: Model, world: World, bench: Bench, device: Device, tested: Tested) -> dict[str, Any]:
     hits = _known_hits(model, tested, world, bench)
     held_out = world.split.holdout(device.id)
     if len(held_out):

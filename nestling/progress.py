@@ -106,6 +106,10 @@ def show_result(result: Result) -> None:
         console.print(f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round {whole['best_round']})")
     if own["last"] is not None:
         console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
+    for name, other in summary.get("others", {}).items():
+        console.print(
+            f"{name} instead: {other['global_accuracy']:.2%} on the common test, personal {other['personal_accuracy']:.2%}"
+        )
     console.print(f"norm: {summary['norm'] or 'as the network has it'}")
     console.print(
         f"sent up {_megabytes(summary['bytes_up'])}, down {_megabytes(summary['bytes_down'])}, {summary['seconds']:.0f} s"

@@ -232,6 +232,7 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
         "group": federation.method.group,
         **{kind: _last_best([(m["round"], m[kind]) for m in rows]) for kind in kinds},
         "by_tier": {t: {k: _last_best([(m["round"], m["by_tier"][t][k]) for m in rows]) for k in kinds} for t in tiers},
+        **({"others": rows[-1]["others"]} if rows and "others" in rows[-1] else {}),
         "bytes_up": totals.bytes_up,
         "bytes_down": totals.bytes_down,
         "seconds": sum(m["seconds"] for m in metrics),

@@ -106,6 +106,10 @@ class Method:
         """The model a device would use now."""
         raise NotImplementedError
 
+    def other_models(self, device: Device) -> Mapping[str, Model]:
+        """What a device could use instead, by name: tested beside it, where a method has several ways to decide."""
+        return {}
+
     def global_model(self) -> Model | None:
         """The one global model, for methods that have one."""
         return None

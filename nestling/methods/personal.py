@@ -21,7 +21,7 @@ from nestling.world import Device, Model, Piece, Plan, World, ratio_view
 WEIGHTS = "weights/"
 
 Tailor = Callable[[nn.Module, Taps], nn.Module]
-"""(a network, where its features and head are) → the network as a method needs it."""
+"""(a network, where its features and head are) → the network as a method needs it: itself, or another one."""
 
 
 @dataclass
@@ -74,6 +74,12 @@ def keep_weights(client: Client, **notes: Tensor) -> None:
     client.memory = {**{WEIGHTS + name: t for name, t in client.weights.items()}, **notes}
 
 
+def common_features(world: World, wanted: int = 0) -> int:
+    """How many features all networks are to have: as many as wanted, or (0) as the one with the fewest has."""
+    pieces = [plan.piece for plan in world.plans.values()]
+    return wanted or min(p.reference.taps.cut(p.reference.network(p.view)).features for p in pieces)
+
+
 def own_pieces(world: World, tailor: Tailor) -> dict[str, Piece]:
     """Every tier's network, tailored: the largest that still fits the tier's device. A tailored one is a network of its own."""
     return {tier: _own_piece(world, plan, tailor) for tier, plan in world.plans.items()}
@@ -109,6 +115,8 @@ def _tailored(world: World, plan: Plan, piece: Piece, tailor: Tailor) -> Piece:
     module = copy.deepcopy(piece.reference.network(piece.view, start)).to("cpu")
     with torch_seeded(world.seed, "network", plan.tier.name, "tailored"):
         made = tailor(module, piece.reference.taps.cut(module))
+    if made is module:
+        return piece
     own = world.adopt(f"{plan.tier.name} (tailored)", made)
     return Piece(own, own.full)
 

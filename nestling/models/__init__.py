@@ -65,7 +65,7 @@ MODELS: dict[str, ModelInfo] = {
     "cnn": ModelInfo(cnn.cnn, "four 3x3 convolutions", "image", "group", "HeteroFL's MNIST network, with norm sbn"),
     "tinycnn": ModelInfo(tinycnn.tinycnn, "strided CNN for microcontrollers", "image", "group", "no paper in particular"),
     "cnn1d": ModelInfo(cnn1d.cnn1d, "1-D CNN for sensor windows", "sequence", "group", "no paper in particular"),
-    "dscnn": ModelInfo(dscnn.dscnn, "depth-wise separable CNN", "image", "group", "MLPerf Tiny's keyword spotting"),
+    "dscnn": ModelInfo(dscnn.dscnn, "depth-wise separable CNN", "image", "tracked", "MLPerf Tiny's keyword spotting"),
     "resnet8": ModelInfo(resnet8.resnet8, "ResNet-8", "image", "group", "MLPerf Tiny's image classification"),
     "resnet10": ModelInfo(resnet.resnet10, "ResNet-10", "image", "group", _FEDIN),
     "resnet14": ModelInfo(resnet.resnet14, "ResNet-14", "image", "group", _FEDIN),

@@ -13,12 +13,14 @@ def dscnn(
     shape: tuple[int, ...],
     classes: int,
     width: float = 1.0,
-    norm: str = "group",
+    norm: str = "tracked",
     channels: int = 64,
     blocks: int = 4,
     kernel: tuple[int, int] = (3, 3),
 ) -> nn.Module:
-    """`kernel` is the first convolution's; on 49x10 spectrograms MLPerf Tiny uses (10, 4).
+    """`kernel` is the first convolution's; on 49x10 spectrograms MLPerf Tiny uses (10, 4). So is the normalisation, by running
+    statistics: with group norm a narrow one hardly learns (after 500 steps 39 % of the digits instead of 76 %). Microcontrollers train
+    with `norm = "none"` or "group" only.
 
     All convolutions carry a bias, as in the benchmark: without normalisation, i.e. folded, it has 22 604 parameters for
     12 words. The benchmark's dropout is left out, and its first map has one row more (Keras pads unevenly).

@@ -13,7 +13,6 @@ import nestling
 from nestling import EngineConfig, Evaluation, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.methods import Reply
-from nestling.methods.representation.fedproto import FedProto
 from nestling.rounds import Federation
 from nestling.training.client import Client, Task, client_of, work
 from nestling.views import State
@@ -28,20 +27,24 @@ MIXED = FleetConfig(
     )
 )
 
-FEW: dict[str, Any] = {
-    "split": SplitConfig(kind="dirichlet", alpha=0.5, size=40, public=0.05),
-    "train": Train(epochs=10, batch=20, lr=0.05),
-    "rounds": 4,
-    "evaluate": Evaluation(every=4, clients=9),
+SHOTS: dict[str, Any] = {
+    "fleet": FleetConfig(
+        tiers=tuple(Tier(name=f"mlp {k}", model="mlp", model_options={"hidden": [k, 32]}, count=3) for k in (48, 64, 80))
+    ),
+    "split": SplitConfig(kind="classes", classes=3, size=20, public=0.02),
+    "train": Train(epochs=5, batch=8, lr=0.02),
+    "rounds": 8,
+    "evaluate": Evaluation(every=8, clients=9),
     "engine": EngineConfig("cohort", workers=1),
 }
-"""Few rows, and rounds long enough for classes to lie apart before their means are taken: what the learning tests change."""
+"""What the learning tests change: few classes and few rows a client, networks of other widths with features of one size, which is where
+such methods are meant to work."""
 
 
 @lru_cache(maxsize=1)
-def embedded_alone() -> list[float]:
-    """What the very same networks, with their embeddings, reach when nothing that travels counts."""
-    return unlike(FedProto(lam=0.0), **FEW)
+def few_shots_alone() -> list[float]:
+    """What the very same networks reach alone."""
+    return unlike("local", **SHOTS)
 
 
 def one_round(method: Any, clients: Sequence[int] = range(4), **changes: Any) -> tuple[Federation, list[Reply], list[Client]]:

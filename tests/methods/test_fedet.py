@@ -84,7 +84,7 @@ def test_all_networks_have_the_servers_head_before_and_after_a_round() -> None:
     for _ in range(2):
         found = heads_of(method)
         server = found[method.server.name]
-        assert len(found) == 4 and server[0].shape == (10, 32)
+        assert len(found) == 4 and server[0].shape == (10, method.wide) == (10, 16)
         assert all(torch.equal(a, b) for own in found.values() for a, b in zip(own, server, strict=True))
         before, last = server, method.weights
         method.merge(replies, 1)
@@ -154,10 +154,10 @@ def test_tiers_of_one_width_are_one_architecture_and_own_networks_are_not() -> N
     assert len(method.references) == 4
 
 
-def test_a_device_gets_what_fits_it_with_the_common_layer() -> None:
-    """A wide layer more: on the small board the body must be narrower than without it, and the whole still fits."""
+def test_a_device_gets_what_fits_it_with_a_larger_head() -> None:
+    """On the small board the body must be narrower with a head of many features than without, and the whole still fits."""
     board = FleetConfig(tiers=(Tier(name="board", device="stm32l475", count=3),))
-    _, federation = assemble(small(quick(features=64), fleet=board, model=Named("tinycnn")))
+    _, federation = assemble(small(quick(features=500), fleet=board, model=Named("tinycnn")))
     method, world = federation.method, federation.world
     assert isinstance(method, FedET)
     plan, own = world.plans["board"], method.pieces["board"].reference.initial
@@ -178,7 +178,7 @@ def test_without_public_data_it_says_what_it_needs() -> None:
         {"lr": 0.0},
         {"momentum": 1.0},
         {"diversity": -0.1},
-        {"features": 0},
+        {"features": -1},
         {"weighting": "variance"},
     ],
 )

@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 
 import nestling
-from nestling import InputError, Named, SplitConfig
+from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.message import faults
+from nestling.methods.baselines.local import Local
 from nestling.methods.personal import own_weights
 from nestling.methods.representation.class_means import STATISTICS, class_means
 from nestling.methods.representation.fedproto import FedProto, _near_prototypes
 from nestling.models import build
 from nestling.training.objectives import Batch, Net, see
 from tests.methods.by_class import (
-    FEW,
     MIXED,
-    embedded_alone,
+    SHOTS,
     everything,
+    few_shots_alone,
     held,
     holders,
     known_after,
@@ -190,21 +191,47 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     resumes(Named(NAME, {"size": 8, "predict": "prototype"}), tmp_path)
 
 
-def test_views_of_one_network_get_embeddings_that_fit() -> None:
-    """On tiers that are widths of one network, networks have the common features and no more parameters than before."""
-    federation = nestling.run(small(FedProto(size=8))).federation
-    for tier, piece in federation.method.pieces.items():
-        assert piece.reference.taps.features == 8
-        if tier != "small":  # which is as small as the network gets
-            assert federation.world.cost(piece).params <= federation.world.plans[tier].cost.params
+def test_views_of_one_network_have_their_features_pooled() -> None:
+    """On tiers that are widths of one network, networks have the features of the narrowest and no more parameters than before."""
+    federation = nestling.run(small(FedProto())).federation
+    pieces = federation.method.pieces
+    assert pieces["small"] is federation.world.plans["small"].piece
+    wide = {tier: p.reference.taps.cut(p.reference.network(p.view)).features for tier, p in pieces.items()}
+    assert set(wide.values()) == {federation.method.wide}
+    for tier, piece in pieces.items():
+        assert federation.world.cost(piece).params <= federation.world.plans[tier].cost.params
     client = federation.world.store.clients()[0]
     assert bool(own_weights(federation.world.store.get(client)))
 
 
-def test_a_network_that_names_its_head_gets_an_embedding_too() -> None:
+@pytest.mark.parametrize("hidden", [16, 24])
+def test_without_its_pull_it_is_training_alone_on_the_same_networks(hidden: int) -> None:
+    """Bit for bit, whether networks agree in the number of their features or are pooled to it."""
+    deep = Tier(name="deep", model="mlp", model_options={"hidden": [24, 16]}, count=2)
+    tiers = (deep, Tier(name="flat", model="mlp", model_options={"hidden": [hidden]}, count=2))
+    run = {"fleet": FleetConfig(tiers=tiers), "participants": 4}
+    ours = nestling.run(small(FedProto(lam=0.0, predict="head"), **run)).federation
+    floor = nestling.run(small(Local(size=0 if hidden == 16 else 16), **run)).federation
+    names = {piece.reference.name for piece in ours.method.pieces.values()}
+    assert names == ({"deep", "flat"} if hidden == 16 else {"deep", "flat (tailored)"})
+    for client in range(4):
+        a, b = (f.world.store.get(client) for f in (ours, floor))
+        assert a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
+
+
+def test_both_ways_to_decide_are_reported() -> None:
+    run = {"fleet": MIXED, "participants": 4, "split": THREE}
+    by_prototype, by_head = (nestling.run(small(FedProto(predict=way), **run)).summary for way in ("prototype", "head"))
+    assert list(by_prototype["others"]) == ["by head"] and list(by_head["others"]) == ["by prototype"]
+    for kind in ("global_accuracy", "personal_accuracy"):
+        assert by_prototype["others"]["by head"][kind] == by_head[kind]["last"]
+        assert by_head["others"]["by prototype"][kind] == by_prototype[kind]["last"]
+
+
+def test_a_network_that_names_its_head_keeps_naming_it() -> None:
     network = build("tinycnn", shape=(1, 28, 28), classes=10, channels=[8, 16, 16])
     network.taps = {"head": "head"}  # type: ignore[assignment]
-    result = nestling.run(small(FedProto(size=8), model=network, rounds=1))
+    result = nestling.run(small(FedProto(size=3), model=network, rounds=1))
     assert {piece.reference.taps.head for piece in result.federation.method.pieces.values()} == {"head.out"}
 
 
@@ -212,10 +239,9 @@ def test_a_network_that_names_its_head_gets_an_embedding_too() -> None:
     ("options", "field"),
     [
         ({"lam": -1.0}, "lam"),
-        ({"size": 0}, "size"),
+        ({"size": -1}, "size"),
         ({"weighting": "rows"}, "weighting"),
         ({"predict": "luck"}, "predict"),
-        ({"activation": "gelu"}, "activation"),
     ],
 )
 def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
@@ -232,9 +258,8 @@ def test_means_of_classes_are_those_of_a_loop() -> None:
 
 
 @pytest.mark.slow
-def test_prototypes_help_unlike_networks_learn() -> None:
-    """Three unrelated architectures learn more with prototypes than the same networks without. The networks of Local, which have no
-    embedding to learn, are not beaten with so few steps; we stay within five points of them."""
-    ours, local = unlike(FedProto(), **FEW), unlike("local", **FEW)
-    assert mean(ours) > mean(embedded_alone()) + 0.005
-    assert mean(ours) > max(0.55, mean(local) - 0.05)
+@pytest.mark.parametrize("predict", ["prototype", "head"])
+def test_prototypes_help_unlike_networks_learn(predict: str) -> None:
+    """With three classes and twenty rows a client, as in the paper's tables: every seed is above the same networks alone."""
+    ours, local = unlike(FedProto(predict=predict), **SHOTS), few_shots_alone()
+    assert all(a > b for a, b in zip(ours, local, strict=True)) and mean(ours) > mean(local) + 0.01

@@ -359,7 +359,7 @@ def test_a_step_is_the_paper_s(norm: str, distil: bool) -> None:
 @pytest.mark.parametrize("model", ["tinycnn", "resnet8", "dscnn"])
 def test_zeros_compute_what_cutting_does(model: str) -> None:
     """The way of stacks against the networks themselves; where it would differ it is not taken."""
-    reference = Reference("main", build(model, shape=(1, 16, 16), classes=3), (1, 16, 16))
+    reference = Reference("main", build(model, shape=(1, 16, 16), classes=3, norm="group"), (1, 16, 16))
     views = tuple(prefix(reference.axes, p) for p in (0.2, 0.4, 0.6, 0.8, 1.0))
     assert by_zeros(reference, reference.full, views)[1] is not None
     tracked = Reference("main", build(model, shape=(1, 16, 16), classes=3, norm="tracked"), (1, 16, 16))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.models import build
-from nestling.models.embedding import with_embedding
+from nestling.models.embedding import Pooled, with_features
 from nestling.models.taps import find_taps, watching
 from nestling.views import Reference
 
@@ -81,10 +82,23 @@ def test_watching_sees_what_layers_put_out_and_leaves_nothing_behind() -> None:
     assert not module.short._forward_hooks and not module.top._forward_pre_hooks
 
 
-def test_an_embedding_gives_unlike_networks_features_of_one_size() -> None:
+def test_features_of_the_right_number_are_left_as_they_are() -> None:
+    module = Odd()
+    taps = find_taps(module, (3, 8, 8))
+    assert with_features(module, taps, taps.features) is module
+
+
+def test_pooling_is_that_of_the_library_and_has_nothing_to_learn() -> None:
+    for before, after in ((12, 4), (10, 4), (7, 7), (5, 8)):
+        pool, x = Pooled(before, after), torch.randn(3, before)
+        assert torch.allclose(pool(x), F.adaptive_avg_pool1d(x, after), atol=1e-6)
+        assert not pool.state_dict() and not list(pool.parameters())
+
+
+def test_unlike_networks_get_features_of_one_size() -> None:
     for module, shape in ((Odd(), (3, 8, 8)), (build("mlp", shape=(3, 8, 8), classes=5), (3, 8, 8))):
         before = {name: t.clone() for name, t in module.state_dict().items()}
-        made = with_embedding(module, find_taps(module, shape), 6, "sigmoid")
+        made = with_features(module, find_taps(module, shape), 6, "sigmoid")
         taps = find_taps(made, shape)
         assert taps.features == 6 and taps.head.endswith(".out")
         with watching(made, (), taps.head) as seen:

@@ -81,6 +81,7 @@ def spiced(module: nn.Module, seed: int = 0) -> nn.Module:
     return module.eval()
 
 
+@torch.enable_grad()
 def trained(module: nn.Module, rows: int, epochs: int = 1, lr: float = 0.01) -> nn.Module:
     """The module after some steps on the embedded digits."""
     data, generator = digits(), torch.Generator().manual_seed(0)

@@ -36,7 +36,7 @@ NETWORKS = [
     ("tinycnn", (1, 28, 28), {"norm": "none"}),
     ("cnn", (1, 28, 28), {"width": 0.1}),
     ("dscnn", (1, 49, 10), {"kernel": (10, 4), "norm": "none", "width": 0.5}),
-    ("dscnn", (1, 25, 10), {"width": 0.25}),
+    ("dscnn", (1, 25, 10), {"width": 0.25, "norm": "group"}),
     ("resnet8", (3, 32, 32), {"width": 0.25}),
     ("resnet8", (3, 32, 32), {"norm": "none"}),
     ("tinyresnet", (1, 28, 28), {}),
@@ -418,7 +418,8 @@ def test_a_weight_under_two_names_is_refused() -> None:
     ("name", "shape"), [("tinycnn", (1, 28, 28)), ("dscnn", (1, 49, 10)), ("resnet8", (3, 32, 32)), ("cnn1d", (3, 32))]
 )
 def test_a_wider_piece_never_takes_less(name: str, shape: tuple[int, ...]) -> None:
-    reference = reference_network(name, {}, shape, 10, 0, "main")
+    options = {"norm": "group"} if name == "dscnn" else {}
+    reference = reference_network(name, options, shape, 10, 0, "main")
     sizes = [sum(forecast.ram(plan(reference.network(ratio_view(reference, r)), shape)).values()) for r in RATIOS[::2]]
     assert sizes == sorted(sizes)
 

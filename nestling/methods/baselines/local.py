@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from nestling.message import Message
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import Personal
+from nestling.models.embedding import with_features
+from nestling.models.taps import Taps
+from nestling.schema import require
 from nestling.world import Device, Piece
 
 
@@ -18,7 +23,12 @@ class Local(Personal):
     Idea: every client trains the largest piece that fits it on its own data, and nothing travels: the floor that sharing must beat.
     Loss: cross-entropy. Travels: nothing. Merge: none. There is no global model: its column is the mean of the clients' models on
     the global test set.
+
+    size: features that every network is pooled to, as methods need it that compare them (0: networks as they are). The floor of such a
+          method has the same networks.
     """
+
+    size: int = 0
 
     info = Info(
         title="Local",
@@ -31,6 +41,12 @@ class Local(Personal):
         own_networks=True,
         personal=True,
     )
+
+    def __post_init__(self) -> None:
+        require(self.size >= 0, "must not be negative (0: networks as they are)", "method.size")
+
+    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        return with_features(module, taps, self.size) if self.size else module
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         return Message()

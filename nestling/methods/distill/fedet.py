@@ -14,8 +14,8 @@ from nestling.errors import InputError
 from nestling.methods.distill.architectures import PerArchitecture, said_of
 from nestling.methods.heads import head_of, with_head
 from nestling.methods.method import Info, Reply
-from nestling.methods.personal import own_pieces
-from nestling.models.embedding import with_embedding
+from nestling.methods.personal import common_features, own_pieces
+from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
 from nestling.schema import require
 from nestling.seeds import torch_seeded
@@ -43,12 +43,12 @@ class FedET(PerArchitecture):
     that have such clients, and nothing for the others.
     Travels: each client's network down and up. Merge: uniform mean within an architecture. The server's network, which is the main
     one at full size, takes the mean of all clients' heads, is trained, and its head then replaces those of all small networks.
-    Differs from the paper: the common layer is a linear layer to `features` behind each network's own; devices get the largest piece
-    of the main network (or the tier's own) that still fits with it. Every width is an architecture; tiers of one width share it.
+    Differs from the paper: where networks have different numbers of features these are pooled to the fewest, so that all heads have one
+    form. Every width is an architecture; tiers of one width share it.
 
     steps, batch, lr, momentum: the server's training (SGD).
     diversity: λ.
-    features:  how many features the common head is given.
+    features:  how many features the common head is given (0: as many as the network with the fewest has).
     weighting: how much clients count in the means, of bodies and heads: "uniform" or "samples" (n_k).
     """
 
@@ -57,9 +57,10 @@ class FedET(PerArchitecture):
     lr: float = 5e-3
     momentum: float = 0.9
     diversity: float = 0.05
-    features: int = 32
+    features: int = 0
     weighting: str = "uniform"
 
+    wide: int = field(init=False, repr=False, compare=False)
     pieces: dict[str, Piece] = field(init=False, repr=False, compare=False)
     server: Reference = field(init=False, repr=False, compare=False)
     head: Reference = field(init=False, repr=False, compare=False)
@@ -78,10 +79,9 @@ class FedET(PerArchitecture):
 
     def __post_init__(self) -> None:
         require(self.weighting in ("uniform", "samples"), "unknown weighting", "method.weighting", "allowed: uniform, samples")
-        for name in ("steps", "diversity"):
+        for name in ("steps", "diversity", "features"):
             require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        for name in ("batch", "features"):
-            require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
+        require(self.batch >= 1, "must be at least 1", "method.batch")
         require(self.lr > 0, "must be above 0", "method.lr")
         require(0 <= self.momentum < 1, "must be in [0, 1)", "method.momentum")
 
@@ -91,17 +91,18 @@ class FedET(PerArchitecture):
         if world.public is None:
             fix = "set it above 0, e.g. 0.01"
             raise InputError("Fed-ET distils on public data and there is none", field="split.public", fix=fix)
-        self.world = world
+        self.world, self.wide = world, self.features or min(common_features(world), world.main.taps.features)
         self.pieces = _shared(world, own_pieces(world, self._tailor))
         self.server = self._large(world)
         with torch_seeded(world.seed, "network", "head"):
-            self.head = Reference("head", nn.Linear(self.features, world.classes), (self.features,))
+            self.head = Reference("head", nn.Linear(self.wide, world.classes), (self.wide,))
         self.keep([self.server, *(piece.reference for piece in self.pieces.values())])
         first = self._head_of(self.server, self.weights[self.server.name])
         self.weights = {name: self._with_head(name, state, first) for name, state in self.weights.items()}
 
     def _tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
-        return with_embedding(module, taps, self.features)
+        # A network of its own also where nothing is changed: its head is replaced, whatever it is a part of.
+        return with_features(copy.deepcopy(module), taps, self.wide)
 
     def _large(self, world: World) -> Reference:
         with torch_seeded(world.seed, "network", "server"):

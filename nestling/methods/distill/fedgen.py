@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from nestling.message import Message
 from nestling.methods.heads import columns_of, head_of, with_head
 from nestling.methods.method import Info, Reply
-from nestling.methods.personal import Personal, keep_weights
-from nestling.models.embedding import with_embedding
+from nestling.methods.personal import Personal, common_features, keep_weights
+from nestling.models.embedding import with_features
 from nestling.models.generators import diversity
 from nestling.models.latent_generator import LatentGenerator, generated
 from nestling.models.taps import Taps
@@ -65,8 +66,8 @@ class FedGen(Personal):
     Travels: the client's part of the network, or its classifier alone, down and up; G down; numbers of samples by class up. Merge:
     mean by n_k of what travels.
     Differs from the paper: there all networks are equal. Where devices hold parts of one network, a narrow classifier reads those of
-    the generated features that its own inputs are; networks that have nothing in common get an embedding of `latent` features in
-    front of a common classifier, the only thing that travels. Differs from the released code: it multiplies the mean loss by the mean
+    the generated features that its own inputs are; networks that have nothing in common have their features pooled to one
+    number and a common classifier, the only thing that travels. Differs from the released code: it multiplies the mean loss by the mean
     share, by which shares lose their meaning, and counts every class once too often (`compat = "code"` does both); G's optimiser
     starts anew every round; a batch is a batch (there 20 of them are called epochs). A device's budget does not count G.
 
@@ -77,7 +78,7 @@ class FedGen(Personal):
     generator_lr, weight_decay: its Adam.
     batch:         features made at a time, on the server and (B_g) in every step of a client.
     noise, hidden: sizes of ε, drawn from [0, 1), and of the hidden layer of G.
-    latent:        the size of the embedding where only classifiers travel.
+    latent:        how many features there are where only classifiers travel (0: as many as the network with the fewest has).
     compat:        "paper" or "code" (see above).
     """
 
@@ -91,13 +92,14 @@ class FedGen(Personal):
     batch: int = 32
     noise: int = 32
     hidden: int = 256
-    latent: int = 32
+    latent: int = 0
     compat: str = "paper"
 
     weights: State = field(init=False, repr=False, compare=False)
     generator: State = field(init=False, repr=False, compare=False)
     seen: Tensor = field(init=False, repr=False, compare=False)
     network: nn.Module = field(init=False, repr=False, compare=False)
+    wide: int = field(init=False, repr=False, compare=False)
     full: bool = field(init=False, repr=False, compare=False)
     _sent: dict[bytes, Message] = field(init=False, repr=False, compare=False)
 
@@ -118,16 +120,17 @@ class FedGen(Personal):
         for name, allowed in ALLOWED.items():
             value = getattr(self, name)
             require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
-        for name in ("alpha", "beta", "weight_decay", "iterations"):
+        for name in ("alpha", "beta", "weight_decay", "iterations", "latent"):
             require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
         require(0 < self.decay <= 1, "must be in (0, 1]", "method.decay")
         require(self.generator_lr > 0, "must be above 0", "method.generator_lr")
         require(self.batch >= 2, "must be at least 2 (the generator normalises over the batch)", "method.batch")
-        for name in ("noise", "hidden", "latent"):
+        for name in ("noise", "hidden"):
             require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
-        return with_embedding(module, taps, self.latent)
+        # A network of its own also where nothing is changed: its head is the common one, whatever it is a part of.
+        return with_features(copy.deepcopy(module), taps, self.wide)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -139,9 +142,10 @@ class FedGen(Personal):
             self.world, self.pieces = world, {tier: plan.piece for tier, plan in world.plans.items()}
             self.weights, features = world.main.initial.copy(), world.main.taps.features
         else:
+            self.wide = common_features(world, self.latent)
             super().setup(world)
             reference = next(iter(self.pieces.values())).reference
-            self.weights, features = pack(head_of(reference.initial, reference.taps.head)), self.latent
+            self.weights, features = pack(head_of(reference.initial, reference.taps.head)), self.wide
         with torch_seeded(world.seed, "generator"):
             made = LatentGenerator(self.noise, world.classes, self.hidden, features)
         self.network = made.to(world.place)

@@ -29,6 +29,7 @@ from nestling.views.flat import only, pack
 from nestling.world import Device, Model, Piece, World
 
 ALLOWED = {"variant": ("hyper", "weights"), "protect": ("features", "both"), "compat": ("paper", "code")}
+EMBEDDING = 32
 _CODE_NOISE = 2.0
 _SOFT = sqrt(2.0)  # how far two soft predictions can be apart
 
@@ -55,8 +56,8 @@ class FedHKD(ByClass):
     √2/n_c; the two share the budget), and weights never do.
 
     variant:     "hyper" (FedHKD*: networks of any kind stay with their clients) or "weights" (the paper's main form: parts of one
-                 network, cut in width but for the embedding, are averaged too).
-    size:        d, the number of features.
+                 network are averaged too; where devices hold different widths of it, a linear layer gives them features of one size).
+    size:        d, the number of features (0: as many as the network with the fewest has; behind that linear layer, 32).
     lam, gamma:  λ and γ.
     temperature: T.
     clip:        ζ (its value, ε and δ are ours).
@@ -134,7 +135,7 @@ class FedHKD(ByClass):
         return gaussian.spent(self.sigma, self.delta, rounds * self._releases) if self.sigma else inf * rounds if rounds else 0.0
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        return {"features": (self.size,), "soft": (classes,)}
+        return {"features": (self.wide,), "soft": (classes,)}
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -147,9 +148,12 @@ class FedHKD(ByClass):
     def _setup_weights(self, world: World) -> None:
         world.refuse_own_networks("FedHKD with weights")
         self.world, self._messages = world, {}
+        whole = all(plan.piece.view.keep.all() for plan in world.plans.values())
+        self.wide = self.size or (world.main.taps.features if whole else EMBEDDING)
         self.know_nothing(world)
-        reference = _embedded(world, self.size)
-        self._ladder = ladder(world, reference, _views(reference))
+        alike = whole and self.wide == world.main.taps.features
+        reference = world.main if alike else _embedded(world, self.wide)
+        self._ladder = ladder(world, reference, [reference.full] if alike else _views(reference))
         self.weights = reference.initial.copy()
 
     def piece(self, device: Device, round: int) -> Piece:

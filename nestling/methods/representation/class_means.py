@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.method import Reply
-from nestling.methods.personal import Personal, keep_weights
-from nestling.models.embedding import with_embedding
+from nestling.methods.personal import Personal, common_features, keep_weights
+from nestling.models.embedding import with_features
 from nestling.models.taps import Taps, watching
 from nestling.schema import require
 from nestling.training.client import Client
@@ -89,19 +89,20 @@ def _wide(rows: Tensor, like: Tensor) -> Tensor:
 
 @dataclass
 class ByClass(Personal):
-    """Base of the methods whose clients keep their networks and exchange statistics of their features by class. An embedding gives all
-    networks features of one size.
+    """Base of the methods whose clients keep their networks and exchange statistics of their features by class. Networks with another
+    number of features than the common one have theirs pooled to it.
 
-    size: how many features.
+    size: how many features (0: as many as the network with the fewest has).
     """
 
-    size: int = 32
+    size: int = 0
 
+    wide: int = field(init=False, repr=False, compare=False)
     table: Table = field(init=False, repr=False, compare=False)
     _sent: Message | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, "must be at least 1", "method.size")
+        require(self.size >= 0, "must not be negative (0: as the network with the fewest)", "method.size")
 
     @abstractmethod
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
@@ -118,11 +119,12 @@ class ByClass(Personal):
         return 1
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
-        return with_embedding(module, taps, self.size)
+        return with_features(module, taps, self.wide)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        self.wide = common_features(world, self.size)
         super().setup(world)
         self.know_nothing(world)
 

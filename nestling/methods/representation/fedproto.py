@@ -8,19 +8,19 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, gap, look, spread
-from nestling.models.embedding import ACTIVATIONS, with_embedding
-from nestling.models.taps import Taps
 from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, see
 from nestling.training.phase import Phase
 from nestling.views import State
 from nestling.world import Device, Model
+
+PREDICTIONS = ("prototype", "head")
 
 
 @dataclass
@@ -35,20 +35,18 @@ class FedProto(ByClass):
     Differs from the released code: prototypes are taken after local training in evaluation mode over all of the client's rows, not
     during the last epoch in training mode while the network still moves; means are weighted as in the paper (its further factor
     1/|N_j| would shrink prototypes with every client and is left out); a class that nobody tells of in a round keeps its prototype.
-    The features are those of an embedding in front of the classifier, which every network is given.
+    The features are what the classifier sees; where networks have different numbers of them, they are pooled to the fewest.
 
     lam:        λ (0.1 for CIFAR in the paper).
-    size:       d, the number of features.
-    activation: what bounds the embedding: relu, sigmoid, tanh or none.
+    size:       d, the number of features (0: as many as the network with the fewest has).
     weighting:  what a client counts in a class's mean: "samples" (its rows of the class, the paper) or "uniform" (the code).
-    predict:    what a client decides with: its "head", or the nearest common "prototype" among the classes it holds. The latter is
-                the linear layer 2⟨f, c⟩ − |c|² in the head's place.
+    predict:    what a client decides with: the nearest common "prototype" among the classes it holds, as published, or its "head".
+                The former is the linear layer 2⟨f, c⟩ − |c|² in the head's place. The other one is reported beside it.
     """
 
     lam: float = 1.0
-    activation: str = "relu"
     weighting: str = "samples"
-    predict: str = "head"
+    predict: str = "prototype"
 
     info = Info(
         title="FedProto",
@@ -66,33 +64,33 @@ class FedProto(ByClass):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.lam >= 0, "must not be negative", "method.lam")
-        for name, allowed in (("activation", tuple(ACTIVATIONS)), ("weighting", WEIGHTINGS), ("predict", ("head", "prototype"))):
+        for name, allowed in (("weighting", WEIGHTINGS), ("predict", PREDICTIONS)):
             value = getattr(self, name)
             require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        return {"features": (self.size,)}
+        return {"features": (self.wide,)}
 
     @property
     def counted(self) -> bool:
         return self.weighting == "samples"
 
-    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
-        return with_embedding(module, taps, self.size, self.activation)
-
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         self.table, self._sent = self.table.told(replies, self.weighting), None
 
     def model_for(self, device: Device) -> Model:
+        return self._deciding_by(self.predict, device)
+
+    def other_models(self, device: Device) -> dict[str, Model]:
+        return {f"by {way}": self._deciding_by(way, device) for way in PREDICTIONS if way != self.predict}
+
+    def _deciding_by(self, way: str, device: Device) -> Model:
         model = super().model_for(device)
         held = torch.from_numpy(self.world.split.counts(device.id) > 0).to(self.table.known.device) & self.table.known
-        if self.predict == "head" or not bool(held.any()):
+        if way == "head" or not bool(held.any()):
             return model
-        return Model(model.reference, model.view, {**model.state, **nearest(model.reference.taps.head, self._prototypes, held)})
-
-    @property
-    def _prototypes(self) -> Tensor:
-        return self.table.rows["features"]
+        layer = nearest(model.reference.taps.head, self.table.rows["features"], held)
+        return Model(model.reference, model.view, {**model.state, **layer})
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         if STATISTICS not in received:
