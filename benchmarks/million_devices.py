@@ -31,7 +31,7 @@ TIERS = (
 def experiment(method: str, size: int, rounds: int = 6, participants: int = 1000, device: str = "cpu") -> nestling.Experiment:
     """A tiny network and twenty rows a client, so that what a device costs beside its training would show."""
     return nestling.Experiment(
-        method=method,
+        method=nestling.Named("local", {"everybody": False}) if method == "local" else method,
         rounds=rounds,
         participants=participants,
         model=nestling.Named("mlp", {"hidden": [64]}),

@@ -14,6 +14,7 @@ from nestling import Data, EngineConfig, FleetConfig, InputError, Named, SplitCo
 from nestling.assemble import assemble
 from nestling.message import Message
 from nestling.methods import Reply
+from nestling.methods.baselines.local import Local
 from nestling.methods.distill.fedzkt import FedZKT, gap
 from nestling.methods.distill.generated import asked, learner, noise
 from nestling.rounds import Federation
@@ -155,7 +156,7 @@ def test_f_teaches_the_participants_and_only_them() -> None:
 
 def test_without_teaching_back_every_device_is_alone() -> None:
     """What the server keeps is then what the device sent, so that personal models are those of Local, bit for bit."""
-    zkt, local = (nestling.run(small(method, fleet=UNLIKE, rounds=3)) for method in (quick(back=0), "local"))
+    zkt, local = (nestling.run(small(method, fleet=UNLIKE, rounds=3)) for method in (quick(back=0), Local(everybody=False)))
     for client in range(4):
         ours, theirs = (r.federation.method.model_for(r.federation.world.device(client)).state for r in (zkt, local))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,52 @@ def test_heterofl_dynamic_levels_follow_the_shares() -> None:
     shares = {name: drawn.count(plan.piece.view.key()) / len(drawn) for name, plan in world.plans.items()}
     assert shares["small"] == pytest.approx(0.5, abs=0.1) and shares["large"] == pytest.approx(0.25, abs=0.1)
     assert method.piece(world.device(0, 7), 7).view.key() == drawn[6]
+
+
+def test_alone_means_everybody_in_every_round() -> None:
+    result = nestling.run(small("local", participants=1))
+    assert all(row["clients"] == [0, 1, 2, 3] for row in result.metrics)
+    assert sorted(result.federation.world.store.clients()) == [0, 1, 2, 3]
+    asked = nestling.run(small(Named("local", {"everybody": False}), participants=1))
+    assert all(len(row["clients"]) == 1 for row in asked.metrics)
+
+
+LEVELS = FleetConfig(
+    tiers=tuple(Tier(name=n, ratio=r, count=6) for n, r in (("small", 0.25), ("middle", 0.5), ("large", 1.0))),
+)
+
+
+@pytest.mark.parametrize("holders", ["able", "own"])
+def test_a_level_is_trained_by_those_who_can_hold_it(holders: str) -> None:
+    """And a client trains one of them in a round, so that the work is that of any other method."""
+    _, federation = assemble(small(Named("decoupled", {"holders": holders}), fleet=LEVELS))
+    method, world = federation.method, federation.world
+    rank = {"small": 0, "middle": 1, "large": 2}
+    counts: Counter[str] = Counter()
+    for number in range(1, 31):
+        chosen = method.choose(number, 9)
+        assert len(chosen) == 9
+        given = {c: method._level_of(method.piece(world.device(c), number)) for c in chosen}
+        own = {c: world.fleet.tier_of(c).name for c in chosen}
+        assert all(rank[given[c]] <= rank[own[c]] for c in chosen)
+        if holders == "own":
+            assert given == own
+        elif min(list(own.values()).count(tier) for tier in rank) >= 3:
+            # Enough devices of every kind: every level gets its third.
+            assert set(Counter(given.values()).values()) == {3}
+        counts.update(given.values())
+    assert holders == "own" or counts["small"] >= counts["large"] > 60
+    assert method.piece(world.device(chosen[0]), 0) is world.plans[own[chosen[0]]].piece
+
+
+def test_larger_devices_teach_the_small_level_too() -> None:
+    settings = {"fleet": LEVELS, "participants": 18, "rounds": 1}
+    able, own = (nestling.run(small(Named("decoupled", {"holders": h}), **settings)).federation for h in ("able", "own"))
+    same = {tier: equal(able.method.weights[tier], own.method.weights[tier]) for tier in ("small", "middle", "large")}
+    assert same == {"small": True, "middle": True, "large": True}  # six of each: everybody trains its own
+    few = {"fleet": LEVELS, "participants": 3, "rounds": 6, "seed": 3}
+    able, own = (nestling.run(small(Named("decoupled", {"holders": h}), **few)).federation for h in ("able", "own"))
+    assert not equal(able.method.weights["small"], own.method.weights["small"])
 
 
 def test_decoupled_tiers_never_meet() -> None:

@@ -1,4 +1,4 @@
-"""Decoupled: one FedAvg for every tier."""
+"""Decoupled: one FedAvg for every level."""
 
 from __future__ import annotations
 
@@ -6,30 +6,43 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nestling.devices.fit import exceeded
 from nestling.message import Message
 from nestling.methods.method import Info, Method, Reply
+from nestling.schema import require
+from nestling.seeds import stream
 from nestling.views import Contribution, State, merge
-from nestling.world import Device, Model, Piece, World
+from nestling.world import Device, Model, Piece, Plan, World
+
+HOLDERS = ("able", "own")
 
 
 @dataclass
 class Decoupled(Method):
     """Decoupled (the baseline of FlexFL's tables: Chen et al., "FlexFL", 2024).
 
-    Idea: devices of one tier run a FedAvg of their own on the piece that fits them; tiers never exchange anything.
-    Loss: cross-entropy. Travels: the tier's network down and up. Merge: mean weighted by n_k, tier by tier. The model of the
-    largest tier stands for the global one.
-    Differs from the released code: the clients of a round are shared out between the tiers; the released code trains a full set of
-    clients for every level, three times the work of the methods it is compared with.
+    Idea: every level, which is what a tier's devices can hold, has a FedAvg of its own among the devices that can hold it; levels never
+    exchange anything.
+    Loss: cross-entropy. Travels: the level's network down and up. Merge: mean weighted by n_k, level by level. The model of the
+    largest level stands for the global one.
+    Differs from the released code: the clients of a round are shared out between the levels as evenly as they can be, each client for
+    one; the released code trains a full set of clients for every level, three times the work of the methods it is compared with.
+
+    holders: who trains a level: all devices that are "able" to hold it, or those of its "own" tier only.
     """
+
+    holders: str = "able"
 
     world: World = field(init=False, repr=False, compare=False)
     weights: dict[str, State] = field(init=False, repr=False, compare=False)
+    level: dict[str, str] = field(init=False, repr=False, compare=False)
+    _able: dict[str, list[str]] = field(init=False, repr=False, compare=False)
+    _given: tuple[int, dict[int, str]] = field(init=False, repr=False, compare=False)
 
     info = Info(
         title="Decoupled",
         family="baseline",
-        heterogeneity="any: tiers never meet",
+        heterogeneity="any: levels never meet",
         auxiliary="none",
         global_model=True,
         paper="Chen et al. (FlexFL), 2024",
@@ -38,38 +51,89 @@ class Decoupled(Method):
         group="A",
     )
 
+    def __post_init__(self) -> None:
+        require(self.holders in HOLDERS, f"unknown value {self.holders!r}", "method.holders", f"allowed: {', '.join(HOLDERS)}")
+
     def setup(self, world: World) -> None:
-        self.world = world
-        self.weights = {name: plan.piece.view.extract(plan.piece.reference.initial) for name, plan in world.plans.items()}
+        self.world, first = world, dict[object, str]()
+        # Tiers that hold the same are one level, named after the first of them.
+        self.level = {tier: first.setdefault(_what(plan.piece), tier) for tier, plan in world.plans.items()}
+        largest = sorted(first.values(), key=lambda name: -world.plans[name].cost.params)
+        self._able = {tier: [name for name in largest if self._can(tier, name)] for tier in world.plans}
+        self.weights = {name: plan.piece.view.extract(plan.piece.reference.initial) for name, plan in self._plans.items()}
+        self._given = (0, {})
+
+    @property
+    def _plans(self) -> dict[str, Plan]:
+        """The levels' plans, by name."""
+        return {name: self.world.plans[name] for name in self.level.values()}
+
+    def _can(self, tier: str, level: str) -> bool:
+        """Whether a tier's devices can train a level."""
+        own, other = self.world.plans[tier], self.world.plans[level]
+        if self.level[tier] == level or self.holders == "own":
+            return self.level[tier] == level
+        if own.piece.reference is other.piece.reference:
+            return own.piece.view.contains(other.piece.view)
+        return own.fit is not None and not exceeded(own.profile, other.cost, own.budget)
+
+    def choose(self, round: int, clients: int) -> list[int]:
+        chosen = super().choose(round, clients)
+        self._given = (round, self._shared_out(chosen, round))
+        return chosen
+
+    def _shared_out(self, chosen: Sequence[int], round: int) -> dict[int, str]:
+        """A level for every client: from the largest level down, each gets its share of those who are left and able."""
+        waiting = stream(self.world.seed, "level", round).permutation(sorted(chosen)).tolist()
+        able = {client: self._able[self.world.fleet.tier_of(client).name] for client in waiting}
+        levels = sorted(self._plans, key=lambda name: -self._plans[name].cost.params)
+        given: dict[int, str] = {}
+        for number, level in enumerate(levels):
+            share = -(-len(waiting) // (len(levels) - number))
+            # Who can do nothing smaller has no other level.
+            last = [c for c in waiting if able[c][-1] == level]
+            others = [c for c in waiting if level in able[c] and c not in last]
+            taken = [*last, *others[: max(share - len(last), 0)]]
+            given.update(dict.fromkeys(taken, level))
+            waiting = [c for c in waiting if c not in given]
+        return given
 
     def piece(self, device: Device, round: int) -> Piece:
-        return self.world.plans[device.tier].piece
+        given = self._given[1] if self._given[0] == round else {}
+        return self.world.plans[given.get(device.id, self.level[device.tier])].piece
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message({"weights": self.weights[device.tier]})
+        return Message({"weights": self.weights[self._level_of(piece)]})
+
+    def _level_of(self, piece: Piece) -> str:
+        return next(name for name, plan in self._plans.items() if _what(plan.piece) == _what(piece))
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
-        by_tier: dict[str, list[Reply]] = defaultdict(list)
+        by_level: dict[str, list[Reply]] = defaultdict(list)
         for reply in replies:
-            by_tier[reply.device.tier].append(reply)
-        for tier, own in by_tier.items():
-            view = self.world.plans[tier].piece.view
-            whole = view.scatter(self.world.plans[tier].piece.reference.initial, self.weights[tier])
-            merged = merge(whole, [Contribution(view, r.message["weights"], float(r.samples)) for r in own])
-            self.weights[tier] = view.extract(merged)
+            by_level[self._level_of(reply.piece)].append(reply)
+        for level, own in by_level.items():
+            piece = self._plans[level].piece
+            whole = piece.view.scatter(piece.reference.initial, self.weights[level])
+            merged = merge(whole, [Contribution(piece.view, r.message["weights"], float(r.samples)) for r in own])
+            self.weights[level] = piece.view.extract(merged)
 
     def model_for(self, device: Device) -> Model:
-        return self._model(device.tier)
+        return self._model(self.level[device.tier])
 
     def global_model(self) -> Model:
-        return self._model(max(self.world.plans, key=lambda name: self.world.plans[name].cost.params))
+        return self._model(max(self._plans, key=lambda name: self._plans[name].cost.params))
 
-    def _model(self, tier: str) -> Model:
-        piece = self.world.plans[tier].piece
-        return Model(piece.reference, piece.view, self.weights[tier])
+    def _model(self, level: str) -> Model:
+        piece = self._plans[level].piece
+        return Model(piece.reference, piece.view, self.weights[level])
 
     def state(self) -> dict[str, State]:
         return {f"tier {name}": state for name, state in self.weights.items()}
 
     def restore(self, state: Mapping[str, State]) -> None:
         self.weights = {name.removeprefix("tier "): dict(tensors) for name, tensors in state.items()}
+
+
+def _what(piece: Piece) -> tuple[str, bytes]:
+    return piece.reference.name, piece.view.key()

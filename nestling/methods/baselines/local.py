@@ -20,14 +20,17 @@ from nestling.world import Device, Piece
 class Local(Personal):
     """Local training.
 
-    Idea: every client trains the largest piece that fits it on its own data, and nothing travels: the floor that sharing must beat.
+    Idea: every client trains the largest piece that fits it on its own data, and nothing travels: the floor that sharing must beat. So
+    nobody waits to be asked: all reachable clients train in every round, as long as a client that is asked in every round would.
     Loss: cross-entropy. Travels: nothing. Merge: none. There is no global model: its column is the mean of the clients' models on
     the global test set.
 
+    everybody: whether all train in every round; else those who are asked, as other methods' clients.
     size: features that every network is pooled to, as methods need it that compare them (0: networks as they are). The floor of such a
           method has the same networks.
     """
 
+    everybody: bool = True
     size: int = 0
 
     info = Info(
@@ -44,6 +47,9 @@ class Local(Personal):
 
     def __post_init__(self) -> None:
         require(self.size >= 0, "must not be negative (0: networks as they are)", "method.size")
+
+    def choose(self, round: int, clients: int) -> list[int]:
+        return super().choose(round, len(self.world.fleet) if self.everybody else clients)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return with_features(module, taps, self.size) if self.size else module
