@@ -180,7 +180,8 @@ def table(rows: list[Row], data: str) -> str:
 
 
 def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    """The commit of this checkout, and whether the files are others than its."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty=, with changes"], capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
 
 
