@@ -135,9 +135,14 @@ def test_depthfl_teachers_are_held_still() -> None:
 
 
 def test_depthfl_distillation_grows_to_its_full_weight() -> None:
-    method = DepthFL()
-    assert method._ramped(300) == method._ramped(1000) == 1.0
-    assert method._ramped(150) == pytest.approx(math.exp(-1.25)) and method._ramped(1) == pytest.approx(math.exp(-5), rel=0.05)
+    for method, rounds in ((DepthFL(), 1000), (DepthFL(ramp=300), 40)):
+        assert method.ramped(300, rounds) == method.ramped(1000, rounds) == 1.0
+        assert method.ramped(150, rounds) == pytest.approx(math.exp(-1.25))
+        assert method.ramped(1, rounds) == pytest.approx(math.exp(-5), rel=0.05)
+    # In a short run it has its full weight as early, as a share of it.
+    assert DepthFL().ramped(9, 30) == 1.0 and DepthFL().ramped(1, 2) == 1.0
+    federation, replies = one_round(tiny(DepthFL(), rounds=30), of("small"), number=3)
+    assert replies[0].sent.facts["kd"] == federation.method.ramped(3, 30) == pytest.approx(math.exp(-5 * (2 / 3) ** 2))
 
 
 def test_a_shallow_depthfl_client_touches_nothing_deeper() -> None:

@@ -561,3 +561,9 @@ def test_sharing_masked_models_beats_training_alone(method: Any) -> None:
 def test_one_sparse_model_for_all_learns() -> None:
     accuracies = learned(PruneFL(steps=0, every=3, stage_one=0))
     assert mean(accuracies) > alone() and min(accuracies) > 0.3, accuracies
+
+
+def test_adjustments_come_as_often_in_short_runs_as_in_long_ones() -> None:
+    for every, rounds, expected in ((0.05, 1000, 20), (0.05, 40, 20), (0.05, 4, 4), (50, 200, 4)):
+        _, federation = assemble(small(PruneFL(stage_one=0, every=every), rounds=rounds))
+        assert sum(federation.method._adjusts(number) for number in range(1, rounds + 1)) == expected

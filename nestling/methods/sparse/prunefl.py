@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.method import Info, Reply, SharedWeights
+from nestling.methods.schedule import in_rounds
 from nestling.methods.sparse.adjust import adjust, squared_gradients, weight_seconds
 from nestling.schema import require
 from nestling.training.client import Client
@@ -40,7 +41,7 @@ class PruneFL(SharedWeights):
     mask's part of the piece that fits. One mask is one model for all: in tables of personal models it is a reference only.
 
     steps:      batches that a client trains on in a round (0: the epochs of [train]).
-    every:      rounds between adjustments, in both stages.
+    every:      rounds between adjustments; below 1, as a share of a stage's rounds (published: 50 of 1000).
     rho:        share of every layer's weights that an adjustment may drop at first; it halves every `half_life` rounds.
     half_life:  rounds.
     stage_one:  the most rounds of the first stage (0: none).
@@ -51,7 +52,7 @@ class PruneFL(SharedWeights):
     """
 
     steps: int = 5
-    every: int = 50
+    every: float = 0.05
     rho: float = 0.3
     half_life: float = 10000.0
     stage_one: int = 1000
@@ -79,7 +80,8 @@ class PruneFL(SharedWeights):
     def __post_init__(self) -> None:
         for name in ("steps", "stage_one"):
             require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        for name in ("every", "proxy", "settled"):
+        require(self.every > 0, "must be above 0", "method.every", "give rounds, or a share of the run below 1")
+        for name in ("proxy", "settled"):
             require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
         require(0 <= self.rho < 1, "must be from 0 to below 1", "method.rho")
         require(self.half_life > 0, "must be above 0", "method.half_life")
@@ -108,11 +110,14 @@ class PruneFL(SharedWeights):
         """What devices of one piece get is one message."""
         if self._last[0] is not self.weights or self._last[1] is not self.masks:
             self._last = (self.weights, self.masks, {})
-        key = (piece.view.key(), round % self.every == 0)
+        key = (piece.view.key(), self._adjusts(round))
         if key not in self._last[2]:
             weights = survivors(piece.view, piece.view.extract(self.weights))
             self._last[2][key] = Message({"weights": weights, "mask": masks_of(piece.view)}, {"adjust": key[1]})
         return self._last[2][key]
+
+    def _adjusts(self, round: int) -> bool:
+        return round % in_rounds(self.every, self.world.rounds) == 0
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         weights = like_survivors(piece.view, self.weights)
@@ -122,7 +127,7 @@ class PruneFL(SharedWeights):
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
-        if replies and round % self.every == 0:
+        if replies and self._adjusts(round):
             nothing = {name: torch.zeros_like(self.weights[name]) for name in self.weights if name in self.world.main.parameters}
             given = [Contribution(_trained(r.piece), r.message["squares"], float(r.samples)) for r in replies]
             # A mean where the code has a sum: the rule compares ratios, and on unequal devices not everybody holds every weight.
@@ -150,8 +155,9 @@ class PruneFL(SharedWeights):
             return
         x, y = world.public[: self.proxy], world.public_labels[: self.proxy]
         module = world.main.network(world.main.full)
-        for number, done in enumerate(range(0, self.stage_one, self.every)):
-            rounds = min(self.every, self.stage_one - done)
+        every = in_rounds(self.every, self.stage_one)
+        for number, done in enumerate(range(0, self.stage_one, every)):
+            rounds = min(every, self.stage_one - done)
             phase = _phase(
                 world.train, 1, self.masks, rounds * (self.steps or world.train.epochs * -(-len(x) // world.train.batch))
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.method import Info, Reply
+from nestling.methods.schedule import in_rounds
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.schema import require
 from nestling.training.client import Client
@@ -21,7 +22,7 @@ from nestling.training.phase import Phase
 from nestling.views import Reference, State, View
 from nestling.views.depth import depth_views
 from nestling.views.flat import pack
-from nestling.world import Device, Model, World
+from nestling.world import Device, Model, Piece, World
 
 
 @dataclass
@@ -38,14 +39,14 @@ class DepthFL(ByDepth):
     too; exits are plain unless the network is built with `model.heads = "attention"` (exitcnn, exitresnet).
 
     kd:     mutual distillation between exits.
-    ramp:   the round from which distillation has its full weight.
+    ramp:   the round from which distillation has its full weight; below 1, as a share of the run (published: 300 of 1000 rounds).
     feddyn: FedDyn, on clients and server.
     alpha:  FedDyn's α.
     exits:  "all", or only the "last" one of every depth (what remains without `kd` and `feddyn` is the plain mean over depths).
     """
 
     kd: bool = True
-    ramp: int = 300
+    ramp: float = 0.3
     feddyn: bool = True
     alpha: float = 0.1
     exits: str = "all"
@@ -66,7 +67,7 @@ class DepthFL(ByDepth):
     )
 
     def __post_init__(self) -> None:
-        require(self.ramp >= 1, "must be at least 1", "method.ramp")
+        require(self.ramp > 0, "must be above 0", "method.ramp", "give a round, or a share of the run below 1")
         require(self.alpha > 0, "must be above 0", "method.alpha", "turn FedDyn off with feddyn = false")
         require(self.exits in ("all", "last"), f"unknown exits {self.exits!r}", "method.exits", "allowed: all, last")
 
@@ -79,6 +80,15 @@ class DepthFL(ByDepth):
 
     def views(self, reference: Reference) -> list[View]:
         return depth_views(reference, exits=self.exits)
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        sent = super().send(device, piece, round)
+        return replace(sent, facts={"kd": self.ramped(round, self.world.rounds)}) if self.kd else sent
+
+    def ramped(self, round: int, rounds: int) -> float:
+        """λₜ in a run of so many rounds."""
+        ramp = in_rounds(self.ramp, rounds)
+        return math.exp(-5 * (1 - min(round, ramp) / ramp) ** 2)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         before = self.weights
@@ -110,7 +120,7 @@ class DepthFL(ByDepth):
         self.dynamics = dict(state.get("feddyn", {}))
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
-        given = {"kd": torch.tensor(self._ramped(client.round), device=client.place)} if self.kd else {}
+        given = {"kd": torch.tensor(float(received.facts["kd"]), device=client.place)} if self.kd else {}
         rule = None
         if self.feddyn:
             past = _past(client, received)
@@ -118,9 +128,6 @@ class DepthFL(ByDepth):
             given |= {f"start/{name}": received["weights"][name] for name in past}
             rule = partial(_dynamic, alpha=self.alpha)
         return [client.train.phase(client.round, objective=_mutual, given=given, rule=rule)]
-
-    def _ramped(self, round: int) -> float:
-        return math.exp(-5 * (1 - min(round, self.ramp) / self.ramp) ** 2)
 
     def reply(self, client: Client, received: Message) -> Message:
         if self.feddyn:
