@@ -17,9 +17,10 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-3
 """How far states may be apart after three rounds, as a share of their norm: rounding, which training amplifies."""
 
-LOOSE = {"fedin": 1e-2, "feddf": 5e-2, "shared-distill": 5e-2, "fedftg": 1e-2, "fedet": 1e-2, "fedzkt": 1e-2, "scaffold": 1e-2}
-"""Methods whose server trains for many steps in a round, or that divide by small numbers (FedIN; SCAFFOLD by the step
-of a client that took one), which amplifies rounding further."""
+LOOSE = {"fedin": 1e-2, "feddf": 5e-2, "shared-distill": 5e-2, "fedftg": 1e-2, "fedet": 1e-2, "fedzkt": 5e-2, "scaffold": 1e-2}
+"""Methods whose server trains for many steps in a round, against a generator even, or that divide by small numbers (FedIN), which
+amplifies rounding further; and SCAFFOLD, whose state is gradients: where rounding has a pool pick the other of two nearly equal pixels,
+it shows there (2.8e-3 between two runs on one GPU)."""
 
 TIERS = tuple(Tier(name=f"ratio-{ratio}", ratio=ratio, count=count) for ratio, count in ((0.25, 24), (0.5, 18), (1.0, 18)))
 UNEVEN: dict[str, Any] = {
