@@ -90,6 +90,11 @@ class PublicExchange(Personal):
         return client.public[self.rows(client, received, "next")]
 
 
+def epochs_for(steps: int, rows: int, batch: int) -> int:
+    """How many passes over so many rows so many batches are, the last one begun."""
+    return -(-steps // -(-rows // batch))
+
+
 @lru_cache(maxsize=16)
 def drawn(number: int, count: int, size: int, place: torch.device) -> Tensor:
     """At most `count` of `size` rows, in ascending order; the same tensor every time, so that clients can share it."""

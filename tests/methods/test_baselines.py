@@ -592,5 +592,6 @@ def test_sharing_beats_training_alone(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_shared_base_beats_training_alone() -> None:
-    found = learned(FedPer(), kind="personal_accuracy")
-    assert mean(found) > alone(kind="personal_accuracy") and mean(found) > 0.5, found
+    """With everybody in every round, as alone."""
+    found = learned(FedPer(), kind="personal_accuracy", participants=0)
+    assert mean(found) > alone(kind="personal_accuracy") + 0.01, found

@@ -113,6 +113,15 @@ def test_digest_is_the_absolute_error_of_raw_logits() -> None:
     assert revisit.source == "private" and digest.augment == "none" and digest.source == "public"
 
 
+@pytest.mark.parametrize(("align", "batch", "epochs"), [(50, 256, 20), (50, 16, 5), (7, 2, 5)])
+def test_digest_is_counted_in_steps_however_few_rows_there_are(align: int, batch: int, epochs: int) -> None:
+    federation = nestling.run(few(FedMD(align=align, pretrain=0, digest_batch=batch), rounds=1)).federation
+    client, sent = client_at(federation, 4, 2)
+    client.weights = federation.method.start(client, sent)
+    digest = federation.method.phases(client, sent)[0]
+    assert digest.epochs == epochs and train_client(client, digest, 0).steps == 20
+
+
 def test_the_start_is_supervised_by_the_public_labels() -> None:
     federation = federation_of(FedMD(align=50, pretrain=30))
     world = federation.world

@@ -216,6 +216,8 @@ def test_a_stack_gives_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_and_loses_little_against_clients_alone() -> None:
-    ours, alone = mean(reached(KTpFL())), mean(reached_alone())
-    assert ours > 0.4 and ours > alone - 0.05
+def test_it_learns_more_than_clients_alone() -> None:
+    """With 40 rows a client, in every seed. At the paper's plain KL there is no difference to being alone."""
+    ours, alone = reached(KTpFL()), reached_alone()
+    assert all(a > b for a, b in zip(ours, alone, strict=True)) and mean(ours) > mean(alone) + 0.005
+    assert abs(mean(reached(KTpFL(weight=0.01))) - mean(alone)) < 0.01

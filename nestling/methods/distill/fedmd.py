@@ -13,7 +13,7 @@ from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import own_weights
-from nestling.methods.public import PublicExchange
+from nestling.methods.public import PublicExchange, epochs_for
 from nestling.schema import require
 from nestling.store import Records
 from nestling.training.client import Client
@@ -40,13 +40,13 @@ class FedMD(PublicExchange):
 
     align:        N_align, the public rows of a round (5000 as published, all where there are fewer).
     pretrain:     epochs on the public labels in a client's first round; 0 leaves them out, and labels are not needed then.
-    digest:       epochs on the consensus.
+    digest:       steps on the consensus (published: 20, an epoch of 5000 rows in batches of 256), however few rows there are.
     digest_batch: rows a batch there.
     digest_lr:    its learning rate (Adam).
     """
 
     pretrain: int = 20
-    digest: int = 1
+    digest: int = 20
     digest_batch: int = 256
     digest_lr: float = 1e-3
 
@@ -68,7 +68,7 @@ class FedMD(PublicExchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.pretrain >= 0, "must not be negative (0 leaves public labels out)", "method.pretrain")
-        require(self.digest >= 1, "at least one epoch", "method.digest")
+        require(self.digest >= 1, "at least one step", "method.digest")
         require(self.digest_batch >= 1, "at least one row a batch", "method.digest_batch")
         require(self.digest_lr > 0, "must be above 0", "method.digest_lr")
 
@@ -116,14 +116,16 @@ class FedMD(PublicExchange):
                 )
             )
         if "consensus" in received:
+            rows = self.rows(client, received)
             found.append(
                 Phase(
                     objective=_digest,
                     optim=Optim("adam", self.digest_lr),
-                    epochs=self.digest,
+                    epochs=epochs_for(self.digest, len(rows), self.digest_batch),
+                    steps=self.digest,
                     batch=self.digest_batch,
                     source="public",
-                    rows=self.rows(client, received),
+                    rows=rows,
                     given=received["consensus"],
                 )
             )
