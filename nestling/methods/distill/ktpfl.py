@@ -50,8 +50,8 @@ class KTpFL(PublicExchange):
     coefficient_lr:    their learning rate (Adam on θ).
     distill:           epochs on the target.
     distill_batch:     rows a batch there.
-    weight:            of T²·KL. The paper's plain KL at T = 10 is 0.01, whose gradient is below a hundredth of cross-entropy's: it changes
-                       nothing in small networks, and 0.1 does.
+    weight:            of T²·KL. The paper's plain KL at T = 10 is 0.01, whose gradient is below a hundredth of cross-entropy's: in
+                       small networks it changes nothing, and 0.1 does.
     compat:            "paper" or "code".
     """
 
