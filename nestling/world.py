@@ -100,13 +100,17 @@ class World:
     _devices: dict[int, Device] = field(default_factory=dict, init=False, repr=False)
     _timings: dict[Hashable, Timing] = field(default_factory=dict, init=False, repr=False)
 
+    def varies(self, plan: Plan) -> bool:
+        """Whether what fits a tier's devices changes from round to round."""
+        return getattr(self.fleet, "live", False) or plan.tier.memory_mean < 100 or any(plan.tier.memory_std)
+
     def device(self, client: int, round: int = 0) -> Device:
         """A client in a round; its piece shrinks with its free memory. Round 0 is its piece at rest."""
         known = self._devices.get(client)
         if known is not None:
             return known
         plan = self.plans[self.fleet.tier_of(client).name]
-        changes = getattr(self.fleet, "live", False) or plan.tier.memory_mean < 100 or any(plan.tier.memory_std)
+        changes = self.varies(plan)
         piece = self._piece_now(plan, client, round) if changes and round else plan.piece
         device = Device(client, plan.tier.name, piece, self.split.size(client))
         if not changes and len(self._devices) < 2**16:

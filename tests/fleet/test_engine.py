@@ -94,7 +94,7 @@ def without(method: str, missing: set[tuple[int, int]], rounds: int = 3) -> Fede
 
 
 def without_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    dropped = ("seconds", "personal_accuracy", "global_accuracy", "by_tier")
+    dropped = ("seconds", "personal_accuracy", "global_accuracy", "by_tier", "others")
     return [{k: v for k, v in row.items() if k not in dropped} for row in rows]
 
 

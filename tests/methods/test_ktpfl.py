@@ -161,7 +161,7 @@ def test_a_target_is_the_clients_own_mixture_of_who_answered() -> None:
 
 @pytest.mark.parametrize("compat", ["paper", "code"])
 def test_what_a_client_minimises(compat: str) -> None:
-    federation = nestling.run(few(KTpFL(align=ALIGN, compat=compat), rounds=1)).federation
+    federation = nestling.run(few(KTpFL(align=ALIGN, compat=compat, weight=0.01), rounds=1)).federation
     client, sent = client_at(federation, 4, 2)
     client.weights = federation.method.start(client, sent)
     learn, usual = federation.method.phases(client, sent)

@@ -148,7 +148,7 @@ class FedHKD(ByClass):
     def _setup_weights(self, world: World) -> None:
         world.refuse_own_networks("FedHKD with weights")
         self.world, self._messages = world, {}
-        whole = all(plan.piece.view.keep.all() for plan in world.plans.values())
+        whole = all(plan.piece.view.keep.all() and not world.varies(plan) for plan in world.plans.values())
         self.wide = self.size or (world.main.taps.features if whole else EMBEDDING)
         self.know_nothing(world)
         alike = whole and self.wide == world.main.taps.features

@@ -37,5 +37,5 @@ def dividing(reference: Reference, view: View) -> tuple[Hook, ...]:
 
 def scaled(model: Model, shares: Mapping[str, float]) -> Model:
     """The model that computes without hooks what its network computes with them: the layers' weights and biases are divided."""
-    state = {name: t / shares.get(name.rpartition(".")[0], 1.0) for name, t in model.state.items() if t.is_floating_point()}
-    return replace(model, state={**model.state, **state}) if shares else model
+    divided = {name: t / shares[layer] for name, t in model.state.items() if (layer := name.rpartition(".")[0]) in shares}
+    return replace(model, state={**model.state, **divided}) if divided else model
