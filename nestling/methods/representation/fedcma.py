@@ -41,7 +41,7 @@ class FedCMA(ByClass):
     Differs from the released code: moments are those of all of a client's rows (there, of the first batch where data is not shuffled);
     absent classes are left out instead of counting as zeros; the moving average has a rate of its own. A class with one row in the
     batch has no central moment there. Features are the networks' own, pooled to the fewest where their numbers differ; the published
-    sigmoid (`bound`) is off, since that layer alone cost half of the accuracy in small networks. The paper was not read: what stands
+    sigmoid (`bound`) is off, since small networks hardly learn through it. The paper was not read: what stands
     here is from its abstract and the fork.
 
     lam:     λ_m.

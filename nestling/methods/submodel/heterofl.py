@@ -31,7 +31,7 @@ class HeteroFL(SharedWeights):
     holders; a classifier row counts only from clients that hold its class; the rest keep their value.
     Differs from the released code: channel ties come from tracing, so bottleneck networks work too; a part is also tested with the
     division it was trained with (in its weights), which the released code leaves out there: before batch statistics it makes no
-    difference, without them it does (78.5 against 72.8 % in one run). Layers that keep all their channels are not divided. Use
+    difference, without them it does. Layers that keep all their channels are not divided. Use
     `model.norm = "sbn"` for the paper's static batch norm, and gradient clipping at 1 (`train.clip = 1`), as published.
 
     dynamic:     levels are drawn anew every round from the tiers' shares (how the published tables were made).

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -16,16 +17,25 @@ from nestling.world import Model
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
-@lru_cache(maxsize=256)
+_KNOWN: WeakKeyDictionary[Reference, dict[bytes, Mapping[str, float]]] = WeakKeyDictionary()
+"""What was found, by the form of a view: a window that moves on has the same."""
+
+
 def narrowed(reference: Reference, view: View) -> Mapping[str, float]:
     """The convolutions that have fewer outputs in a view than in the reference, by name: the share that is left."""
+    known = _KNOWN.setdefault(reference, {})
+    if view.form() not in known:
+        known[view.form()] = _shares(reference, view)
+    return known[view.form()]
+
+
+def _shares(reference: Reference, view: View) -> dict[str, float]:
     layers = [name for name, layer in reference.module.named_modules() if isinstance(layer, CONVOLUTIONS)]
     weights = {name: f"{name}.weight" for name in layers if f"{name}.weight" in view.members}
     shares = {name: view.shape(weight)[0] / view.axes.shapes[weight][0] for name, weight in weights.items()}
     return {name: share for name, share in shares.items() if share < 1}
 
 
-@lru_cache(maxsize=256)
 def dividing(reference: Reference, view: View) -> tuple[Hook, ...]:
     """Hooks that divide what narrowed layers put out by their share."""
     shares = narrowed(reference, view)
