@@ -1,6 +1,6 @@
 """Every method on a GPU: the cohort engine against the in-process engine on the same device, steady rounds.
 
-    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 7]
+    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 12]
         [--plain-rounds 3] [--out FILE] [--write]
 
 The settings are those of `fashion_table.py` (100 clients of five sizes, ten a round, Dirichlet(0.5)) and `exchange_table.py` (twelve
@@ -87,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--setting", default="both", choices=("parts", "exchange", "both"))
     parser.add_argument("--data", default="auto", choices=("auto", "embedded", "fashion-mnist"))
     parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--plain-rounds", type=int, default=3, help="rounds of the in-process engine")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows, written after each")
     parser.add_argument("--write", action="store_true")

@@ -182,8 +182,10 @@ def test_more_clients_than_slots_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     engine = recording(ways.SLOTS)
     engine.open(made, site)
     tasks = tasks_of(federation, 5)
-    assert_same(alone(made, tasks, site), list(engine.run(tasks)))
-    assert [len(kind.programs[ways.SLOTS]) for kind in engine._kinds.values()] == [2]
+    # A kind of work that may not come back has one slot; when it does there are more.
+    for slots in (1, 2, 2):
+        assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+        assert [len(kind.programs[ways.SLOTS]) for kind in engine._kinds.values()] == [slots]
 
 
 @pytest.mark.parametrize("norm", ["batch", "tracked", "group"])
@@ -194,7 +196,7 @@ def test_sizes_of_clients_do_not_multiply_what_is_recorded(norm: str) -> None:
     engine.open(made, site)
     tasks = tasks_of(federation, 6)
     assert len({site.split.size(task.client) % 32 for task in tasks}) > 4
-    for _ in range(3):
+    for _ in range(4):  # in the third round there are as many slots as clients, in the fourth all is recorded
         assert_same(alone(made, tasks, site), list(engine.run(tasks)), 1e-3)
     # One for full batches, one for short ones, one to load and one to store.
     assert {slot.lane.graphs for kind in engine._kinds.values() for slot in kind.all()} <= {3, 4}

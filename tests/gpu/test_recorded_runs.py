@@ -21,7 +21,7 @@ from nestling.running import resume
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 from nestling.training.phase import Phase
-from tests.gpu.test_every_method import LOOSE, TOLERANCE, UNEVEN, apart, played, states
+from tests.gpu.test_every_method import TOLERANCE, UNEVEN, apart, played, states
 from tests.small import small
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def test_a_resumed_run_equals_one_that_was_not(method: str, tmp_path: Path) -> N
     whole = nestling.run(gpu(method, rounds=4))
     nestling.run(gpu(method, rounds=2), out=tmp_path / "run")
     again = resume(tmp_path / "run", overrides=("rounds=4",))
-    assert apart(states(whole), states(again)) <= LOOSE.get(method, TOLERANCE)
+    assert apart(states(whole), states(again)) == 0
 
 
 def test_the_run_says_what_it_used(tmp_path: Path) -> None:

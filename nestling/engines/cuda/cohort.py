@@ -40,6 +40,10 @@ MOST_SLOTS = 32
 MOST_LARGE = 6
 """How many clients with large networks are: so many fill the device, and more push one another out of its caches."""
 
+GROWTH = 4
+"""How many times as many slots a kind may have as in the round before. It begins with one: recording a slot takes about as long as
+training a client in one that is there, and some kinds of work never come back."""
+
 MOST_HIGH = 512
 """The most clients in one stack."""
 
@@ -58,6 +62,7 @@ class Kind:
     name: str
     programs: dict[str, list[Program]] = field(default_factory=dict)
     most: int = MOST_HIGH
+    room: int = 1  # how many slots it may have now
     way: dict[int, str] = field(default_factory=dict)  # by the number of clients, rounded up
     plain: str = ""  # why it is trained one by one
     unstacked: str = ""  # why it is never a stack
@@ -162,7 +167,8 @@ class CudaCohort:
             for program, part in zip(programs, parts, strict=True):
                 found.setdefault(id(program), (program, []))[1].append(part)
             return [(program.lane, _in_turn(program, own)) for program, own in found.values()]
-        queues = _queues(result.group, min(kind.most, MOST_LARGE if way == ways.SLOTS_LAST else MOST_SLOTS))
+        queues = _queues(result.group, min(kind.most, kind.room, MOST_LARGE if way == ways.SLOTS_LAST else MOST_SLOTS))
+        kind.room = min(kind.room * GROWTH, MOST_SLOTS)
         slots = self._slots(kind, way, result, len(queues))
         return [
             (slot.lane, _in_turn(slot, [result.part(k, k + 1) for k in queue])) for slot, queue in zip(slots, queues, strict=True)
