@@ -53,6 +53,7 @@ def _tier(experiment: Experiment, federation: Federation, plan: Plan) -> dict[st
         "model": plan.tier.model or experiment.model.name,
         "ratio": plan.ratio if planned else None,
         "params": cost.params,
+        "zeros": federation.method.zeros(piece),
         "macs": cost.macs,
         "need": asdict(need(profile, cost, plan.budget)) if plan.fit else None,
         "limits": dict(plan.fit.limits) if plan.fit else None,

@@ -49,6 +49,12 @@ def terminal_watcher() -> Iterator[Watcher]:
         yield _follow(console, bar)
 
 
+def _always_zero(tiers: list[dict[str, Any]]) -> str:
+    """How many of the largest piece's parameters a method never uses, if any."""
+    largest = max(tiers, key=lambda t: t["params"])
+    return f" ({largest['zeros'] / largest['params']:.0%} of the largest always zero)" if largest.get("zeros") else ""
+
+
 def _follow(console: Console, bar: Progress) -> Watcher:
     task = bar.add_task("rounds", total=None, note="setting up")
     state: dict[str, Any] = {"rounds": 0}
@@ -59,6 +65,7 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         console.print(
             f"[bold]{experiment.method.name}[/bold] on {experiment.data.name}: {experiment.fleet.size} devices of {len(tiers)} kinds, "
             f"{min(t['params'] for t in tiers):,} to {max(t['params'] for t in tiers):,} parameters of {experiment.model.name}"
+            + _always_zero(tiers)
         )
         engine = description["engine"]
         place = engine.get("device_name", engine["device"])

@@ -22,6 +22,7 @@ from torch import nn
 from nestling import checkpoint, folder
 from nestling.assemble import assemble, site_of
 from nestling.describe import describe, norm_of
+from nestling.engines import ENGINES
 from nestling.engines.engine import account
 from nestling.errors import InputError
 from nestling.experiment import Experiment
@@ -29,11 +30,16 @@ from nestling.folder import RunFolder
 from nestling.report.page import write_report
 from nestling.rounds import Federation, Metrics, play
 from nestling.store import ClientStore
+from nestling.training.client import Task
+from nestling.training.terms import shares, weak
 from nestling.version import __version__
 from nestling.world import Model
 
 CHECKPOINT_SECONDS = 1.0
 """Rounds that take longer are checkpointed one by one; of shorter ones at most this much work is done again after a crash."""
+
+WEAK_TERM = "WEAK TERM"
+"""How a note begins that tells of a loss term without effect."""
 
 
 @dataclass
@@ -164,6 +170,7 @@ def carry_on(
                         saved, due = time.monotonic(), False
                     federation.settle = due
                 _note_refusal(federation)
+                _note_weak_terms(experiment, federation, row["round"])
                 for note in federation.engine.notes[told:]:
                     watcher.note(note)
                 told = len(federation.engine.notes)
@@ -189,6 +196,22 @@ def _note_refusal(federation: Federation) -> None:
     note = f"NOT RECORDED, the server's own training: {refusal}"
     if refusal and note not in federation.engine.notes:
         federation.engine.notes.append(note)
+
+
+def _note_weak_terms(experiment: Experiment, federation: Federation, number: int) -> None:
+    """Says so, half-way, where what a method adds to cross-entropy hardly moves a client."""
+    world, method = federation.world, federation.method
+    if number != max(2, experiment.rounds // 2) or federation.engine.name not in ENGINES:
+        return
+    device = world.device(method.choose(number, federation.participants)[0], number)
+    piece = method.piece(device, number)
+    task = Task(
+        device.id, number, piece.reference.name, piece.spec(), method.send(device, piece, number), world.store.get(device.id)
+    )
+    found = shares(experiment.make_method(), task, site_of(federation))
+    if weak(found):
+        said = f"{WEAK_TERM}: in round {number} what {method.info.title} adds to the loss of client {device.id} is "
+        federation.engine.notes.append(f"{said}{max(found):.2%} of cross-entropy's gradient; a larger weight would make it count")
 
 
 def _log_boards(home: RunFolder, federation: Federation) -> None:
@@ -245,6 +268,7 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
             **account(federation.engine),
             "not_recorded": [n for n in federation.engine.notes if n.startswith("NOT RECORDED")],
         },
+        "notes": [n for n in federation.engine.notes if n.startswith(WEAK_TERM)],
         "commit": _commit(),
         "versions": {"nestling": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

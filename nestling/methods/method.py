@@ -73,6 +73,10 @@ class Method:
         the global model may then test them all."""
         return False
 
+    def zeros(self, piece: Piece) -> int:
+        """How many of a piece's parameters are zero whatever happens: they are stored and travel, but nothing is in them."""
+        return 0
+
     def setup(self, world: World) -> None:
         """Makes the server's state for a new run."""
         raise NotImplementedError

@@ -33,6 +33,7 @@ def _fit_card(row: Row, index: int) -> str:
     about = [plural(row["count"], "device") if row["count"] is not None else None, row["kind"], row["core"], _board(row)]
     facts = [
         ("Parameters", whole(row["params"])),
+        *([("Of them always zero", percent(row["zeros"] / row["params"]))] if row["zeros"] and row["params"] else []),
         ("Of full model", percent(row["share"])),
         ("Network" if row["own_model"] else "Width", _width(row)),
         ("MACs a sample", short(row["macs"])),

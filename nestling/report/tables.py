@@ -104,6 +104,7 @@ def _row(tier: Mapping[str, Any], label: str, model: Mapping[str, Any]) -> dict[
         "own_model": None not in (tier.get("model"), model.get("name")) and tier.get("model") != model.get("name"),
         "ratio": number(tier.get("ratio")),
         "params": params,
+        "zeros": number(tier.get("zeros")),
         "share": params / full if params is not None and full else None,
         "macs": number(tier.get("macs")),
         **{f"{key}_need": number(need.get(key)) for key in ("ram", "flash", "seconds", "energy")},

@@ -198,13 +198,14 @@ def client_of(task: Task, site: Site) -> Client:
 def train_client(client: Client, phase: Phase, number: int) -> Trained:
     """One phase of one client; its weights are those after it."""
     module = client.reference.network(client.view, client.weights)
-    x, y = _source(phase, client)
+    x, y = source_of(phase, client)
     done = train(module, phase, x, y, client.site.seed, client.id, client.round, number)
     client.weights = pack(module.state_dict())
     return done
 
 
-def _source(phase: Phase, client: Client) -> tuple[Tensor, Tensor]:
+def source_of(phase: Phase, client: Client) -> tuple[Tensor, Tensor]:
+    """The inputs and labels that a phase trains on; public ones have no labels."""
     if phase.source == "private":
         return client.x, client.y
     public = public_of(client.site)

@@ -12,12 +12,14 @@ from torch import Tensor
 
 import nestling
 from nestling import FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble
+from nestling.assemble import assemble, site_of
+from nestling.describe import describe
 from nestling.methods import METHODS, Reply, method_class
 from nestling.methods.submodel.heterofl import HeteroFL
 from nestling.rounds import Federation
 from nestling.training.objectives import Batch, Net, present_cross_entropy
 from nestling.views import State
+from nestling.views.nested import forward
 from tests.small import TIERS, small
 
 
@@ -357,3 +359,34 @@ def test_an_own_network_runs() -> None:
 
     result = nestling.run(small("heterofl", model=Mine()))
     assert isinstance(result.model, Mine) and result.model_for(0)(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
+
+
+@pytest.mark.parametrize("method", ["shared-average", "heterofl"])
+def test_parameters_that_are_always_zero_are_counted(method: str) -> None:
+    """What a run says of a piece's zeros is what a trained model has of them."""
+    result = nestling.run(small(method))
+    made, world = result.federation.method, result.federation.world
+    said = describe(small(method), result.federation)["tiers"]
+    for tier, plan in zip(said, world.plans.values(), strict=True):
+        state = made.model_for(world.device(world.fleet.member(plan.tier.name, 0))).state
+        weights = torch.cat([t.reshape(-1) for name, t in state.items() if name in world.main.parameters and t.dim() > 1])
+        assert tier["zeros"] == int((weights == 0).sum())
+    assert (max(tier["zeros"] for tier in said) > 0) == (method == "shared-average")
+
+
+def test_shared_distill_trains_smaller_parts_inside_larger_ones() -> None:
+    """With `inner` the part of the smallest device, cut out of a larger device's reply, is better than without."""
+
+    def loss(inner: float) -> float:
+        experiment = small(Named("shared-distill", {"inner": inner}), train=Train(epochs=12, batch=16, lr=0.05))
+        federation, _ = one_round(experiment, [])
+        world, site = federation.world, site_of(federation)
+        largest = max(range(len(world.fleet)), key=lambda c: int(world.device(c).piece.view.keep.sum()))
+        federation, (reply,) = one_round(experiment, [largest])
+        smallest = min((plan.piece.view for plan in world.plans.values()), key=lambda view: int(view.keep.sum()))
+        assert reply.piece.view.contains(smallest) and reply.piece.view.key() != smallest.key()
+        rows = site.split.indices(largest)
+        logits = forward(reply.piece.reference, smallest, reply.message["weights"], site.x[rows], inside=reply.piece.view)
+        return float(F.cross_entropy(logits, site.y[rows]))
+
+    assert loss(1.0) < 0.8 * loss(0.0)

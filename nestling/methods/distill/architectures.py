@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,12 @@ class PerArchitecture(Method):
         state, key = self.weights[piece.reference.name], (piece.reference.name, piece.view.key())
         kept = self._sent.get(key)
         if kept is None or kept[0] is not state:
-            kept = self._sent[key] = (state, Message({"weights": piece.view.extract(state)}))
+            kept = self._sent[key] = (state, Message({"weights": piece.view.extract(state)}, self.facts_for(piece)))
         return kept[1]
+
+    def facts_for(self, piece: Piece) -> Mapping[str, Any]:
+        """What a device is told beside its weights."""
+        return {}
 
     def contribution(self, reply: Reply) -> Contribution:
         """How much a reply counts within its architecture: by its number of samples, unless the method decides otherwise."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from nestling.methods.distill.architectures import PerArchitecture, noise_inputs, said_of, whole_and_parts
+from nestling.message import Message
+from nestling.methods.distill.architectures import PerArchitecture, held_parts, noise_inputs, said_of, whole_and_parts
 from nestling.methods.method import Info, Reply
 from nestling.schema import require
+from nestling.training.client import Client
 from nestling.training.distiller import WEIGHTINGS, Distillation, combine, distil, logits_of, proxy
+from nestling.training.inner import with_inner
 from nestling.training.optimisers import Optim
-from nestling.views import Reference, State
+from nestling.training.phase import Phase
+from nestling.views import Reference, State, to_spec
+from nestling.views.nested import prepare
+from nestling.world import Piece
 
 
 @dataclass
@@ -22,7 +30,8 @@ class SharedDistill(PerArchitecture):
     Idea: devices train what fits them, parts of one super-network or structurally different compact networks; the server treats
     what returns as an ensemble of teachers and distils it into one unified global model on a small unlabelled proxy set. The global
     model then goes back: cut to each device's part, or distilled once more into the networks that share no structure with it.
-    Loss: clients cross-entropy; server τ²·KL(teachers ‖ student), for the full student and for the devices' parts of it in turn.
+    Loss: clients cross-entropy of their network and, where it is a part of the super-network, with weight `inner` of a smaller part
+    inside it, in turn; server τ²·KL(teachers ‖ student), for the full student and for the devices' parts of it in turn.
     Travels: each client's network down and up. Merge: networks of one kind are averaged (n_k) to start the student from, then
     distillation.
     Differs from the paper: its abstract names the two fusions only; the proxy (1 % of the training rows, or noise when there is
@@ -32,6 +41,7 @@ class SharedDistill(PerArchitecture):
     weighting:  how teachers are combined: "samples" (by n_k), "variance" (per input, by the spread of the logits) or "uniform".
     start_from: where the student starts: "average" of the clients' networks, or "keep" the last global model.
     noise:      how many noise inputs stand in for the proxy when there is no public data.
+    inner:      the weight of the smaller part's loss; 0 leaves it out.
     """
 
     temperature: float = 3.0
@@ -41,6 +51,7 @@ class SharedDistill(PerArchitecture):
     weighting: str = "samples"
     start_from: str = "average"
     noise: int = 256
+    inner: float = 1.0
 
     info = Info(
         title="Shared-distill",
@@ -71,6 +82,19 @@ class SharedDistill(PerArchitecture):
         require(self.steps >= 0, "must not be negative", "method.steps")
         require(self.batch >= 1 and self.noise >= 1, "must be at least 1", "method.batch")
         require(self.lr > 0, "must be above 0", "method.lr")
+        require(self.inner >= 0, "must not be negative (0 leaves the smaller parts out)", "method.inner")
+
+    def facts_for(self, piece: Piece) -> Mapping[str, Any]:
+        own, parts = piece.view, held_parts(self.world, piece.reference) if self.inner else []
+        return {"smaller": [to_spec(part) for part in parts if part.key() != own.key() and own.contains(part)]}
+
+    def phases(self, client: Client, received: Message) -> Iterable[Phase]:
+        smaller = [client.reference.view(spec) for spec in received.facts["smaller"]]
+        if not smaller:
+            return super().phases(client, received)
+        prepare(client.reference, smaller)
+        objective = partial(with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)
+        return [client.train.phase(client.round, objective=objective)]
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not replies:

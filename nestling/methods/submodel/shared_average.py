@@ -32,7 +32,8 @@ class SharedAverage(SharedWeights):
     device's part down and up. Merge: per entry, mean weighted by n_k over the views that hold it; entries that nobody trained keep
     their value.
     Differs from the paper: its abstract fixes no more than averaging over shared sub-structures; the nesting is our reading. With
-    `nested = false, inner = 0` what remains is the plain mean over prefixes (HeteroFL's merge with n_k weights).
+    `nested = false, inner = 0` what remains is the plain mean over prefixes (HeteroFL's merge with n_k weights). What a part may not
+    read are zeros that are stored and travel like all weights; a run and its report say how many.
 
     nested: whether parts read only themselves.
     inner:  the weight of the smaller part's loss; 0 leaves it out.
@@ -69,6 +70,9 @@ class SharedAverage(SharedWeights):
         super().setup(world)
         self.masks = nested_masks(world.main.axes, self._levels(), world.place) if self.nested else {}
         self.weights.update({name: self.weights[name] * mask for name, mask in self.masks.items()})
+
+    def zeros(self, piece: Piece) -> int:
+        return sum(int((~piece.view.cut(name, mask)).sum()) for name, mask in self.masks.items() if name in piece.view.members)
 
     def _levels(self) -> list[View]:
         return list({p.piece.view.key(): p.piece.view for p in self.world.plans.values()}.values())

@@ -1,0 +1,60 @@
+"""How much a method's own terms weigh beside cross-entropy: one that is too small to matter trains as if it were not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nestling.training.client import Client, ClientSide, Site, Task, carry_out, source_of, train_client, working
+from nestling.training.objectives import Batch, Net, Objective, cross_entropy
+from nestling.training.phase import Phase
+from nestling.training.trainer import Trained, batches, hooked, trained
+
+WEAK = 0.01
+"""A term whose gradient is a smaller share of cross-entropy's hardly does anything."""
+
+
+@dataclass
+class _Watched:
+    """The norms of gradients, after the training of each phase of a round: of what it adds to cross-entropy, and of that."""
+
+    added: list[float] = field(default_factory=list)
+    plain: float = 0.0
+
+    def train(self, client: Client, phase: Phase, number: int) -> Trained:
+        """Trains the phase and looks at the gradients where it ends: a pull towards what was received is nothing where it begins."""
+        done = train_client(client, phase, number)
+        own = _gradient(client, phase, number, phase.objective)
+        if phase.source == "private":
+            plain = _gradient(client, phase, number, cross_entropy)
+            self.plain, own = float(plain.norm()), own - plain
+        self.added.append(float(own.norm()))
+        return done
+
+
+def shares(method: ClientSide, task: Task, site: Site) -> list[float]:
+    """Of each phase of a client's round: the gradient of what it adds to cross-entropy (all of it, where it trains on public data), as
+    a share of that of cross-entropy on the client's own rows. The round is played beside the others and leaves nothing behind."""
+    seen = _Watched()
+    carry_out(working(method, task, site), seen.train)
+    return [added / seen.plain for added in seen.added] if seen.plain else []
+
+
+def weak(found: list[float]) -> bool:
+    """Whether all that a method adds is too small to matter; not so where it adds nothing at all, which is a choice."""
+    return 0 < max(found, default=0.0) < WEAK
+
+
+def _gradient(client: Client, phase: Phase, number: int, objective: Objective) -> Tensor:
+    """Over the first batch of the phase, as it was before augmentation."""
+    module = client.reference.network(client.view, client.weights).train()
+    x, y = source_of(phase, client)
+    rows = next(iter(batches(len(x), phase, module, client.site.seed, client.id, client.round, number)))
+    net, at = Net(module, trained(module, phase)), rows.to(x.device)
+    with hooked(module, phase):
+        loss = objective(net, Batch(x[at], y[at], at), phase.given)
+        grads = torch.autograd.grad(loss, list(net.params.values()), allow_unused=True)
+    pairs = zip(net.params.values(), grads, strict=True)
+    return torch.cat([torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for p, g in pairs])
