@@ -116,6 +116,19 @@ def test_lottery_rewinds_to_the_initial_weights_and_pruned_ones_stay_zero(compat
             assert (trained[name][~mask] == 0).all() and trained[name][mask].abs().min() > 0
 
 
+@pytest.mark.parametrize(("recover", "epochs"), [(10, 10), (1, 2), (0, 2)])
+def test_lottery_trains_longer_after_a_rewind_and_only_then(recover: int, epochs: int) -> None:
+    brief = Train(epochs=2, batch=20, lr=0.02)
+    for made, expected in ((EagerLottery(recover=recover), epochs), (LotteryFL(acc_thr=1.0, recover=recover), 2)):
+        federation, _, _ = one_round(made, train=brief)
+        device = federation.world.device(0)
+        piece = federation.method.piece(device, 1)
+        sent = federation.method.send(device, piece, 1)
+        client = Client(0, 1, federation.world.main, piece.view, site_of(federation), {}, {})
+        client.weights = federation.method.start(client, sent)
+        assert [phase.epochs for phase in federation.method.phases(client, sent)] == [expected]
+
+
 def test_lottery_means_over_holders_and_leaves_alone_what_nobody_keeps() -> None:
     federation, replies, _ = one_round(EagerLottery(prune_step=0.6))
     method, name = federation.method, "head.weight"

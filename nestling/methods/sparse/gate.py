@@ -69,13 +69,13 @@ class PrunesItself(SharedWeights):
         said = logits_of(client.reference.network(client.view, weights), client.x[:rows]).argmax(-1)
         return float((said == client.y[:rows]).float().mean()) > self.acc_thr
 
-    def training(self, client: Client, given: Given | None = None, rule: GradientRule | None = None) -> Phase:
-        """Plain local training on the rows that are not held out."""
-        held = self._held_out(client)
+    def training(self, client: Client, given: Given | None = None, rule: GradientRule | None = None, epochs: int = 0) -> Phase:
+        """Plain local training on the rows that are not held out, for the epochs of [train] unless told otherwise."""
+        held, long = self._held_out(client), epochs or client.train.epochs
         if not held:
-            return client.train.phase(client.round, given=given or {}, rule=rule)
-        first = torch.tensor(held, device=client.place)
-        return client.train.phase(client.round, objective=_on_used_rows, given={**(given or {}), _FIRST: first}, rule=rule)
+            return client.train.phase(client.round, given=given or {}, rule=rule, epochs=long)
+        given = {**(given or {}), _FIRST: torch.tensor(held, device=client.place)}
+        return client.train.phase(client.round, objective=_on_used_rows, given=given, rule=rule, epochs=long)
 
     def _held_out(self, client: Client) -> int:
         """How many of the client's rows, the first ones of their random order, decide on pruning: none where none is possible."""

@@ -43,6 +43,8 @@ class LotteryFL(PrunesItself):
     prune_step: share of the kept weights of every layer that go in one pruning.
     r_target:   pruning ends when the kept share is not above it (0.5 for CIFAR-10).
     validation: share of a client's training rows held out to decide on pruning.
+    recover:    epochs of local training after a rewind, where [train] has fewer: the papers' clients train for 10 (from memory; 60 in
+                the released code's example) in every round, and one epoch leaves a rewound ticket untrained.
     personal:   a client's model: "shared" (the global weights under its mask) or "trained" (its own after its last local training).
     compat:     "code" freezes, as the released code does, every weight that is nearly zero (below 1e-6) instead of those masked.
     send_mask:  whether replies of clients that have pruned carry the mask, as published; the server works it out anyway.
@@ -50,6 +52,7 @@ class LotteryFL(PrunesItself):
 
     acc_thr: float = 0.2
     r_target: float = 0.1
+    recover: int = 10
     personal: str = "shared"
     compat: str = "paper"
     send_mask: bool = True
@@ -70,6 +73,7 @@ class LotteryFL(PrunesItself):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.recover >= 0, "must not be negative (0: as [train] says)", "method.recover")
         require(
             self.personal in ("trained", "shared"), f"unknown model {self.personal!r}", "method.personal", "trained or shared"
         )
@@ -146,7 +150,9 @@ class LotteryFL(PrunesItself):
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         masks = {name: mask.float() for name, mask in masks_of(client.view).items()}
         rule = frozen_near_zero if self.compat == "code" else masked_gradients
-        return [self.training(client, masks, rule if masks else None)]
+        rewound = int(client.memory.get(_COUNT, 0)) > received.facts[_COUNT]
+        epochs = max(client.train.epochs, self.recover) if rewound else 0
+        return [self.training(client, masks, rule if masks else None, epochs)]
 
     def reply(self, client: Client, received: Message) -> Message:
         own = survivors(client.view, client.weights)
