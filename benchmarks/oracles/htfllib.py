@@ -1,0 +1,227 @@
+"""Nestling beside HtFLlib's own code: the same clients, networks, initial weights, order of batches and learning rate.
+
+    python benchmarks/oracles/htfllib.py FOLDER [--methods local,fedproto] [--rounds 3]
+
+FOLDER is a checkout of HtFLlib; nothing of it is changed. Its clients and servers are driven round by round, and before every round
+its server is given what ours sends, so that a difference in one round does not hide the next. Prints, for every method, how far the
+clients' weights are apart after each round, and how far what the servers made of the replies is. Ends with 1 if weights are apart by
+more than 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling.assemble import assemble, site_of
+from nestling.rounds import Federation, play
+from nestling.training.trainer import batches
+
+APART = 1e-5
+CLIENTS = 6
+
+
+@dataclass
+class Oracle:
+    """How a method is called on both sides, and what the servers make of a round's replies, by name."""
+
+    ours: Named
+    module: str
+    server: str
+    client: str
+    options: dict[str, Any] = field(default_factory=dict)
+    give: Callable[[Theirs, Federation], None] = lambda theirs, federation: None
+    made: Callable[[Theirs], Mapping[str, Tensor]] = lambda theirs: {}
+    ours_made: Callable[[Federation], Mapping[str, Tensor]] = lambda federation: {}
+
+
+def experiment(method: Named, rounds: int) -> Experiment:
+    """Six clients of two widths with three classes or so each; plain SGD on full batches without augmentation, as HtFLlib has it."""
+    tiers = (Tier(name="small", ratio=0.5, count=CLIENTS // 2), Tier(name="large", ratio=1.0, count=CLIENTS // 2))
+    return Experiment(
+        method=method,
+        rounds=rounds,
+        participants=CLIENTS,
+        data=Data("mnist12k"),
+        model=Named("tinycnn", {"channels": [8, 16, 32]}),
+        fleet=FleetConfig(tiers=tiers),
+        split=SplitConfig(kind="dirichlet", alpha=0.3, size=120),
+        train=Train(epochs=1, batch=10, lr=0.05, decay=1.0, momentum=0.0, augment="none", drop_last=True),
+        engine=EngineConfig("inline", device="cpu"),
+        evaluate=Evaluation(every=rounds, clients=CLIENTS),
+    )
+
+
+class Split(nn.Module):
+    """One of our networks in HtFLlib's shape: everything before the head, and the head."""
+
+    def __init__(self, network: nn.Module, head: str) -> None:
+        super().__init__()
+        self.name, self.head = head, copy.deepcopy(network.get_submodule(head))
+        self.base = copy.deepcopy(network)
+        parent, _, last = head.rpartition(".")
+        setattr(self.base.get_submodule(parent), last, nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
+
+    def weights(self) -> dict[str, Tensor]:
+        """By the names that our network has."""
+        return {**dict(self.base.named_parameters()), **{f"{self.name}.{n}": p for n, p in self.head.named_parameters()}}
+
+
+class Theirs:
+    """HtFLlib's clients and server, on our data."""
+
+    def __init__(self, oracle: Oracle, federation: Federation, home: str) -> None:
+        self.federation, self.home, self.round, self.oracle = federation, home, 1, oracle
+        self.site, self.world = site_of(federation), federation.world
+        networks = [self._network(client) for client in range(CLIENTS)]
+        for known in [name for name in sys.modules if name.startswith("flcore")]:
+            del sys.modules[known]  # it holds the networks of the last comparison
+        models = types.ModuleType("flcore.trainmodel.models")
+        models.BaseHeadSplit = lambda args, cid=0, *_, **__: copy.deepcopy(networks[cid])  # type: ignore[attr-defined]
+        data = types.ModuleType("utils.data_utils")
+        data.read_client_data = lambda *_, **__: []  # type: ignore[attr-defined]
+        sys.modules.update({models.__name__: models, data.__name__: data, "h5py": types.ModuleType("h5py")})
+        self.base = __import__("flcore.clients.clientbase", fromlist=["Client"])
+        self.module = __import__(f"flcore.servers.{oracle.module}", fromlist=[oracle.server])
+        owner = self
+        self.base.Client.load_train_data = lambda self, batch_size=None: list(owner.batches(self.id))
+        self.clients = [self._client(number) for number in range(CLIENTS)]
+        self.server = self._server()
+
+    def _network(self, client: int) -> Split:
+        model = self.federation.method.model_for(self.world.device(client))
+        return Split(model.reference.network(model.view, model.state), model.reference.taps.head)
+
+    def _args(self) -> argparse.Namespace:
+        train = self.world.train
+        plain = {"algorithm": "", "dataset": "", "device": "cpu", "save_folder_name": "temp", "save_folder_name_full": self.home}
+        sizes = {"num_classes": self.world.classes, "batch_size": train.batch, "local_epochs": train.epochs, "few_shot": 0}
+        more = {"local_learning_rate": train.lr, "models_folder_name": "", "num_clients": CLIENTS, "join_ratio": 1.0}
+        return argparse.Namespace(**plain, **sizes, **more, **self.oracle.options)
+
+    def _client(self, number: int) -> Any:
+        made = getattr(self.module, self.oracle.client)
+        samples = self.site.split.size(number)
+        return made(self._args(), number, samples, 0, train_slow=False, send_slow=False)
+
+    def _server(self) -> Any:
+        made = object.__new__(getattr(self.module, self.oracle.server))
+        made.args, made.role, made.device, made.save_folder_name = self._args(), "Server", "cpu", self.home
+        made.clients = made.selected_clients = self.clients
+        made.num_classes, made.batch_size = self.world.classes, self.world.train.batch
+        made.client_drop_rate, made.current_num_join_clients = 0.0, CLIENTS
+        return made
+
+    def batches(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Our order of the round's batches."""
+        rows, train = self.site.split.indices(client), self.world.train
+        network = self.federation.method.model_for(self.world.device(client))
+        skeleton = network.reference.network(network.view)
+        for some in batches(len(rows), train.phase(self.round), skeleton, self.site.seed, client, self.round):
+            at = torch.from_numpy(rows)[some]
+            yield self.site.x[at], self.site.y[at]
+
+    def load(self, role: str, item: str) -> Any:
+        return self.base.load_item(role, item, self.home)
+
+    def save(self, thing: Any, item: str, role: str = "Server") -> None:
+        self.base.save_item(thing, role, item, self.home)
+
+    def weights(self, client: int) -> dict[str, Tensor]:
+        return self.load(f"Client_{client}", "model").weights()
+
+
+def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The largest difference of an entry that both have."""
+    assert not set(one) - set(other), f"names differ: {sorted(set(one) ^ set(other))[:4]}"
+    return max(float((t.detach() - other[name]).abs().max()) for name, t in one.items())
+
+
+def compare(name: str, oracle: Oracle, rounds: int) -> float:
+    """Plays both sides; prints a line a round, and gives the largest difference of weights."""
+    settled, federation = assemble(experiment(oracle.ours, rounds))
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as home:
+        theirs = Theirs(oracle, federation, home)
+        federation.engine.open(settled.make_method(), site_of(federation))
+        for row in play(federation):
+            for client in theirs.clients:
+                client.train()
+            pairs = [
+                (dict(theirs.weights(c)), federation.method.model_for(federation.world.device(c)).state) for c in range(CLIENTS)
+            ]
+            weights = max(apart(one, other) for one, other in pairs)
+            made = oracle.made(theirs)
+            server = f", what the server made {apart(made, oracle.ours_made(federation)):.1e}" if made else ""
+            print(f"{name}, round {row['round']}: weights {weights:.1e} apart{server}", flush=True)
+            worst, theirs.round = max(worst, weights), row["round"] + 1
+            oracle.give(theirs, federation)
+        federation.engine.close()
+    return worst
+
+
+def _prototypes(theirs: Theirs) -> dict[str, Tensor]:
+    theirs.server.receive_protos()
+    found = theirs.load("Server", "global_protos")
+    return {str(label): prototype for label, prototype in found.items()}
+
+
+def _our_prototypes(federation: Federation) -> dict[str, Tensor]:
+    table = federation.method.table  # type: ignore[attr-defined]
+    return {str(label): table.rows["features"][label] for label in table.known.nonzero().flatten().tolist()}
+
+
+def _give_prototypes(theirs: Theirs, federation: Federation) -> None:
+    theirs.save({int(label): t for label, t in _our_prototypes(federation).items()}, "global_protos")
+
+
+ORACLES = {
+    "local": Oracle(Named("local", {"size": 16}), "serverlocal", "Local", "clientLocal"),
+    "fedproto": Oracle(
+        Named("fedproto", {"predict": "head", "weighting": "uniform", "lam": 1.0}),
+        "serverproto",
+        "FedProto",
+        "clientProto",
+        {"lamda": 1.0},
+        _give_prototypes,
+        _prototypes,
+        _our_prototypes,
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--methods", default=",".join(ORACLES))
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if not (options.folder / "system" / "flcore").is_dir():
+        raise SystemExit(f"{options.folder} is no checkout of HtFLlib: it has no system/flcore")
+    torch.load = partial(torch.load, weights_only=False)  # it saves whole modules
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(options.folder / "system"))
+    worst = {}
+    for name in options.methods.split(","):
+        worst[name] = compare(name, ORACLES[name], options.rounds)
+    print("\n".join(f"{name}: {'the same' if w <= APART else 'NOT the same'}, {w:.1e}" for name, w in worst.items()))
+    return int(max(worst.values()) > APART)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
