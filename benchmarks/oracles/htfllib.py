@@ -15,21 +15,20 @@ import copy
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lockstep import APART, apart, lay_out_as_they_do, our_batches
 from torch import Tensor, nn
 
 from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.rounds import Federation, play
-from nestling.training.trainer import batches
 
-APART = 1e-5
 CLIENTS = 6
 
 
@@ -99,7 +98,7 @@ class Theirs:
         self.base = __import__("flcore.clients.clientbase", fromlist=["Client"])
         self.module = __import__(f"flcore.servers.{oracle.module}", fromlist=[oracle.server])
         owner = self
-        self.base.Client.load_train_data = lambda self, batch_size=None: list(owner.batches(self.id))
+        self.base.Client.load_train_data = lambda self, batch_size=None: list(our_batches(federation, self.id, owner.round))
         self.clients = [self._client(number) for number in range(CLIENTS)]
         self.server = self._server()
 
@@ -127,15 +126,6 @@ class Theirs:
         made.client_drop_rate, made.current_num_join_clients = 0.0, CLIENTS
         return made
 
-    def batches(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Our order of the round's batches."""
-        rows, train = self.site.split.indices(client), self.world.train
-        network = self.federation.method.model_for(self.world.device(client))
-        skeleton = network.reference.network(network.view)
-        for some in batches(len(rows), train.phase(self.round), skeleton, self.site.seed, client, self.round):
-            at = torch.from_numpy(rows)[some]
-            yield self.site.x[at], self.site.y[at]
-
     def load(self, role: str, item: str) -> Any:
         return self.base.load_item(role, item, self.home)
 
@@ -144,12 +134,6 @@ class Theirs:
 
     def weights(self, client: int) -> dict[str, Tensor]:
         return self.load(f"Client_{client}", "model").weights()
-
-
-def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The largest difference of an entry that both have."""
-    assert not set(one) - set(other), f"names differ: {sorted(set(one) ^ set(other))[:4]}"
-    return max(float((t.detach() - other[name]).abs().max()) for name, t in one.items())
 
 
 def compare(name: str, oracle: Oracle, rounds: int) -> float:
@@ -214,7 +198,7 @@ def main() -> int:
     if not (options.folder / "system" / "flcore").is_dir():
         raise SystemExit(f"{options.folder} is no checkout of HtFLlib: it has no system/flcore")
     torch.load = partial(torch.load, weights_only=False)  # it saves whole modules
-    torch.set_num_threads(1)
+    lay_out_as_they_do()
     sys.path.insert(0, str(options.folder / "system"))
     worst = {}
     for name in options.methods.split(","):
