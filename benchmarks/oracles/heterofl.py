@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lockstep import APART, apart, lay_out_as_they_do, our_batches
 from torch import Tensor
 
