@@ -250,7 +250,7 @@ def _federation(experiment: Experiment, dataset: Dataset, world: World, method: 
 
         home = world.store.folder.parent / "boards" if world.store.folder else None
         engine = with_boards(engine, world.fleet, verify=chosen.verify_boards, home=home)
-    return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every)
+    return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every, experiment.server)
 
 
 def _portable(experiment: Experiment) -> bool:
