@@ -62,7 +62,9 @@ def make_world(
     plans = plan_tiers(fleet, references, main, _budget(experiment, dataset))
     for reference in references.values():
         reference.to(place)
-    world = World(references, main, fleet, split, plans, dataset.classes, experiment.train, experiment.seed)
+    world = World(
+        references, main, fleet, split, plans, dataset.classes, experiment.train.over(experiment.rounds), experiment.seed
+    )
     world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
     if given is not None:
         world.public = given.public
@@ -202,7 +204,7 @@ def _listed_network(table: dict[str, Any], number: int, dataset: Dataset, seed: 
 
 def _budget(experiment: Experiment, dataset: Dataset) -> Budget:
     train = experiment.train
-    optimizer = "adam" if train.optimizer == "adam" else "momentum" if train.momentum else "sgd"
+    optimizer = "adam" if train.optimizer != "sgd" else "momentum" if train.momentum else "sgd"
     samples = experiment.split.size or max(1, len(dataset.y) // experiment.fleet.size)
     blocks = experiment.make_method().blocks
     return Budget(train.batch, samples, train.epochs, optimizer, experiment.time_budget, blocks=blocks)

@@ -123,6 +123,7 @@ class Experiment:
         require(self.evaluate.clients >= 1, "must be at least 1", "evaluate.clients")
         require(self.evaluate.batch >= 1, "must be at least 1", "evaluate.batch")
         require(self.evaluate.calibration >= 0, "must not be negative (0: all rows)", "evaluate.calibration")
+        self.train.over(self.rounds)  # refuses a warm-up as long as the run
         self.server.check(self.make_method())
 
     def _take_shorthand(self) -> None:
