@@ -16,13 +16,24 @@ from nestling.version import __version__
 
 if TYPE_CHECKING:
     from nestling.errors import InputError
-    from nestling.experiment import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+    from nestling.experiment import (
+        Data,
+        EngineConfig,
+        Evaluation,
+        Experiment,
+        FleetConfig,
+        Named,
+        Server,
+        SplitConfig,
+        Tier,
+        Train,
+    )
     from nestling.running import Result, Watcher, resume, run
 
 _HOME = {
     "InputError": "nestling.errors",
     **dict.fromkeys(
-        ("Data", "EngineConfig", "Evaluation", "Experiment", "FleetConfig", "Named", "SplitConfig", "Tier", "Train"),
+        ("Data", "EngineConfig", "Evaluation", "Experiment", "FleetConfig", "Named", "Server", "SplitConfig", "Tier", "Train"),
         "nestling.experiment",
     ),
     **dict.fromkeys(("Result", "Watcher", "resume", "run"), "nestling.running"),
@@ -37,6 +48,7 @@ __all__ = [
     "InputError",
     "Named",
     "Result",
+    "Server",
     "SplitConfig",
     "Tier",
     "Train",

@@ -101,9 +101,10 @@ def analyse(run: Result | str | Path, *, clients: int = 10, rows: int = 250, ste
 def client_networks(federation: Federation, clients: Sequence[int]) -> Iterator[tuple[Device, nn.Module]]:
     """The clients' models, one by one, as they would be tested. Clients of one kind take turns in one network, so that each must be
     done with before the next is asked for; who keeps one copies it."""
+    method = federation.shown
     for client in clients:
         device = federation.world.device(client)
-        yield device, ready(federation.method.model_for(device), federation.bench)
+        yield device, ready(method.model_for(device), federation.bench)
 
 
 def spread(world: World, clients: int) -> list[int]:

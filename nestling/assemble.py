@@ -62,7 +62,9 @@ def make_world(
     plans = plan_tiers(fleet, references, main, _budget(experiment, dataset))
     for reference in references.values():
         reference.to(place)
-    world = World(references, main, fleet, split, plans, dataset.classes, experiment.train, experiment.seed)
+    world = World(
+        references, main, fleet, split, plans, dataset.classes, experiment.train.over(experiment.rounds), experiment.seed
+    )
     world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
     if given is not None:
         world.public = given.public
@@ -202,7 +204,7 @@ def _listed_network(table: dict[str, Any], number: int, dataset: Dataset, seed: 
 
 def _budget(experiment: Experiment, dataset: Dataset) -> Budget:
     train = experiment.train
-    optimizer = "adam" if train.optimizer == "adam" else "momentum" if train.momentum else "sgd"
+    optimizer = "adam" if train.optimizer != "sgd" else "momentum" if train.momentum else "sgd"
     samples = experiment.split.size or max(1, len(dataset.y) // experiment.fleet.size)
     blocks = experiment.make_method().blocks
     return Budget(train.batch, samples, train.epochs, optimizer, experiment.time_budget, blocks=blocks)
@@ -250,7 +252,7 @@ def _federation(experiment: Experiment, dataset: Dataset, world: World, method: 
 
         home = world.store.folder.parent / "boards" if world.store.folder else None
         engine = with_boards(engine, world.fleet, verify=chosen.verify_boards, home=home)
-    return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every)
+    return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every, experiment.server)
 
 
 def _portable(experiment: Experiment) -> bool:

@@ -21,6 +21,7 @@ from nestling.errors import InputError, unknown
 from nestling.files import parse_toml, read_toml
 from nestling.message import TRANSPORTS
 from nestling.methods import Method, method_class
+from nestling.methods.server import Server
 from nestling.schema import convert, from_table, require, to_table
 from nestling.training.phase import Train
 
@@ -100,6 +101,7 @@ class Experiment:
     model: Named = field(default_factory=Named)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     train: Train = field(default_factory=Train)
+    server: Server = field(default_factory=Server)
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluate: Evaluation = field(default_factory=Evaluation)
     own_method: Method | None = field(default=None, init=False, repr=False, compare=False)
@@ -121,7 +123,8 @@ class Experiment:
         require(self.evaluate.clients >= 1, "must be at least 1", "evaluate.clients")
         require(self.evaluate.batch >= 1, "must be at least 1", "evaluate.batch")
         require(self.evaluate.calibration >= 0, "must not be negative (0: all rows)", "evaluate.calibration")
-        self.make_method()
+        self.train.over(self.rounds)  # refuses a warm-up as long as the run
+        self.server.check(self.make_method())
 
     def _take_shorthand(self) -> None:
         """Lets callers write method="heterofl", method=MyMethod(), model=my_module, data="mnist", fleet=(Tier(...), ...)."""
@@ -253,4 +256,16 @@ def _paths_beside(folder: Path, table: dict[str, Any]) -> None:
                 inner["path"] = str(beside)
 
 
-__all__ = ["Data", "EngineConfig", "Evaluation", "Experiment", "FleetConfig", "Named", "SplitConfig", "Tier", "Train", "fleet_of"]
+__all__ = [
+    "Data",
+    "EngineConfig",
+    "Evaluation",
+    "Experiment",
+    "FleetConfig",
+    "Named",
+    "Server",
+    "SplitConfig",
+    "Tier",
+    "Train",
+    "fleet_of",
+]

@@ -96,7 +96,7 @@ def _prepare(federation: Federation, device: str, calibration: int) -> _Work:
     world = federation.world
     plan = find_tier(world, device)
     client = world.fleet.member(plan.tier.name, 0)
-    model = federation.method.model_for(world.device(client))
+    model = federation.shown.model_for(world.device(client))
     if model is None:
         raise InputError(f"{federation.method.info.title} has no model for {plan.tier.name}", field="--device")
     module = copy.deepcopy(ready(model, federation.bench)).cpu().eval()

@@ -16,6 +16,7 @@ from nestling.errors import InputError
 from nestling.evaluation import Bench, evaluate
 from nestling.message import Message, faults
 from nestling.methods import Method, Reply
+from nestling.methods.server import KEPT, Kept, Server, merge_round, shown
 from nestling.training.client import Outcome, Task
 from nestling.views import State
 from nestling.views.flat import Row, layout_of
@@ -50,12 +51,28 @@ class Federation:
     rounds: int
     participants: int
     evaluate_every: int
+    server: Server = field(default_factory=Server)
+    kept: Kept = field(default_factory=dict)  # what the server's own optimiser and mean go by
     totals: Totals = field(default_factory=Totals)
     on_client: Callable[[int, int], None] = lambda done, of: None
     on_refusal: Callable[[int, int, str], None] = lambda client, round, reason: None
     ahead: int = 0  # rounds that the method's state is ahead of `totals`
     settle: bool = False  # set to have no round started before all that were are done
     stateful: bool = False  # whether any client has kept anything
+
+    @property
+    def shown(self) -> Method:
+        """The method whose models are tested, reported and exported."""
+        return shown(self.server, self.method, self.kept)
+
+    def state(self) -> dict[str, State]:
+        """The server's state by name: the method's and its own."""
+        return {**self.method.state(), **self.kept}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        """Puts back what `state` gave."""
+        self.kept = {name: part for name, part in state.items() if name.startswith(KEPT)}
+        self.method.restore({name: part for name, part in state.items() if name not in self.kept})
 
 
 @dataclass
@@ -102,7 +119,7 @@ def play(federation: Federation) -> Iterator[Metrics]:
         federation.ahead = len(waiting)
         broken = frozenset(client for client, row in done.unsure if not row.stack.finite[row.number])
         if broken:
-            federation.method.restore(done.before)
+            federation.restore(done.before)
             waiting.clear()
             number, refused = done.number, broken
             continue
@@ -114,14 +131,14 @@ def play(federation: Federation) -> Iterator[Metrics]:
 
 
 def _start(federation: Federation, number: int, refused: frozenset[int]) -> _Round:
-    before = {name: state.copy() for name, state in federation.method.state().items()}
+    before = {name: state.copy() for name, state in federation.state().items()}
     sent = _send(federation, number)
     outcomes = _train(federation, sent, number)
     found = _Round(number, before, sent, outcomes, [], [], {}, None)
     replies = _admit(federation, found, refused)
-    federation.method.merge(replies, number)
+    federation.kept = merge_round(federation.server, federation.method, replies, number, federation.kept)
     if number % federation.evaluate_every == 0 or number == federation.rounds:
-        found.tested = evaluate(federation.method, federation.world, federation.bench)
+        found.tested = evaluate(federation.shown, federation.world, federation.bench)
     return found
 
 

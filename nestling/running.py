@@ -65,11 +65,11 @@ class Result:
     @property
     def model(self) -> nn.Module | None:
         """The trained global model, where the method has one."""
-        return _module(self.federation.method.global_model())
+        return _module(self.federation.shown.global_model())
 
     def model_for(self, client: int) -> nn.Module | None:
         """The model of one client's device."""
-        return _module(self.federation.method.model_for(self.federation.world.device(client)))
+        return _module(self.federation.shown.model_for(self.federation.world.device(client)))
 
 
 def run(experiment: Experiment | None = None, *, out: str | Path | None = None, watcher: Watcher | None = None) -> Result:
@@ -130,7 +130,7 @@ def restored(home: RunFolder, overrides: tuple[str, ...], own: Experiment | None
     settled, federation = assemble(experiment, store)
     if saved:
         place = federation.world.place
-        federation.method.restore({k: {n: t.to(place) for n, t in part.items()} for k, part in saved[0].items()})
+        federation.restore({k: {n: t.to(place) for n, t in part.items()} for k, part in saved[0].items()})
         federation.totals = saved[1]
     return settled, federation
 
@@ -224,12 +224,12 @@ def _log_boards(home: RunFolder, federation: Federation) -> None:
 
 def _save(home: RunFolder, federation: Federation) -> None:
     federation.world.store.sync()
-    checkpoint.save(home.path, federation.method.state(), federation.totals)
+    checkpoint.save(home.path, federation.state(), federation.totals)
     federation.world.store.covered(federation.totals.round)
 
 
 def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:
-    model = federation.method.global_model()
+    model = federation.shown.global_model()
     if model is not None:
         home.write("global.safetensors", save({name: t.detach().cpu().contiguous().clone() for name, t in model.state.items()}))
     home.write("summary.json", json.dumps(summary, indent=1))

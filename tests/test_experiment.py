@@ -60,6 +60,10 @@ def test_shorthands_of_the_api() -> None:
         ("train.lr=fast", "train.lr: expected a number, got 'fast'"),
         ("train.lr=nan", "train.lr: expected a finite number"),
         ("train.milestones=3", "train.milestones: expected a list, got 3"),
+        ("train.schedule=step", "train.schedule: unknown schedule 'step'"),
+        ("train.augment=crop", "train.augment: unknown augmentation 'crop'"),
+        ("train.optimizer=adamx", "train.optimizer: unknown optimiser 'adamx' (allowed: sgd, adam, adamw)"),
+        ("train.warmup=-1", "train.warmup: must not be negative"),
         ("engine.name=gpu", "engine.name: unknown engine 'gpu'"),
         ("fleet.tiers=[{ratoi=1}]", "fleet.tiers[0].ratoi: unknown field 'ratoi' (did you mean 'ratio'?"),
         ("data=3", "data: expected a table of Data fields, got 3"),
@@ -72,6 +76,14 @@ def test_bad_fields_are_named(override: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         Experiment.read(tmp_path / "e.toml", [override])
     assert said in str(error.value)
+
+
+def test_a_cosine_refuses_what_it_cannot_follow() -> None:
+    with pytest.raises(InputError, match=r"train.warmup: all 5 rounds"):
+        Experiment(rounds=5, train=Train(schedule="cosine", warmup=5))
+    with pytest.raises(InputError, match=r"train.milestones: a cosine has none"):
+        Train(schedule="cosine", milestones=(3,))
+    assert Experiment(rounds=5, train=Train(warmup=9)).train.warmup == 9
 
 
 def test_a_file_that_is_not_toml_is_told(tmp_path: Path) -> None:

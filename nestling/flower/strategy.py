@@ -119,7 +119,7 @@ class Strategy(FlowerStrategy):
 
 def arrays_of(result: Result) -> ArrayRecord:
     """The global model's state, or where a method has none, all of the server's state, under names with its parts in front."""
-    method = result.federation.method
+    method = result.federation.shown
     model = method.global_model()
     state: Mapping[str, Any] = model.state if model is not None else _joined(method.state())
     return ArrayRecord({name: t.detach().cpu() for name, t in state.items()})

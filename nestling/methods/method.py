@@ -47,11 +47,22 @@ class Reply:
         return int(self.message.facts["samples"])
 
 
+@dataclass(eq=False)
+class Share:
+    """Weights that the server keeps for several clients: what they are before a merge, which of them are trained, and what is given to
+    them in the merge."""
+
+    weights: State
+    trained: frozenset[str]
+    given: list[Contribution]
+
+
 class Method:
     """Base of all methods: a dataclass whose fields are its settings. Server state is made in `setup`; the client's part (`start`,
     `phases`, `reply`) uses settings, the client and what it received, nothing else."""
 
     info: ClassVar[Info]
+    shares_weights: ClassVar[bool] = False  # whether clients train from weights that the server keeps for all of them
     world: World
 
     @property
@@ -106,6 +117,18 @@ class Method:
         """Fuses the replies of a round into the server's state."""
         raise NotImplementedError
 
+    def shares(self, replies: Sequence[Reply]) -> Mapping[str, Share]:
+        """By group (most methods have one), the shared weights that a merge of these replies would change."""
+        return {}
+
+    def shared_weights(self) -> dict[str, State]:
+        """The shared weights by group, as they are now."""
+        return {}
+
+    def take_weights(self, weights: Mapping[str, State]) -> None:
+        """Takes other shared weights, of some groups or all, in place of its own."""
+        raise NotImplementedError
+
     def model_for(self, device: Device) -> Model:
         """The model a device would use now."""
         raise NotImplementedError
@@ -144,6 +167,7 @@ class Method:
 class SharedWeights(Method):
     """Base of the methods that send views of one global state and merge what returns by the weighted mean over views."""
 
+    shares_weights: ClassVar[bool] = True
     world: World = field(init=False, repr=False, compare=False)
     weights: State = field(init=False, repr=False, compare=False)
     _sent: tuple[State, dict[bytes, Message]] = field(init=False, repr=False, compare=False)
@@ -172,6 +196,15 @@ class SharedWeights(Method):
     def contribution(self, reply: Reply) -> Contribution:
         """How much a reply counts: by its number of samples, unless the method decides otherwise."""
         return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
+
+    def shares(self, replies: Sequence[Reply]) -> Mapping[str, Share]:
+        return {"": Share(self.weights, self.world.main.parameters, [self.contribution(reply) for reply in replies])}
+
+    def shared_weights(self) -> dict[str, State]:
+        return {"": self.weights}
+
+    def take_weights(self, weights: Mapping[str, State]) -> None:
+        self.weights = weights[""]
 
     def model_for(self, device: Device) -> Model:
         view = self.piece(device, 0).view

@@ -23,7 +23,7 @@ def effective_steps(optim: Optim, steps: int, mu: float = 0.0) -> float:
     Plain: τ. With momentum ρ: [τ − ρ(1 − ρ^τ)/(1 − ρ)]/(1 − ρ). With a proximal term: [1 − (1 − ημ)^τ]/(ημ); with both, their joint
     recursion. Adam's way has no such factor: τ.
     """
-    if optim.name == "adam":
+    if optim.adaptive:
         return float(steps)
     return _effective(steps, optim.momentum, optim.lr * mu)
 

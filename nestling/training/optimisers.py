@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OPTIMISERS = ("sgd", "adam")
+OPTIMISERS = ("sgd", "adam", "adamw")
 
 
 @dataclass(frozen=True)
 class Optim:
-    """An optimiser and its settings. `clip` bounds the norm of the whole gradient (0: off). `lazy` leaves entries without a gradient
-    (exactly 0) alone: neither momentum nor weight decay moves them, and their momentum waits."""
+    """An optimiser and its settings. `weight_decay` is added to the gradient; "adamw" takes it off the weights instead. `clip` bounds
+    the norm of the whole gradient (0: off). `lazy` leaves entries without a gradient (exactly 0) alone: neither momentum nor weight
+    decay moves them, and their momentum waits."""
 
     name: str = "sgd"
     lr: float = 0.05
@@ -29,6 +30,11 @@ class Optim:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     lazy: bool = False
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether steps are no multiples of gradients."""
+        return self.name != "sgd"
 
 
 @dataclass
@@ -42,8 +48,8 @@ class Buffers:
     @staticmethod
     def zeros(optim: Optim, params: Sequence[Tensor]) -> Buffers:
         """Buffers that exist before the first step."""
-        need_first = optim.name == "adam" or optim.momentum > 0
-        need_second = optim.name == "adam"
+        need_first = optim.adaptive or optim.momentum > 0
+        need_second = optim.adaptive
         return Buffers(
             torch.zeros((), dtype=torch.float64, device=params[0].device),
             [torch.zeros_like(p) for p in params] if need_first else [],
@@ -81,9 +87,12 @@ def step(
     if optim.name == "sgd" and isinstance(lr, Tensor) and lr.is_cuda:
         _fused_sgd(optim, params, grads, buffers, lr)
         return
-    if optim.weight_decay > 0:
+    rate: float | Tensor = optim.lr if lr is None else lr
+    if optim.weight_decay > 0 and optim.name == "adamw":
+        torch._foreach_mul_(params, _scalar(1 - rate * optim.weight_decay, params))
+    elif optim.weight_decay > 0:
         grads = list(torch._foreach_add(grads, params, alpha=optim.weight_decay))
-    (_adam if optim.name == "adam" else _sgd)(optim, params, grads, buffers, optim.lr if lr is None else lr)
+    (_adam if optim.adaptive else _sgd)(optim, params, grads, buffers, rate)
 
 
 def _step_lazily(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -14,6 +15,8 @@ from nestling.schema import require
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.objectives import Given, Objective, cross_entropy
 from nestling.training.optimisers import OPTIMISERS, Optim
+
+SCHEDULES = ("decay", "cosine")
 
 GradientRule = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Given], Mapping[str, Tensor]]
 """(parameters, gradients, given) → the gradients to apply. Pure, like an objective."""
@@ -65,8 +68,17 @@ class Phase:
 
 @dataclass(frozen=True)
 class Train:
-    """How clients train, unless their method says otherwise. The learning rate falls by `decay` every round and by `factor` at every
-    milestone (a round number). `augment` "shift" moves training images by up to two pixels, "none" leaves them alone."""
+    """How clients train, unless their method says otherwise.
+
+    optimizer: "sgd" (with `momentum`), "adam", or "adamw" (whose `weight_decay` acts on the weights, not through the gradient).
+    schedule:  how the learning rate falls: "decay" (by `decay` every round and by `factor` at every milestone, a round number) or
+               "cosine" (half a wave from `lr` towards 0 over `span` rounds; `decay` and `factor` then say nothing).
+    warmup:    over so many first rounds the rate climbs to its full height in equal steps; a cosine falls from there.
+    span:      the rounds of a cosine (0: those of the run).
+    augment:   what happens to training images: "none", "shift" (moved by up to two pixels), "crop-flip" (widened by four pixels of
+               zeros each way, cropped anywhere, mirrored half the time), "cutout" (a square of half their side set to zero), or
+               "crop-flip-cutout".
+    """
 
     epochs: int = 2
     batch: int = 20
@@ -78,6 +90,9 @@ class Train:
     decay: float = 0.98
     milestones: tuple[int, ...] = ()
     factor: float = 0.1
+    schedule: str = "decay"
+    warmup: int = 0
+    span: int = 0
     drop_last: bool = False
     augment: str = "shift"
 
@@ -98,11 +113,31 @@ class Train:
         require(self.clip >= 0, "must not be negative (0 turns clipping off)", "train.clip")
         require(0 < self.decay <= 1, "must be in (0, 1]", "train.decay")
         require(0 < self.factor <= 1, "must be in (0, 1]", "train.factor")
+        if self.schedule not in SCHEDULES:
+            raise unknown("schedule", self.schedule, SCHEDULES, field="train.schedule")
+        fix = 'leave them out, or set train.schedule = "decay"'
+        require(not (self.milestones and self.schedule == "cosine"), "a cosine has none", "train.milestones", fix)
+        require(self.warmup >= 0, "must not be negative", "train.warmup")
+        require(self.span >= 0, "must not be negative (0: the rounds of the run)", "train.span")
+        if self.span and self.schedule == "cosine":
+            require(self.warmup < self.span, f"all {self.span} rounds of the cosine are warm-up", "train.warmup", "take fewer")
+
+    def over(self, rounds: int) -> Train:
+        """The same in a run of so many rounds."""
+        return replace(self, span=rounds) if self.schedule == "cosine" and not self.span else self
+
+    def rate(self, round: int) -> float:
+        """The learning rate of round 1, 2, …"""
+        height = min(1.0, round / (self.warmup + 1)) if self.warmup else 1.0
+        if self.schedule == "decay":
+            passed = sum(round > m for m in self.milestones)
+            return self.lr * self.decay ** (round - 1) * self.factor**passed * height
+        done = (round - 1 - self.warmup) / max(self.span - self.warmup, 1)
+        return self.lr * height * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0))) / 2
 
     def optim(self, round: int) -> Optim:
         """The optimiser of round 1, 2, …"""
-        passed = sum(round > m for m in self.milestones)
-        lr = self.lr * self.decay ** (round - 1) * self.factor**passed
+        lr = self.rate(round)
         return Optim(self.optimizer, lr, self.momentum if self.optimizer == "sgd" else 0.0, self.weight_decay, self.clip)
 
     def phase(self, round: int, **changes: Any) -> Phase:

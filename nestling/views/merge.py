@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,16 @@ def merge(reference: Mapping[str, Tensor], contributions: Iterable[Contribution]
     for name in single.difference(layout.others):
         merged[name].copy_(alone[name])
     return merged
+
+
+def counted(reference: Mapping[str, Tensor], contributions: Iterable[Contribution]) -> Tensor:
+    """Flags, as one vector in the order of the reference's layout, of the entries that a merge would not leave alone."""
+    given: dict[Any, Contribution] = {}
+    for number, c in enumerate(contributions):
+        if c.weight > 0:
+            given[number if c.view.masks or c.present else c.view.key()] = c
+    ones = [replace(c, state={n: torch.ones_like(t) for n, t in c.state.items()}, weight=1.0) for c in given.values()]
+    return flat_of(merge({n: torch.zeros_like(t) for n, t in reference.items()}, ones), layout_of(reference)) > 0
 
 
 def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence[Contribution]) -> Tensor:

@@ -37,6 +37,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full batches, two epochs": {"train": Train(epochs=2, batch=20, lr=0.01, augment="none")},
     "unequal sizes": {"split": SplitConfig(kind="quantity", alpha=8.0, min_size=5), "train": Train(epochs=1, batch=90, lr=0.01)},
     "adam, decay, clipping": {"train": Train(epochs=1, batch=16, optimizer="adam", lr=1e-3, weight_decay=1e-2, clip=1.0)},
+    "adamw, crop, flip and cutout": {
+        "train": Train(epochs=1, batch=16, optimizer="adamw", lr=1e-3, weight_decay=1e-1, augment="crop-flip-cutout"),
+    },
     "no norm": {
         "model": Named("tinycnn", {"channels": [8, 16, 16], "norm": "none"}),
         "train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5),

@@ -6,13 +6,14 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
 from nestling.devices.fit import RATIOS
 from nestling.message import Message
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.method import Info, Method, Reply
+from nestling.methods.method import Info, Method, Reply, Share
 from nestling.schema import require
 from nestling.training.client import Client
 from nestling.views import Contribution, Reference, State, merge, prefix
@@ -40,6 +41,7 @@ class Averaged(Method):
     weighting: what a client counts: "uniform" (as published for layer-wise averaging) or "samples" (n_k).
     """
 
+    shares_weights: ClassVar[bool] = True
     averaging: str = "layer"
     cut: str = "width"
     weighting: str = "uniform"
@@ -114,12 +116,25 @@ class Averaged(Method):
         return Message({"weights": piece.view.extract(self.state_of(self.group_of(piece)))})
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
+        for group, own in self._by_group(replies).items():
+            self.merge_group(group, own)
+        self._sent = {}
+
+    def _by_group(self, replies: Sequence[Reply]) -> dict[str, list[Reply]]:
         groups: dict[str, list[Reply]] = defaultdict(list)
         for reply in replies:
             groups[self.group_of(reply.piece)].append(reply)
-        for group, own in groups.items():
-            self.merge_group(group, own)
-        self._sent = {}
+        return groups
+
+    def shares(self, replies: Sequence[Reply]) -> dict[str, Share]:
+        trained, groups = self.reference.parameters, self._by_group(replies)
+        return {g: Share(self.state_of(g), trained, [self.contribution(r) for r in own]) for g, own in groups.items()}
+
+    def shared_weights(self) -> dict[str, State]:
+        return dict(self.states)
+
+    def take_weights(self, weights: Mapping[str, State]) -> None:
+        self.states, self._sent = {**self.states, **weights}, {}
 
     def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
         """Fuses the replies of clients that are averaged with one another."""

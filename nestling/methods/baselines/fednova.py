@@ -92,9 +92,12 @@ class FedNova(Averaged):
     def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
         old, trained = self.state_of(group), self.reference.parameters
         still = {name: torch.zeros_like(t) if name in trained else t for name, t in old.items()}
-        moved = merge(still, [self.contribution(reply, "update") for reply in replies])
+        moved = merge(still, [self.contribution(reply) for reply in replies])
         far = merge(still, [self._steps(view, own) for view, own in _by_view(replies)])
         self.states[group] = pack({n: t - far[n] * moved[n] if n in trained else moved[n] for n, t in old.items()})
+
+    def contribution(self, reply: Reply, part: str = "update") -> Contribution:
+        return super().contribution(reply, part)
 
     def _steps(self, view: View, replies: Sequence[Reply]) -> Contribution:
         """The mean a_k of the holders of one view, for every entry of it."""

@@ -77,7 +77,7 @@ class Scaffold(Averaged):
     def setup(self, world: World) -> None:
         super().setup(world)
         require(
-            not (self.control == "steps" and world.train.optimizer == "adam"),
+            not (self.control == "steps" and world.train.optimizer != "sgd"),
             "Adam's steps are no multiples of gradients",
             "method.control",
             'use "gradient" or "auto", or train.optimizer = "sgd"',
@@ -137,7 +137,7 @@ class Scaffold(Averaged):
         return [phase]
 
     def _by_gradient(self, client: Client) -> bool:
-        return self.control == "gradient" or (self.control == "auto" and client.train.optimizer == "adam")
+        return self.control == "gradient" or (self.control == "auto" and client.train.optimizer != "sgd")
 
     def reply(self, client: Client, received: Message) -> Message:
         own = _own_control(client, received)

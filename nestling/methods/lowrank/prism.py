@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nestling.message import Message
 from nestling.methods.lowrank.factored import Factored, layers_of
-from nestling.methods.method import Info, Reply
+from nestling.methods.method import Info, Reply, Share
 from nestling.models.factorised import full_rank, singular_values, to_dense
 from nestling.schema import require
 from nestling.seeds import stream
@@ -114,6 +114,11 @@ class PriSM(Factored):
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         phases = super().phases(client, received)
         return [replace(p, optim=replace(p.optim, clip=p.optim.clip or self.clip)) for p in phases]
+
+    def shares(self, replies: Sequence[Reply]) -> Mapping[str, Share]:
+        """Composed again from its components, every entry of a weight moves."""
+        given = [Contribution(self.world.main.full, self.weights)] if replies else []
+        return {"": Share(self.weights, self.world.main.parameters, given)}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         state = self.factor_state()

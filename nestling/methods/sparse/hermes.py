@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ class Hermes(PrunesItself):
 
     records: Records = field(init=False, repr=False, compare=False)
 
+    shares_weights: ClassVar[bool] = False  # clients go on from models of their own
     info = Info(
         title="Hermes",
         family="sparse",

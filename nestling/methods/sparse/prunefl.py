@@ -146,7 +146,11 @@ class PruneFL(SharedWeights):
     def _adjust(self, squares: Mapping[str, Tensor], round: int) -> None:
         rho = self.rho * 0.5 ** (round / self.half_life)
         self.masks = adjust(self.weights, self.masks, squares, self._seconds, self.constant, rho)
-        self.weights = pack({name: t * self.masks[name] if name in self.masks else t for name, t in self.weights.items()})
+        self.take_weights({"": self.weights})
+
+    def take_weights(self, weights: Mapping[str, State]) -> None:
+        """What is pruned stays so, whoever moves the weights."""
+        self.weights = pack({name: t * self.masks[name] if name in self.masks else t for name, t in weights[""].items()})
 
     def _first_stage(self) -> None:
         """Trains and adjusts on the server's labelled rows until the size settles."""

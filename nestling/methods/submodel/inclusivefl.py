@@ -104,6 +104,14 @@ class InclusiveFL(ByDepth):
         self.weights = merge(self.weights, [replace(c, view=self.shared[g]) for g, own in given.items() for c in own])
         self._whole = {}
 
+    def shared_weights(self) -> dict[str, State]:
+        return {**super().shared_weights(), **{f"group{number}": own for number, own in enumerate(self.own)}}
+
+    def take_weights(self, weights: Mapping[str, State]) -> None:
+        super().take_weights(weights)
+        self.own = [weights.get(f"group{number}", own) for number, own in enumerate(self.own)]
+        self._whole = {}
+
     def _taught(self, group: int, deeper: int, update: Mapping[str, Tensor]) -> State:
         """G by tensor of the group's last layers."""
         view, beyond, taught = self.ladder.pieces[group].view, self.ladder.pieces[deeper].view, {}

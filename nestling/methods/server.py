@@ -1,0 +1,173 @@
+"""What the server does with the merged weights: an optimiser of its own, and the mean of its last models.
+
+Whatever a method makes of a round, the difference between its weights before and after is a gradient to the server's optimiser
+(Reddi et al., "Adaptive Federated Optimization", ICLR 2021). It moves what counted in the round and nothing else: an entry that
+nobody held keeps its value and its moments, so that momentum never carries a weight on which nobody has trained since. Buffers
+(batch statistics) are no weights: they are merged and left at that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nestling.methods.method import Method, Reply, Share
+from nestling.schema import require
+from nestling.views import State
+from nestling.views.flat import Layout, Packed, flat_of, layout_of
+from nestling.views.merge import counted
+
+RATES = {"momentum": 1.0, "adam": 0.01, "yogi": 0.01, "adagrad": 0.1}
+"""The optimisers, each with its own learning rate."""
+
+KEPT = "server:"
+"""How the names of what is kept begin, among those of a method's state."""
+
+Kept = dict[str, State]
+"""Moments ("server:first:", "server:second:") and last models ("server:0:", the newest, "server:1:", …) of every group of weights."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the server does with merged weights, for methods that keep shared ones.
+
+    optimizer: "none" (the merged weights are the new ones), "momentum" (FedAvgM), "adam", "yogi" or "adagrad" (FedAdam, FedYogi,
+               FedAdagrad, as published without bias correction).
+    lr:        its learning rate (0: 1 for momentum, 0.01 for adam and yogi, 0.1 for adagrad).
+    momentum:  of "momentum".
+    betas:     of "adam" and "yogi": how much of the first and of the second moment stays; "adagrad" keeps no first one.
+    tau:       how adaptive "adam", "yogi" and "adagrad" are: less, the larger it is. The second moment starts at its square.
+    average:   what is tested, reported and exported is the mean of the models of so many last rounds (0 or 1: the last one alone).
+               Training goes on from the last one in any case.
+    """
+
+    optimizer: str = "none"
+    lr: float = 0.0
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.99)
+    tau: float = 1e-3
+    average: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = f"allowed: none, {', '.join(RATES)}"
+        require(self.optimizer in ("none", *RATES), f"unknown optimiser {self.optimizer!r}", "server.optimizer", allowed)
+        require(self.lr >= 0, "must not be negative (0: the optimiser's own)", "server.lr")
+        require(0 <= self.momentum < 1, "must be in [0, 1)", "server.momentum")
+        require(all(0 <= beta < 1 for beta in self.betas), "must be in [0, 1)", "server.betas")
+        require(self.tau > 0, "must be above 0", "server.tau")
+        require(self.average >= 0, "must not be negative (0: the last model alone)", "server.average")
+
+    @property
+    def optimises(self) -> bool:
+        return self.optimizer != "none"
+
+    @property
+    def averages(self) -> bool:
+        return self.average > 1
+
+    def check(self, method: Method) -> None:
+        """Refuses methods of which the server keeps no shared weights."""
+        for on, field, off in ((self.optimises, "optimizer", '"none"'), (self.averages, "average", "0")):
+            require(
+                method.shares_weights or not on,
+                f"{method.info.title} keeps no shared weights on the server",
+                f"server.{field}",
+                f"set server.{field} = {off}, or take a method that does: fedavg, heterofl, shared-average, …",
+            )
+
+
+def merge_round(server: Server, method: Method, replies: Sequence[Reply], round: int, kept: Kept) -> Kept:
+    """Has the method merge a round, and the server do its own part; gives what the server keeps from now on."""
+    shares = method.shares(replies) if server.optimises else {}
+    method.merge(replies, round)
+    if shares:
+        kept = _optimise(server, method, shares, kept)
+    return _remember(server.average, method, kept) if server.averages else kept
+
+
+def shown(server: Server, method: Method, kept: Kept) -> Method:
+    """The method as it is to be tested: with the mean of its last models, where that is wanted."""
+    ages = [_of(kept, str(age)) for age in range(server.average if server.averages else 0)]
+    if not any(ages):
+        return method
+    seen = copy.copy(method)
+    seen.take_weights({group: _mean([models[group] for models in ages if group in models]) for group in ages[0]})
+    return seen
+
+
+def step(
+    server: Server, old: Tensor, new: Tensor, first: Tensor, second: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights and both moments after a step from `old`, where the merge led to `new`. Where nothing `counts` the weights are the
+    merged ones and the moments wait."""
+    gradient = old - new
+    if server.optimizer == "momentum":
+        way = first_new = server.momentum * first + gradient
+        second_new = second
+    else:
+        one, two = (0.0, 0.0) if server.optimizer == "adagrad" else server.betas
+        first_new = one * first + (1 - one) * gradient
+        second_new = _second(server.optimizer, second, gradient.square(), two)
+        way = first_new / (second_new.sqrt() + server.tau)
+    moved = old - (server.lr or RATES[server.optimizer]) * way
+    return (
+        torch.where(counts, moved, new),
+        torch.where(counts, first_new, first),
+        torch.where(counts, second_new, second),
+    )
+
+
+def _second(optimizer: str, second: Tensor, square: Tensor, beta: float) -> Tensor:
+    if optimizer == "adagrad":
+        return second + square
+    if optimizer == "yogi":
+        return second - (1 - beta) * square * torch.sign(second - square)
+    return beta * second + (1 - beta) * square
+
+
+def _optimise(server: Server, method: Method, shares: Mapping[str, Share], kept: Kept) -> Kept:
+    merged, moved, moments = method.shared_weights(), {}, {}
+    for group, share in shares.items():
+        new, layout = merged[group], layout_of(merged[group])
+        flat = flat_of(new, layout)
+        names = (f"{KEPT}first:{group}", f"{KEPT}second:{group}")
+        before = [
+            flat_of(kept[name], layout) if name in kept else torch.full_like(flat, start)
+            for name, start in zip(names, (0.0, server.tau**2), strict=True)
+        ]
+        counts = counted(share.weights, share.given) & _flags(layout, share.trained, flat.device)
+        weights, *after = step(server, flat_of(share.weights, layout), flat, before[0], before[1], counts)
+        moved[group] = Packed(layout, weights, {name: new[name] for name in layout.others})
+        moments.update({name: Packed(layout, moment) for name, moment in zip(names, after, strict=True)})
+    method.take_weights(moved)
+    return {**kept, **moments}
+
+
+@lru_cache(maxsize=64)
+def _flags(layout: Layout, trained: frozenset[str], device: torch.device) -> Tensor:
+    """Which entries of a flat state belong to parameters."""
+    flags = torch.tensor([name in trained for name in layout.names], dtype=torch.bool)
+    return flags.repeat_interleave(torch.tensor(layout.sizes)).to(device)
+
+
+def _remember(count: int, method: Method, kept: Kept) -> Kept:
+    older = {f"{KEPT}{age + 1}:{group}": s for age in range(count - 1) for group, s in _of(kept, str(age)).items()}
+    return {**kept, **older, **{f"{KEPT}0:{group}": state for group, state in method.shared_weights().items()}}
+
+
+def _of(kept: Kept, kind: str) -> dict[str, State]:
+    """What is kept of one kind, by group."""
+    start = f"{KEPT}{kind}:"
+    return {name.removeprefix(start): state for name, state in kept.items() if name.startswith(start)}
+
+
+def _mean(states: Sequence[State]) -> State:
+    """The mean of some states; what is no float32 (counters) is that of the first, the newest."""
+    layout = layout_of(states[0])
+    total = sum((flat_of(state, layout).double() for state in states[1:]), flat_of(states[0], layout).double())
+    return Packed(layout, (total / len(states)).float(), {name: states[0][name] for name in layout.others})
