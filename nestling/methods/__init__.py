@@ -39,6 +39,7 @@ METHODS: dict[str, str] = {
     "inclusivefl": "nestling.methods.submodel.inclusivefl:InclusiveFL",
     "incoavg": "nestling.methods.submodel.incoavg:InCoAvg",
     "kt-pfl": "nestling.methods.distill.ktpfl:KTpFL",
+    "lg-fedavg": "nestling.methods.representation.lgfedavg:LGFedAvg",
     "local": "nestling.methods.baselines.local:Local",
     "lotteryfl": "nestling.methods.sparse.lotteryfl:LotteryFL",
     "moon": "nestling.methods.baselines.moon:Moon",
