@@ -13,6 +13,7 @@ METHODS: dict[str, str] = {
     "depthfl": "nestling.methods.submodel.depthfl:DepthFL",
     "distreal": "nestling.methods.submodel.distreal:Distreal",
     "draftfed": "nestling.methods.distill.draftfed:DraftFed",
+    "fd": "nestling.methods.distill.fd:FD",
     "fedavg": "nestling.methods.baselines.fedavg:FedAvg",
     "fedcma": "nestling.methods.representation.fedcma:FedCMA",
     "feddf": "nestling.methods.distill.feddf:FedDF",
