@@ -20,6 +20,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "distreal": {"pareto": [[0.5, 0.5, 0.5], [0.25, 0.25, 0.25], [0.0, 0.0, 0.0]]},
     "fedet": {"steps": 2},
     "fedftg": {"iterations": 1, "student_steps": 1, "generator_lr": 1e-4},
+    "fedgh": {"epochs": 5},
     "fedmd": {"pretrain": 1},
     "fedzkt": {"iterations": 2, "student_steps": 1, "back": 1},
     "flexfl": {"pretrain": 2},

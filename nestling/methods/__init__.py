@@ -20,6 +20,7 @@ METHODS: dict[str, str] = {
     "fedet": "nestling.methods.distill.fedet:FedET",
     "fedftg": "nestling.methods.distill.fedftg:FedFTG",
     "fedgen": "nestling.methods.distill.fedgen:FedGen",
+    "fedgh": "nestling.methods.representation.fedgh:FedGH",
     "fedhenn": "nestling.methods.representation.fedhenn:FedHeNN",
     "fedhkd": "nestling.methods.distill.fedhkd:FedHKD",
     "fedhm": "nestling.methods.lowrank.fedhm:FedHM",

@@ -18,6 +18,7 @@ from nestling.methods.representation.lgfedavg import HEAD, LGFedAvg
 from nestling.views import Reference
 from nestling.world import Piece
 from tests.methods.by_class import MIXED, SHOTS, few_shots_alone, one_round, resumes, same_on_every_engine
+from tests.methods.exchange import reached
 from tests.methods.learning import mean
 from tests.methods.mixed import unlike
 from tests.small import small
@@ -139,3 +140,9 @@ def test_a_common_classifier_helps_unlike_networks_learn() -> None:
     """With three classes and twenty rows a client the mean of the seeds is above the same networks alone (not every seed is)."""
     ours, local = unlike(LGFedAvg(), **SHOTS), few_shots_alone()
     assert mean(ours) > mean(local) + 0.005
+
+
+@pytest.mark.slow
+def test_a_common_classifier_does_not_suit_bodies_of_every_kind() -> None:
+    """An MLP, a CNN and a depth-wise CNN: the same networks alone, pooled to as many features, are better."""
+    assert mean(reached(LGFedAvg())) < mean(reached(Local(size=16)))
