@@ -22,6 +22,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "fedftg": {"iterations": 1, "student_steps": 1, "generator_lr": 1e-4},
     "fedgh": {"epochs": 5},
     "fedmd": {"pretrain": 1},
+    "fedtgp": {"epochs": 5},
     "fedzkt": {"iterations": 2, "student_steps": 1, "back": 1},
     "flexfl": {"pretrain": 2},
     "prunefl": {"stage_one": 10, "every": 2},

@@ -31,6 +31,7 @@ METHODS: dict[str, str] = {
     "fedproto": "nestling.methods.representation.fedproto:FedProto",
     "fedprox": "nestling.methods.baselines.fedprox:FedProx",
     "fedrolex": "nestling.methods.submodel.fedrolex:FedRolex",
+    "fedtgp": "nestling.methods.representation.fedtgp:FedTGP",
     "fedzkt": "nestling.methods.distill.fedzkt:FedZKT",
     "fjord": "nestling.methods.submodel.fjord:FjORD",
     "flexfl": "nestling.methods.submodel.flexfl:FlexFL",
