@@ -35,6 +35,7 @@ METHODS: dict[str, str] = {
     "fedzkt": "nestling.methods.distill.fedzkt:FedZKT",
     "fjord": "nestling.methods.submodel.fjord:FjORD",
     "flexfl": "nestling.methods.submodel.flexfl:FlexFL",
+    "fml": "nestling.methods.distill.fml:FML",
     "hafl-ghn": "nestling.methods.lowrank.haflghn:HAFLGHN",
     "hermes": "nestling.methods.sparse.hermes:Hermes",
     "heteroavg": "nestling.methods.baselines.averaged:Averaged",
