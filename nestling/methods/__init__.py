@@ -25,6 +25,7 @@ METHODS: dict[str, str] = {
     "fedhkd": "nestling.methods.distill.fedhkd:FedHKD",
     "fedhm": "nestling.methods.lowrank.fedhm:FedHM",
     "fedin": "nestling.methods.representation.fedin:FedIN",
+    "fedkd": "nestling.methods.distill.fedkd:FedKD",
     "fedmd": "nestling.methods.distill.fedmd:FedMD",
     "fednova": "nestling.methods.baselines.fednova:FedNova",
     "fedper": "nestling.methods.baselines.fedper:FedPer",
