@@ -59,4 +59,6 @@ def test_a_method_gives_the_same_on_the_gpu(method: str, record_property: Any) -
     record_property("apart", distance)
     assert distance <= LOOSE.get(method, TOLERANCE)
     again = states(played(method, "cuda"))
-    assert not [name for name, tensor in states(gpu).items() if not torch.equal(tensor, again[name])], "other bits the second time"
+    assert not [name for name, tensor in states(gpu).items() if not torch.equal(tensor, again[name])], (
+        "other bits the second time"
+    )
