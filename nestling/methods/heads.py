@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from nestling.errors import InputError
 from nestling.views import Reference, State, View
+from nestling.views.flat import pack
+from nestling.world import Piece
 
 LEAVES = ("weight", "bias")
 
@@ -31,3 +34,24 @@ def columns_of(reference: Reference, view: View, head: str) -> Tensor | None:
     places = torch.arange(weight.shape[1], device=weight.device).to(weight.dtype).expand_as(weight)
     kept = view.extract({**reference.initial, name: places.contiguous()})[name][0].long()
     return None if len(kept) == weight.shape[1] else kept
+
+
+def common_head(pieces: Iterable[Piece]) -> State:
+    """The classifier that networks of one form of it begin with: that of the first of them."""
+    found = [head_of(p.view.extract(p.reference.initial), p.reference.taps.head) for p in pieces]
+    if any({name: t.shape for name, t in own.items()} != {name: t.shape for name, t in found[0].items()} for own in found):
+        raise InputError(
+            "the networks' classifiers have more than one form, and one classifier is to fit all of them",
+            field="fleet.tiers",
+            fix="give all of them a bias, or none",
+        )
+    return pack(found[0])
+
+
+def mean_head(heads: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> State:
+    """The weighted mean of some classifiers, summed as the one merge does it."""
+    total = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in heads[0].items()}
+    for head, weight in zip(heads, weights, strict=True):
+        for name, tensor in head.items():
+            total[name] += weight * tensor.to(torch.float64)
+    return pack({name: (t / sum(weights)).to(heads[0][name].dtype) for name, t in total.items()})

@@ -88,21 +88,8 @@ def _wide(rows: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass
-class ByClass(Personal):
-    """Base of the methods whose clients keep their networks and exchange statistics of their features by class. Networks with another
-    number of features than the common one have theirs pooled to it.
-
-    size: how many features (0: as many as the network with the fewest has).
-    """
-
-    size: int = 0
-
-    wide: int = field(init=False, repr=False, compare=False)
-    table: Table = field(init=False, repr=False, compare=False)
-    _sent: Message | None = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        require(self.size >= 0, "must not be negative (0: as the network with the fewest)", "method.size")
+class TellsByClass(Personal):
+    """Base of the methods whose clients keep their networks and tell of every class they hold: what is told, and how it is checked."""
 
     @abstractmethod
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
@@ -118,25 +105,7 @@ class ByClass(Personal):
         """The fewest rows of a class that a client tells of."""
         return 1
 
-    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
-        return with_features(module, taps, self.wide)
-
     # -- on the server ---------------------------------------------------------------------------------------------------------
-
-    def setup(self, world: World) -> None:
-        self.wide = common_features(world, self.size)
-        super().setup(world)
-        self.know_nothing(world)
-
-    def know_nothing(self, world: World) -> None:
-        """Makes the table for a new run."""
-        self.table = Table.empty(self.shapes(world.classes), world.classes, world.place)
-        self._sent = None
-
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        if self._sent is None:
-            self._sent = self.table.message()
-        return self._sent
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         found, most = facts.get("classes"), self.world.classes
@@ -151,15 +120,6 @@ class ByClass(Personal):
         like = {name: torch.empty(rows, *shape, device="meta") for name, shape in self.shapes(self.world.classes).items()}
         counts = {COUNTS: {"rows": torch.empty(rows, dtype=torch.int32, device="meta")}} if self.counted else {}
         return {STATISTICS: like, **counts}
-
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
-        self.table, self._sent = self.table.told(replies), None
-
-    def state(self) -> dict[str, State]:
-        return {STATISTICS: self.table.rows, "known": {"classes": self.table.known}}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.table, self._sent = Table(dict(state[STATISTICS]), state["known"]["classes"]), None
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
@@ -179,6 +139,51 @@ class ByClass(Personal):
         if self.counted:
             parts[COUNTS] = {"rows": counts[classes].to(torch.int32)}
         return Message(parts, {"samples": client.samples, "classes": classes.tolist()})
+
+
+@dataclass
+class ByClass(TellsByClass):
+    """Base of the methods whose clients keep their networks and exchange statistics of their features by class. Networks with another
+    number of features than the common one have theirs pooled to it.
+
+    size: how many features (0: as many as the network with the fewest has).
+    """
+
+    size: int = 0
+
+    wide: int = field(init=False, repr=False, compare=False)
+    table: Table = field(init=False, repr=False, compare=False)
+    _sent: Message | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require(self.size >= 0, "must not be negative (0: as the network with the fewest)", "method.size")
+
+    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        return with_features(module, taps, self.wide)
+
+    def setup(self, world: World) -> None:
+        self.wide = common_features(world, self.size)
+        super().setup(world)
+        self.know_nothing(world)
+
+    def know_nothing(self, world: World) -> None:
+        """Makes the table for a new run."""
+        self.table = Table.empty(self.shapes(world.classes), world.classes, world.place)
+        self._sent = None
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        if self._sent is None:
+            self._sent = self.table.message()
+        return self._sent
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        self.table, self._sent = self.table.told(replies), None
+
+    def state(self) -> dict[str, State]:
+        return {STATISTICS: self.table.rows, "known": {"classes": self.table.known}}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        self.table, self._sent = Table(dict(state[STATISTICS]), state["known"]["classes"]), None
 
 
 @torch.no_grad()

@@ -1,0 +1,144 @@
+"""FD: what the others say of a class, on average, teaches everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.methods.method import Info, Reply
+from nestling.methods.representation.class_means import STATISTICS, TellsByClass, class_means, gap, look, spread
+from nestling.schema import require
+from nestling.store import Records
+from nestling.training.client import Client
+from nestling.training.objectives import Batch, Given, Net, divergence
+from nestling.training.phase import Phase
+from nestling.views import State
+from nestling.world import Device, Piece, World
+
+DISTANCES = ("kl", "mse")
+LOGITS = "logits"
+
+
+@dataclass
+class FD(TellsByClass):
+    """FD, federated distillation (Jeong et al., "Communication-Efficient On-Device Machine Learning: Federated Distillation and
+    Augmentation under Non-IID Private Data", 2018).
+
+    Idea: a client tells its mean logits of every class it holds. The mean of the other clients' is its teacher for the inputs of
+    that class: C numbers a class travel, whatever the networks are.
+    Loss: cross-entropy + γ·distance of (the network's logits, the others' mean logits of the input's class), where there are any:
+    T²·KL of their softmax, or mean square. Travels: a row of C numbers a class, up for those the client holds, down for those that
+    another one has told of: at most C². Merge: per class, the plain mean over what every other client told last.
+    Differs from the paper: logits are taken after local training in evaluation mode, not gathered while the network still moves; not
+    everybody has to take part in a round, so that of an absent client its last word counts; the augmentation by a generator (FAug) is
+    left out. The paper is from memory: whether it averages logits before or after the softmax, and γ, we do not know; here they
+    are averaged before. Differs from HtFLlib, which was read: there a client's own logits are in its teacher (`others` off), a class
+    that nobody told of in a round is forgotten, and the loss is cross-entropy against logits that are no distribution.
+
+    gamma:       γ.
+    distance:    "kl" or "mse".
+    temperature: T, of "kl".
+    others:      whether a client's own logits are left out of its teacher.
+    """
+
+    gamma: float = 1.0
+    distance: str = "kl"
+    temperature: float = 1.0
+    others: bool = True
+
+    total: Tensor = field(init=False, repr=False, compare=False)
+    tellers: Tensor = field(init=False, repr=False, compare=False)
+    records: Records = field(init=False, repr=False, compare=False)
+
+    info = Info(
+        title="FD",
+        family="data-free",
+        heterogeneity="any: only mean logits of classes travel",
+        auxiliary="none",
+        global_model=False,
+        paper="Jeong et al., 2018",
+        evidence="reimplementation (HtFLlib) read; the paper from memory",
+        own_networks=True,
+        personal=True,
+        group="F",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.gamma >= 0, "must not be negative", "method.gamma")
+        require(self.temperature > 0, "must be above 0", "method.temperature")
+        allowed = f"allowed: {', '.join(DISTANCES)}"
+        require(self.distance in DISTANCES, f"unknown distance {self.distance!r}", "method.distance", allowed)
+
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        return {LOGITS: (classes,)}
+
+    @property
+    def counted(self) -> bool:
+        return False
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.total = torch.zeros(world.classes, world.classes, dtype=torch.float64, device=world.place)
+        self.tellers = torch.zeros(world.classes, dtype=torch.int64, device=world.place)
+        self.records = Records(world.store)
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        own, told = self._last(device.id)
+        if not self.others:
+            own, told = torch.zeros_like(own), torch.zeros_like(told)
+        left = self.tellers - told
+        classes = (left > 0).nonzero().flatten()
+        rows = ((self.total - own)[classes] / left[classes, None]).float()
+        return Message({STATISTICS: {LOGITS: rows}} if len(classes) else {}, {"classes": classes.tolist()})
+
+    def _last(self, client: int) -> tuple[Tensor, Tensor]:
+        """What a client told last, as a part of the total: its logits, and 1 for each class it told of."""
+        known, place = self.records.get(client), self.world.place
+        if not known:
+            return torch.zeros_like(self.total), torch.zeros_like(self.tellers)
+        return known[LOGITS].to(place, torch.float64), known["told"].to(place, torch.int64)
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        for reply in replies:
+            old, was_told = self._last(reply.device.id)
+            classes = torch.tensor(reply.message.facts["classes"], dtype=torch.int64, device=self.world.place)
+            rows = reply.message[STATISTICS][LOGITS].to(self.world.place)
+            new = torch.zeros_like(old, dtype=rows.dtype).index_copy(0, classes, rows)
+            told = torch.zeros_like(was_told).index_fill(0, classes, 1)
+            self.total, self.tellers = self.total + (new - old), self.tellers + (told - was_told)
+            self.records.put(reply.device.id, {LOGITS: new, "told": told}, round)
+
+    def state(self) -> dict[str, State]:
+        return {"logits": {"total": self.total, "tellers": self.tellers}}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        self.total, self.tellers = (state["logits"][name].to(self.world.place) for name in ("total", "tellers"))
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        if STATISTICS not in received:
+            return [client.train.phase(client.round)]
+        objective = partial(_taught, gamma=self.gamma, distance=self.distance, temperature=self.temperature)
+        return [client.train.phase(client.round, objective=objective, given=spread(received, client.classes))]
+
+    def statistics(self, client: Client) -> State:
+        _, logits, y = look(client)
+        return {LOGITS: class_means(logits, y, client.classes)}
+
+
+def _taught(net: Net, batch: Batch, given: Given, *, gamma: float, distance: str, temperature: float) -> Tensor:
+    logits = net(batch.x)
+    if distance == "mse":
+        far = gap(logits, batch.y, given, LOGITS)
+    else:
+        far = divergence(given[LOGITS][batch.y], logits, temperature) * given["known"][batch.y]
+    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none") + gamma * far)

@@ -1,0 +1,68 @@
+"""FML: a client's own network and a shared one teach each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.methods.distill.pair import Pairs
+from nestling.methods.method import Info
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import Batch, Given, Net, Objective, divergence
+
+
+@dataclass
+class FML(Pairs):
+    """FML (Shen et al., "Federated Mutual Learning", 2020).
+
+    Idea: every client trains its own network, of any kind, and a copy of a small "meme" network that all share; each of the two is
+    the other's teacher. Only the meme network travels: it carries what is common, and the own networks stay personal.
+    Loss: α·cross-entropy + (1 − α)·KL(meme ‖ own) for the own network, β·cross-entropy + (1 − β)·KL(own ‖ meme) for the meme
+    network, the teacher held still in both. Travels: the meme network, down and up. Merge: mean weighted by n_k. The global model is
+    the meme network.
+    Differs from the paper: a device's budget counts both networks, and the meme network is a narrow part of the main one; both have
+    one optimiser's settings, and where gradients are clipped, one norm. Differs from HtFLlib, which was read: there the teacher is not
+    held still, KL is the mean over the classes too, the mean over clients is plain, gradients are clipped, and α = β = 1, at
+    which nothing is taught. The paper is from memory, and so are α and β.
+
+    alpha:     α.
+    beta:      β.
+    ratio:     the width of the meme network, of the main one (0: the widest with at most half the smallest tier's parameters).
+    weighting: what a client counts in its mean: "samples" (n_k) or "uniform".
+    """
+
+    alpha: float = 0.5
+    beta: float = 0.5
+
+    info = Info(
+        title="FML",
+        family="data-free",
+        heterogeneity="any: own networks never meet, a small one is shared",
+        auxiliary="none",
+        global_model=True,
+        paper="Shen et al., 2020",
+        evidence="reimplementation (HtFLlib) read; the paper from memory",
+        own_networks=True,
+        personal=True,
+        group="E",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("alpha", "beta"):
+            require(0 <= getattr(self, name) <= 1, "must be in [0, 1]", f"method.{name}")
+
+    def objective(self, client: Client) -> Objective:
+        return partial(_mutual, alpha=self.alpha, beta=self.beta)
+
+
+def _mutual(net: Net, batch: Batch, given: Given, *, alpha: float, beta: float) -> Tensor:
+    own, meme = net(batch.x)
+    mine, common = (F.cross_entropy(logits, batch.y, reduction="none") for logits in (own, meme))
+    mine = alpha * mine + (1 - alpha) * divergence(meme.detach(), own)
+    common = beta * common + (1 - beta) * divergence(own.detach(), meme)
+    return batch.mean(mine + common)

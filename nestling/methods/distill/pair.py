@@ -1,0 +1,135 @@
+"""Two networks a client: its own, which stays, and a small one that all share, which travels and teaches."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from nestling.devices.fit import RATIOS
+from nestling.message import Message
+from nestling.methods.method import Reply
+from nestling.methods.personal import WEIGHTS, Personal
+from nestling.models.taps import Taps
+from nestling.schema import require
+from nestling.training.client import Client
+from nestling.training.objectives import Objective
+from nestling.training.phase import Phase
+from nestling.views import Contribution, Reference, State, merge
+from nestling.views.flat import pack
+from nestling.world import Device, Model, Piece, World, ratio_cost, ratio_view
+
+MEME = "meme"
+WEIGHTINGS = ("samples", "uniform")
+_OURS = f"{MEME}."
+
+
+class Pair(nn.Module):
+    """A client's own network and the shared one. In training it says what both say, (2, rows, classes); else what its own does."""
+
+    def __init__(self, own: nn.Module, taps: Taps, meme: nn.Module, meme_head: str) -> None:
+        super().__init__()
+        self.own, self.meme = own, meme
+        self.taps = {"head": f"own.{taps.head}"}
+        self.meme_head = f"{_OURS}{meme_head}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.own(x), self.meme(x)]) if self.training else self.own(x)
+
+
+@dataclass
+class Pairs(Personal):
+    """Base of the methods whose clients train a network of their own and a small shared one together. A device must have room for
+    both; where a tier takes parts of the main network, its own one shrinks until it has, as far as it can.
+
+    ratio:     the width of the shared network, of the main one (0: the widest with at most half the smallest tier's parameters).
+    weighting: what a client counts in the shared network's mean: "samples" (n_k) or "uniform".
+    """
+
+    ratio: float = 0.0
+    weighting: str = "samples"
+
+    shared: Reference = field(init=False, repr=False, compare=False)
+    weights: State = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.ratio <= 1, "must be in [0, 1] (0: as the smallest tier has room for)", "method.ratio")
+        allowed = f"allowed: {', '.join(WEIGHTINGS)}"
+        require(self.weighting in WEIGHTINGS, f"unknown weighting {self.weighting!r}", "method.weighting", allowed)
+
+    @abstractmethod
+    def objective(self, client: Client) -> Objective:
+        """What both networks of a client minimise together."""
+
+    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        return Pair(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps.head)
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, world: World) -> None:
+        view = ratio_view(world.main, self.ratio or _small(world))
+        module = world.main.network(view, view.extract(world.main.initial))
+        self.shared = world.adopt(MEME, copy.deepcopy(module).to("cpu"))
+        self.weights = self.shared.initial.copy()
+        super().setup(world)
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        return Message({MEME: self.weights})
+
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+        return {MEME: sent[MEME]}
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])
+
+    def contribution(self, reply: Reply) -> Contribution:
+        """A reply's part of the shared network's mean."""
+        weight = float(reply.samples) if self.weighting == "samples" else 1.0
+        return Contribution(self.shared.full, reply.message[MEME], weight)
+
+    def model_for(self, device: Device) -> Model:
+        own = super().model_for(device)
+        return Model(own.reference, own.view, with_meme(own.state, self.weights))
+
+    def other_models(self, device: Device) -> dict[str, Model]:
+        return {"by the shared network": self.global_model()}
+
+    def global_model(self) -> Model:
+        return Model(self.shared, self.shared.full, self.weights)
+
+    def state(self) -> dict[str, State]:
+        return {MEME: self.weights}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        self.weights = pack(state[MEME])
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        return with_meme(super().start(client, received), received[MEME])
+
+    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+        return [client.train.phase(client.round, objective=self.objective(client))]
+
+    def reply(self, client: Client, received: Message) -> Message:
+        client.memory = {WEIGHTS + name: t for name, t in client.weights.items() if not name.startswith(_OURS)}
+        return Message({MEME: meme_of(client.weights)}, {"samples": client.samples})
+
+
+def meme_of(state: Mapping[str, Tensor]) -> State:
+    """The shared network's part of a pair's state, by its own names."""
+    return {name.removeprefix(_OURS): t for name, t in state.items() if name.startswith(_OURS)}
+
+
+def with_meme(state: Mapping[str, Tensor], meme: Mapping[str, Tensor]) -> State:
+    """A pair's state with another shared network."""
+    return {**state, **{f"{_OURS}{name}": t for name, t in meme.items()}}
+
+
+def _small(world: World) -> float:
+    least = min(plan.cost.params for plan in world.plans.values())
+    return max((r for r in RATIOS if ratio_cost(world.main, r).params <= least / 2), default=min(RATIOS))
