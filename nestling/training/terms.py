@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nestling.seeds import torch_seeded
 from nestling.training.client import Client, ClientSide, Site, Task, carry_out, source_of, train_client, working
 from nestling.training.objectives import Batch, Net, Objective, cross_entropy
 from nestling.training.phase import Phase
@@ -26,12 +27,21 @@ class _Watched:
     def train(self, client: Client, phase: Phase, number: int) -> Trained:
         """Trains the phase and looks at the gradients where it ends: a pull towards what was received is nothing where it begins."""
         done = train_client(client, phase, number)
-        own = _gradient(client, phase, number, phase.objective)
-        if phase.source == "private":
-            plain = _gradient(client, phase, number, cross_entropy)
-            self.plain, own = float(plain.norm()), own - plain
-        self.added.append(float(own.norm()))
+        with torch_seeded(client.site.seed, "terms", client.id, client.round, number):
+            self._look(client, phase, number)
         return done
+
+    def _look(self, client: Client, phase: Phase, number: int) -> None:
+        module = client.reference.network(client.view, client.weights).train()
+        net, batch = Net(module, trained(module, phase)), _first_batch(module, client, phase, number)
+        if batch is None or not _says_classes(net, batch):
+            return
+        with hooked(module, phase):
+            own = _gradient(net, batch, phase, phase.objective)
+            if phase.source == "private":
+                plain = _gradient(net, batch, phase, cross_entropy)
+                self.plain, own = float(plain.norm()), own - plain
+        self.added.append(float(own.norm()))
 
 
 def shares(method: ClientSide, task: Task, site: Site) -> list[float]:
@@ -47,14 +57,21 @@ def weak(found: list[float]) -> bool:
     return 0 < max(found, default=0.0) < WEAK
 
 
-def _gradient(client: Client, phase: Phase, number: int, objective: Objective) -> Tensor:
-    """Over the first batch of the phase, as it was before augmentation."""
-    module = client.reference.network(client.view, client.weights).train()
+def _first_batch(module: nn.Module, client: Client, phase: Phase, number: int) -> Batch | None:
+    """The first batch of the phase, as it was before augmentation, if there was any."""
     x, y = source_of(phase, client)
-    rows = next(iter(batches(len(x), phase, module, client.site.seed, client.id, client.round, number)))
-    net, at = Net(module, trained(module, phase)), rows.to(x.device)
-    with hooked(module, phase):
-        loss = objective(net, Batch(x[at], y[at], at), phase.given)
-        grads = torch.autograd.grad(loss, list(net.params.values()), allow_unused=True)
-    pairs = zip(net.params.values(), grads, strict=True)
-    return torch.cat([torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for p, g in pairs])
+    rows = next(batches(len(x), phase, module, client.site.seed, client.id, client.round, number), None)
+    return None if rows is None else Batch(x[rows.to(x.device)], y[rows.to(x.device)], rows.to(x.device))
+
+
+@torch.no_grad()
+def _says_classes(net: Net, batch: Batch) -> bool:
+    """Whether the network puts out a row of logits for an input, so that there is a cross-entropy to compare with; two networks that
+    are trained as one do not."""
+    return net(batch.x).dim() == 2
+
+
+def _gradient(net: Net, batch: Batch, phase: Phase, objective: Objective) -> Tensor:
+    leaves = list(net.params.values())
+    grads = torch.autograd.grad(objective(net, batch, phase.given), leaves, allow_unused=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for p, g in zip(leaves, grads, strict=True)])
