@@ -1,12 +1,12 @@
 """Every method on a GPU: the cohort engine against the in-process engine on the same device, steady rounds.
 
-    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 12]
+    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 10]
         [--plain-rounds 3] [--out FILE] [--write]
 
 The settings are those of `fashion_table.py` (100 clients of five sizes, ten a round, Dirichlet(0.5)) and `exchange_table.py` (twelve
 clients of three families), on Fashion-MNIST where NESTLING_DATA has it and else on the embedded digits. A round's seconds are the
-median over seven rounds; the last two, which test, do not count. Says loudly what could not be recorded. Ends with 1
-if anything failed. `--write` puts the table into docs/performance.md.
+median over five rounds; the last two, which test, do not count. Says loudly what could not be recorded. Ends with 1 if anything
+failed. `--write` puts the table into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tables import write
 import nestling
 from nestling import Data, EngineConfig, Evaluation, Experiment, Named
 
-MEASURED, LAST = 7, 2
+MEASURED, LAST, TESTED = 5, 2, 5
 HALVES = [[0.75] * 3, [0.5] * 3, [0.25] * 3, [0.0] * 3]
 QUICK: dict[str, dict[str, Any]] = {
     "distreal": {"pareto": HALVES},
@@ -42,7 +42,7 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 """What is done once, before the first round, made short: it is not what is measured. PruneFL adjusts its mask as often as in a run of
 300 rounds."""
-LONG = {"hermes": 60}
+LONG = {"hermes": 50}
 """Rounds until clients have pruned themselves: before, there are new sizes to record in nearly every round."""
 
 
@@ -94,7 +94,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--setting", default="both", choices=("parts", "exchange", "both"))
     parser.add_argument("--data", default="auto", choices=("auto", "embedded", "fashion-mnist"))
     parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--plain-rounds", type=int, default=3, help="rounds of the in-process engine")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows, written after each")
     parser.add_argument("--write", action="store_true")
@@ -143,7 +143,7 @@ def _played(experiment: Experiment, engine: str, rounds: int, warm: int) -> tupl
     """Milliseconds of a steady round, seconds to the end of the third, and the summary."""
     ends: list[float] = []
     began = time.perf_counter()
-    tested = Evaluation(every=rounds, clients=experiment.evaluate.clients)
+    tested = Evaluation(every=rounds, clients=TESTED)
     played = experiment.with_changes(rounds=rounds, engine=EngineConfig(engine, device="cuda"), evaluate=tested)
     result = nestling.run(played, watcher=nestling.Watcher(round=lambda _: ends.append(time.perf_counter())))
     for note in result.federation.engine.notes:

@@ -170,11 +170,13 @@ def carry_on(
                         saved, due = time.monotonic(), False
                     federation.settle = due
                 _note_refusal(federation)
-                _note_weak_terms(experiment, federation, row["round"])
                 for note in federation.engine.notes[told:]:
                     watcher.note(note)
                 told = len(federation.engine.notes)
                 watcher.round(row)
+                _note_weak_terms(experiment, federation, row["round"])
+            for note in federation.engine.notes[told:]:
+                watcher.note(note)
             summary = summarise(experiment, federation, metrics)
             if home:
                 _finish(home, federation, summary)
