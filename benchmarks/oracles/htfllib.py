@@ -146,15 +146,13 @@ def compare(name: str, oracle: Oracle, rounds: int) -> float:
         for row in play(federation):
             for client in theirs.clients:
                 client.train()
-            pairs = [
-                (dict(theirs.weights(c)), federation.method.model_for(federation.world.device(c)).state) for c in range(CLIENTS)
-            ]
-            weights = max(apart(one, other) for one, other in pairs)
             made = oracle.made(theirs)
             server = f", what the server made {apart(made, oracle.ours_made(federation)):.1e}" if made else ""
+            oracle.give(theirs, federation)
+            pairs = [(theirs.weights(c), federation.method.model_for(federation.world.device(c)).state) for c in range(CLIENTS)]
+            weights = max(apart(one, other) for one, other in pairs)
             print(f"{name}, round {row['round']}: weights {weights:.1e} apart{server}", flush=True)
             worst, theirs.round = max(worst, weights), row["round"] + 1
-            oracle.give(theirs, federation)
         federation.engine.close()
     return worst
 
@@ -174,6 +172,32 @@ def _give_prototypes(theirs: Theirs, federation: Federation) -> None:
     theirs.save({int(label): t for label, t in _our_prototypes(federation).items()}, "global_protos")
 
 
+def _our_head(federation: Federation) -> dict[str, Tensor]:
+    model = federation.method.model_for(federation.world.device(0))
+    start = f"{model.reference.taps.head}."
+    return {name.removeprefix(start): t for name, t in model.state.items() if name.startswith(start)}
+
+
+def _head(theirs: Theirs) -> dict[str, Tensor]:
+    theirs.server.receive_ids()
+    theirs.server.aggregate_parameters()
+    return dict(theirs.load("Server", "head").named_parameters())
+
+
+def _give_head(theirs: Theirs, federation: Federation) -> None:
+    head = theirs.load("Client_0", "model").head
+    head.load_state_dict(_our_head(federation))
+    theirs.save(head, "head")
+    for client in theirs.clients:
+        client.set_parameters()
+
+
+def _give_trained_prototypes(theirs: Theirs, federation: Federation) -> None:
+    """The server of FedTGP has a prototype of every class, whether anybody has told of it or not; ours sends those told of."""
+    known = _our_prototypes(federation)
+    theirs.save({label: known.get(str(label), []) for label in range(theirs.world.classes)}, "global_protos")
+
+
 ORACLES = {
     "local": Oracle(Named("local", {"size": 16}), "serverlocal", "Local", "clientLocal"),
     "fedproto": Oracle(
@@ -185,6 +209,16 @@ ORACLES = {
         _give_prototypes,
         _prototypes,
         _our_prototypes,
+    ),
+    "lg-fedavg": Oracle(Named("lg-fedavg"), "serverlg", "LG_FedAvg", "clientLG", {}, _give_head, _head, _our_head),
+    "fedgh": Oracle(Named("fedgh"), "servergh", "FedGH", "clientGH", {}, _give_head),
+    "fedtgp": Oracle(
+        Named("fedtgp", {"predict": "head", "lam": 1.0}),
+        "servertgp",
+        "FedTGP",
+        "clientTGP",
+        {"lamda": 1.0},
+        _give_trained_prototypes,
     ),
 }
 
