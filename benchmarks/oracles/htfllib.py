@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep import APART, apart, lay_out_as_they_do, our_batches
-from torch import Tensor, nn
+from lockstep import apart, lay_out_as_they_do, our_batches, split_of, verdict
+from torch import Tensor
 
 from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
@@ -63,31 +63,13 @@ def experiment(method: Named, rounds: int) -> Experiment:
     )
 
 
-class Split(nn.Module):
-    """One of our networks in HtFLlib's shape: everything before the head, and the head."""
-
-    def __init__(self, network: nn.Module, head: str) -> None:
-        super().__init__()
-        self.name, self.head = head, copy.deepcopy(network.get_submodule(head))
-        self.base = copy.deepcopy(network)
-        parent, _, last = head.rpartition(".")
-        setattr(self.base.get_submodule(parent), last, nn.Identity())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.base(x))
-
-    def weights(self) -> dict[str, Tensor]:
-        """By the names that our network has."""
-        return {**dict(self.base.named_parameters()), **{f"{self.name}.{n}": p for n, p in self.head.named_parameters()}}
-
-
 class Theirs:
     """HtFLlib's clients and server, on our data."""
 
     def __init__(self, oracle: Oracle, federation: Federation, home: str) -> None:
         self.federation, self.home, self.round, self.oracle = federation, home, 1, oracle
         self.site, self.world = site_of(federation), federation.world
-        networks = [self._network(client) for client in range(CLIENTS)]
+        networks = [split_of(federation, client) for client in range(CLIENTS)]
         for known in [name for name in sys.modules if name.startswith("flcore")]:
             del sys.modules[known]  # it holds the networks of the last comparison
         models = types.ModuleType("flcore.trainmodel.models")
@@ -101,10 +83,6 @@ class Theirs:
         self.base.Client.load_train_data = lambda self, batch_size=None: list(our_batches(federation, self.id, owner.round))
         self.clients = [self._client(number) for number in range(CLIENTS)]
         self.server = self._server()
-
-    def _network(self, client: int) -> Split:
-        model = self.federation.method.model_for(self.world.device(client))
-        return Split(model.reference.network(model.view, model.state), model.reference.taps.head)
 
     def _args(self) -> argparse.Namespace:
         train = self.world.train
@@ -237,8 +215,7 @@ def main() -> int:
     worst = {}
     for name in options.methods.split(","):
         worst[name] = compare(name, ORACLES[name], options.rounds)
-    print("\n".join(f"{name}: {'the same' if w <= APART else 'NOT the same'}, {w:.1e}" for name, w in worst.items()))
-    return int(max(worst.values()) > APART)
+    return verdict(worst)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nestling.assemble import site_of
 from nestling.rounds import Federation
@@ -13,6 +14,30 @@ from nestling.training import trainer
 
 APART = 1e-5
 """How far weights of the same method may be apart after a round: rounding."""
+
+
+class Split(nn.Module):
+    """One of our networks in the shape of HtFLlib and PFLlib: everything before the head, and the head."""
+
+    def __init__(self, network: nn.Module, head: str) -> None:
+        super().__init__()
+        self.name, self.head = head, copy.deepcopy(network.get_submodule(head))
+        self.base = copy.deepcopy(network)
+        parent, _, last = head.rpartition(".")
+        setattr(self.base.get_submodule(parent), last, nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
+
+    def weights(self) -> dict[str, Tensor]:
+        """By the names that our network has."""
+        return {**dict(self.base.named_parameters()), **{f"{self.name}.{n}": p for n, p in self.head.named_parameters()}}
+
+
+def split_of(federation: Federation, client: int) -> Split:
+    """The network that a client would use now."""
+    model = federation.method.model_for(federation.world.device(client))
+    return Split(model.reference.network(model.view, model.state), model.reference.taps.head)
 
 
 def lay_out_as_they_do() -> None:
@@ -36,3 +61,9 @@ def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The largest difference of an entry, over all that `one` has."""
     assert not set(one) - set(other), f"names differ: {sorted(set(one) ^ set(other))[:4]}"
     return max(float((t.detach() - other[name]).abs().max()) for name, t in one.items())
+
+
+def verdict(worst: Mapping[str, float]) -> int:
+    """Says of every method whether it is the same; 1 where one is not."""
+    print("\n".join(f"{name}: {'the same' if w <= APART else 'NOT the same'}, {w:.1e}" for name, w in worst.items()))
+    return int(max(worst.values()) > APART)
