@@ -61,6 +61,45 @@ def run(
 
 
 @app.command()
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="A paper's table, or a TOML file of one; without, the list of them.")] = None,
+    lines: Annotated[str, typer.Option(help="Lines of the table, separated by commas (default: all).")] = "",
+    seeds: Annotated[int, typer.Option(help="Runs a line (0: as the paper's file says).")] = 0,
+    minutes: Annotated[float, typer.Option(help="Stop after so many minutes; the same command goes on (0: no limit).")] = 0.0,
+    runs: Annotated[Path, typer.Option(help="Where the run folders are.")] = Path("runs/reproduce"),
+    out: Annotated[Path | None, typer.Option(help="A small JSON file of the results, beside the published ones.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field of all runs.")
+    ] = None,
+) -> None:
+    """Play a published table again, run by run, in pieces of as many minutes as one has; the paper's numbers stand beside ours."""
+    from nestling import reproducing
+    from nestling.progress import terminal_watcher
+
+    if name is None:
+        for known in reproducing.names():
+            print(f"{known}: {reproducing.read(known).title}")
+        return
+    paper = reproducing.read(name)
+    kept = out or runs / Path(name).stem / "results.json"
+    with terminal_watcher() as watcher:
+        found = reproducing.reproduce(
+            paper,
+            runs / Path(name).stem,
+            lines=[line.strip() for line in lines.split(",")] if lines else [],
+            seeds=seeds,
+            minutes=minutes,
+            overrides=tuple(set_ or ()),
+            watcher=watcher,
+            told=lambda outcomes: reproducing.save(paper, outcomes, kept),
+        )
+    _print(reproducing.table_of(paper, found))
+    for what, choice in paper.choices.items():
+        print(f"{what}: {choice}")
+    print(f"results: {kept}")
+
+
+@app.command()
 def methods(as_json: AsJson = False) -> None:
     """List the methods."""
     from nestling.listing import method_rows, method_table

@@ -5,6 +5,7 @@ One TOML file is one run. Every field has a default; a field that is unknown or 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -155,12 +156,15 @@ class Experiment:
     # -- TOML ----------------------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def from_table(table: Mapping[str, Any]) -> Experiment:
-        """An experiment from nested tables, as TOML gives them."""
-        plain = {key: value for key, value in table.items() if key not in ("method", "model")}
+    def from_table(table: Mapping[str, Any], overrides: Iterable[str] = ()) -> Experiment:
+        """An experiment from nested tables, as TOML gives them, and `key.path=value` overrides."""
+        given = copy.deepcopy(dict(table))
+        for override in overrides:
+            _override(given, override)
+        plain = {key: value for key, value in given.items() if key not in ("method", "model")}
         for key in ("method", "model"):
-            if key in table:
-                plain[key] = _named(table[key], key)
+            if key in given:
+                plain[key] = _named(given[key], key)
         return from_table(Experiment, plain)
 
     @staticmethod

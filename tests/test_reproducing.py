@@ -1,0 +1,102 @@
+"""Published tables: what comes with the package can be played, and a table is played in pieces, each run once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nestling import InputError, reproducing
+from nestling.cli import app
+from nestling.reproducing import joined, names, outcome_of, read, reproduce
+from nestling.running import Watcher
+
+PAPER = """
+title = "A table"
+measure = "average"
+targets = [0.0, 1.0]
+seeds = 2
+[choices]
+rows = "sixty a client"
+[experiment]
+rounds = 4
+seed = 3
+participants = 2
+data = { name = "mnist12k" }
+model = { name = "tinycnn", channels = [4, 8, 8] }
+split = { size = 40 }
+train = { epochs = 1 }
+engine = { name = "inline", device = "cpu" }
+evaluate = { clients = 2 }
+fleet = { size = 4, tiers = [{ name = "half", ratio = 0.5, share = 0.5 }, { name = "whole", ratio = 1.0, share = 0.5 }] }
+[lines.HeteroFL]
+published = [1, 0]
+experiment = { method = { name = "heterofl", scaler = false } }
+[lines."All, large"]
+published_accuracy = 0.5
+experiment = { method = "all-large" }
+"""
+
+
+@pytest.fixture
+def paper(tmp_path: Path) -> Path:
+    (tmp_path / "table.toml").write_text(PAPER)
+    return tmp_path / "table.toml"
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_paper_makes_experiments(name: str) -> None:
+    found = read(name)
+    assert found.title and found.paper and found.choices
+    for line in found.lines:
+        made = [found.of(line, seed) for seed in range(2)]
+        assert made[1].seed == made[0].seed + 1 and made[0].make_method().info.title
+
+
+def test_a_line_changes_what_it_names_and_nothing_else(paper: Path) -> None:
+    found = read(str(paper))
+    assert found.of("HeteroFL", 1).method.options == {"scaler": False} and found.of("HeteroFL", 1).seed == 4
+    assert found.of("All, large", 0, ("rounds=2",)).rounds == 2
+    assert joined({"a": {"name": "x", "b": 1}}, {"a": {"name": "y"}}) == {"a": {"name": "y"}}
+    assert joined({"a": {"name": "x", "b": 1}}, {"a": {"c": 2}}) == {"a": {"name": "x", "b": 1, "c": 2}}
+
+
+def test_a_table_is_played_in_pieces(paper: Path, tmp_path: Path) -> None:
+    """Time that is up after every round plays them one by one; the result is that of a table played at once."""
+    found, rounds, pieces = read(str(paper)), [], 0
+    standing = once = reproduce(found, tmp_path / "once", seeds=1)
+    while pieces < 20 and (pieces == 0 or any(outcome.done < 4 for outcome in standing)):
+        standing = reproduce(found, tmp_path / "pieces", seeds=1, minutes=1e-9, watcher=Watcher(round=rounds.append))
+        pieces += 1
+    assert 6 <= pieces < 20 and len(rounds) >= 8
+    for one, other in zip(once, standing, strict=True):
+        assert (one.line, one.seed, one.done, one.last, one.best) == (other.line, other.seed, other.done, other.last, other.best)
+        assert one.reached == {"0": 1, "1": None} == other.reached
+
+
+def test_the_command_writes_ours_beside_the_published(paper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results" / "table.json"
+    arguments = ["reproduce", str(paper), "--lines", "HeteroFL", "--runs", str(tmp_path / "runs"), "--out", str(out)]
+    app(arguments, standalone_mode=False)
+    text = capsys.readouterr().out
+    assert "1 (1)" in text and "– (never)" in text and "rows: sixty a client" in text
+    written = json.loads(out.read_text())
+    assert written["published"]["All, large"]["accuracy"] == 0.5 and [run["seed"] for run in written["ours"]] == [3, 4]
+    before = outcome_of(read(str(paper)), "HeteroFL", 0, tmp_path / "runs" / "table" / "heterofl-0")
+    app(arguments, standalone_mode=False)  # nothing is left to play
+    assert before == outcome_of(read(str(paper)), "HeteroFL", 0, tmp_path / "runs" / "table" / "heterofl-0")
+
+
+def test_what_is_not_there_is_named(paper: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="flexfl-table-x"):
+        read("flexfl-table-y")
+    with pytest.raises(InputError, match="HeteroFL"):
+        reproduce(read(str(paper)), tmp_path, lines=["FedAvg"])
+    (tmp_path / "bad.toml").write_text(PAPER.replace("published = [1, 0]", "published = [1]"))
+    with pytest.raises(InputError, match="1 rounds for 2 targets"):
+        read(str(tmp_path / "bad.toml"))
+
+
+def test_papers_come_with_the_package() -> None:
+    assert reproducing.HOME.is_dir() and "heterofl-mnist" in names()
