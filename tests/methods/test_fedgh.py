@@ -15,7 +15,8 @@ from nestling.message import faults
 from nestling.methods.baselines.local import Local
 from nestling.methods.heads import head_of
 from nestling.methods.representation.class_means import STATISTICS
-from nestling.methods.representation.fedgh import HEAD, FedGH
+from nestling.methods.representation.common_head import HEAD
+from nestling.methods.representation.fedgh import FedGH
 from nestling.methods.representation.prototypes import gathered, passes
 from nestling.training.distiller import rows_of
 from tests.methods.by_class import MIXED, SHOTS, few_shots_alone, held, one_round, resumes, same_on_every_engine

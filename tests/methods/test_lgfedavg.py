@@ -14,7 +14,8 @@ from nestling.methods.baselines.fedavg import FedAvg
 from nestling.methods.baselines.local import Local
 from nestling.methods.heads import common_head, head_of
 from nestling.methods.personal import own_weights
-from nestling.methods.representation.lgfedavg import HEAD, LGFedAvg
+from nestling.methods.representation.common_head import HEAD
+from nestling.methods.representation.lgfedavg import LGFedAvg
 from nestling.views import Reference
 from nestling.world import Piece
 from tests.methods.by_class import MIXED, SHOTS, few_shots_alone, one_round, resumes, same_on_every_engine

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.message import Message
-from nestling.methods.heads import common_head, with_head
 from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import ByClass, class_means, look
+from nestling.methods.representation.common_head import PREDICTIONS, CommonHead
 from nestling.methods.representation.prototypes import gathered, passes
 from nestling.schema import require
 from nestling.training.client import Client
@@ -21,14 +20,10 @@ from nestling.training.objectives import Batch
 from nestling.training.optimisers import Optim
 from nestling.views import State
 from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
-
-HEAD = "classifier"
-PREDICTIONS = ("common", "own")
 
 
 @dataclass
-class FedGH(ByClass):
+class FedGH(CommonHead, ByClass):
     """FedGH (Yi et al., "FedGH: Heterogeneous Federated Learning with Generalized Global Header", ACM MM 2023).
 
     Idea: a client tells the mean features of every class it holds. The server trains one classifier on all of them, and every client
@@ -51,9 +46,6 @@ class FedGH(ByClass):
     epochs: int = 100
     server_lr: float = 0.01
     server_batch: int = 10
-    predict: str = "common"
-
-    head: State = field(init=False, repr=False, compare=False)
 
     info = Info(
         title="FedGH",
@@ -85,13 +77,6 @@ class FedGH(ByClass):
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
-    def setup(self, world: World) -> None:
-        super().setup(world)
-        self.head = common_head(self.pieces.values())
-
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message({HEAD: self.head})
-
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not any(reply.message.facts["classes"] for reply in replies):
             return
@@ -102,28 +87,7 @@ class FedGH(ByClass):
                 work.do("header", partial(_step, student), *batch)
             self.head = pack(student.state())
 
-    def model_for(self, device: Device) -> Model:
-        return self._deciding_by(self.predict, device)
-
-    def other_models(self, device: Device) -> dict[str, Model]:
-        return {f"by {way} head": self._deciding_by(way, device) for way in PREDICTIONS if way != self.predict}
-
-    def _deciding_by(self, way: str, device: Device) -> Model:
-        own = super().model_for(device)
-        if way == "own" and self.world.store.get(device.id):
-            return own
-        return Model(own.reference, own.view, with_head(own.state, own.reference.taps.head, self.head))
-
-    def state(self) -> dict[str, State]:
-        return {HEAD: self.head}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.head = pack(state[HEAD])
-
     # -- on the client ---------------------------------------------------------------------------------------------------------
-
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        return with_head(super().start(client, received), client.reference.taps.head, received[HEAD])
 
     def statistics(self, client: Client) -> State:
         features, _, y = look(client)

@@ -8,24 +8,20 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from nestling.message import Message
-from nestling.methods.heads import common_head, head_of, mean_head, with_head
+from nestling.methods.heads import head_of, mean_head
 from nestling.methods.method import Info, Reply
-from nestling.methods.personal import Personal, common_features, keep_weights
+from nestling.methods.personal import common_features, keep_weights
 from nestling.methods.representation.class_means import WEIGHTINGS
+from nestling.methods.representation.common_head import HEAD, PREDICTIONS, CommonHead
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
 from nestling.schema import require
 from nestling.training.client import Client
-from nestling.views import State
-from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
-
-HEAD = "classifier"
-PREDICTIONS = ("common", "own")
+from nestling.world import Piece, World
 
 
 @dataclass
-class LGFedAvg(Personal):
+class LGFedAvg(CommonHead):
     """LG-FedAvg (Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020).
 
     Idea: every client learns a representation of its own, and all share the classifier on top of it: FedPer turned round. What
@@ -47,10 +43,8 @@ class LGFedAvg(Personal):
 
     size: int = 0
     weighting: str = "samples"
-    predict: str = "common"
 
     wide: int = field(init=False, repr=False, compare=False)
-    head: State = field(init=False, repr=False, compare=False)
 
     info = Info(
         title="LG-FedAvg",
@@ -79,10 +73,6 @@ class LGFedAvg(Personal):
     def setup(self, world: World) -> None:
         self.wide = common_features(world, self.size)
         super().setup(world)
-        self.head = common_head(self.pieces.values())
-
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message({HEAD: self.head})
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         return {HEAD: sent[HEAD]}
@@ -92,28 +82,7 @@ class LGFedAvg(Personal):
             weights = [float(r.samples) if self.weighting == "samples" else 1.0 for r in replies]
             self.head = mean_head([r.message[HEAD] for r in replies], weights)
 
-    def model_for(self, device: Device) -> Model:
-        return self._deciding_by(self.predict, device)
-
-    def other_models(self, device: Device) -> dict[str, Model]:
-        return {f"by {way} head": self._deciding_by(way, device) for way in PREDICTIONS if way != self.predict}
-
-    def _deciding_by(self, way: str, device: Device) -> Model:
-        own = super().model_for(device)
-        if way == "own" and self.world.store.get(device.id):
-            return own
-        return Model(own.reference, own.view, with_head(own.state, own.reference.taps.head, self.head))
-
-    def state(self) -> dict[str, State]:
-        return {HEAD: self.head}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.head = pack(state[HEAD])
-
     # -- on the client ---------------------------------------------------------------------------------------------------------
-
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        return with_head(super().start(client, received), client.reference.taps.head, received[HEAD])
 
     def reply(self, client: Client, received: Message) -> Message:
         keep_weights(client)
