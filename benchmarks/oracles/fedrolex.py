@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lockstep import APART, apart, lay_out_as_they_do
+from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, six_clients
 from torch import Tensor, nn
 
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import Named
 from nestling.assemble import assemble, site_of
 from nestling.methods import Reply
 from nestling.rounds import Federation
 from nestling.training.client import Task, work
 
-RATES, CLIENTS = (1.0, 0.5, 0.25), 6
+RATES = (1.0, 0.5, 0.25)
 CONFIG: dict[str, Any] = {
     "norm": "bn", "scale": False, "mask": True, "global_model_rate": 1.0, "data_shape": [1, 28, 28], "classes_size": 10,
     "resnet": {"hidden_size": [8, 16, 24, 32]}, "model_split_mode": "fix", "overlap": None, "weighting": "avg", "num_users": CLIENTS,
@@ -58,22 +58,6 @@ class Ones(dict[str, Tensor]):
 
     def __deepcopy__(self, memo: object) -> Ones:
         return self
-
-
-def experiment(network: nn.Module, rounds: int) -> Experiment:
-    """Two clients of each rate, with some of the classes each."""
-    return Experiment(
-        method=Named("fedrolex", {"compat": "code"}),
-        rounds=rounds,
-        participants=CLIENTS,
-        data=Data("mnist12k"),
-        model=network,  # type: ignore[arg-type]
-        fleet=FleetConfig(tiers=tuple(Tier(name=f"rate-{rate:g}", ratio=rate, count=2) for rate in RATES)),
-        split=SplitConfig(kind="dirichlet", alpha=0.2, size=40),
-        train=Train(epochs=1, batch=10, lr=0.05, decay=1.0, momentum=0.9, clip=1.0, augment="none"),
-        engine=EngineConfig("inline", device="cpu"),
-        evaluate=Evaluation(every=rounds, clients=CLIENTS),
-    )
 
 
 def load(folder: Path) -> tuple[nn.Module, Any]:
@@ -133,7 +117,9 @@ def main() -> int:
         raise SystemExit(f"{options.folder} is no checkout of FedRolex: it has no resnet_server.py")
     lay_out_as_they_do()
     network, made = load(options.folder)
-    settled, federation = assemble(experiment(network, options.rounds))
+    settled, federation = assemble(
+        six_clients(Named("fedrolex", {"compat": "code"}), options.rounds, RATES, model=network, momentum=0.9, clip=1.0)
+    )
     world = federation.world
     rates = [world.fleet.tier_of(client).ratio for client in range(CLIENTS)]
     held = {client: world.split.counts(client).nonzero()[0].tolist() for client in range(CLIENTS)}

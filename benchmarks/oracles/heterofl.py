@@ -17,33 +17,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import APART, apart, lay_out_as_they_do, our_batches
+from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, six_clients
 from torch import Tensor
 
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import Named
 from nestling.assemble import assemble, site_of
 from nestling.rounds import Federation, play
 
-RATES, CHANNELS, CLIENTS = (1.0, 0.5, 0.25), (8, 16, 32), 6
+RATES, CHANNELS = (1.0, 0.5, 0.25), (8, 16, 32)
 NORMS = {"none": "none", "bn": "batch", "gn": "group"}
 CONFIG = {"control": {}, "model_name": "conv", "model_split_mode": "fix", "global_model_rate": 1.0, "scale": True, "mask": True,
           "device": "cpu", "optimizer_name": "SGD", "conv": {"hidden_size": list(CHANNELS)}, "num_users": CLIENTS}  # fmt: skip
 
 
-def experiment(norm: str, rounds: int) -> Experiment:
-    """Two clients of each rate, with some of the classes each; SGD with momentum and clipping, as published."""
-    return Experiment(
-        method="heterofl",
-        rounds=rounds,
-        participants=CLIENTS,
-        data=Data("mnist12k"),
-        model=Named("cnn", {"channels": list(CHANNELS), "norm": NORMS[norm]}),
-        fleet=FleetConfig(tiers=tuple(Tier(name=f"rate-{rate:g}", ratio=rate, count=2) for rate in RATES)),
-        split=SplitConfig(kind="dirichlet", alpha=0.2, size=100),
-        train=Train(epochs=1, batch=10, lr=0.05, decay=1.0, momentum=0.9, weight_decay=5e-4, clip=1.0, augment="none"),
-        engine=EngineConfig("inline", device="cpu"),
-        evaluate=Evaluation(every=rounds, clients=CLIENTS),
-    )
+def _network(norm: str) -> Named:
+    return Named("cnn", {"channels": list(CHANNELS), "norm": NORMS[norm]})
 
 
 def load(folder: Path, norm: str) -> tuple[Any, Any]:
@@ -100,7 +88,9 @@ def main() -> int:
         raise SystemExit(f"{options.folder} is no checkout of HeteroFL: it has no src/fed.py")
     lay_out_as_they_do()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    settled, federation = assemble(experiment(options.norm, options.rounds))
+    settled, federation = assemble(
+        six_clients("heterofl", options.rounds, RATES, model=_network(options.norm), momentum=0.9, weight_decay=5e-4, clip=1.0)
+    )
     world = federation.world
     made, local = load(options.folder, options.norm)
     names = names_of(options.folder)

@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep import apart, lay_out_as_they_do, our_batches, split_of, verdict
+from lockstep import CLIENTS, apart, lay_out_as_they_do, our_batches, six_clients, split_of, verdict
 from torch import Tensor
 
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import Named
 from nestling.assemble import assemble, site_of
 from nestling.rounds import Federation, play
-
-CLIENTS = 6
 
 
 @dataclass
@@ -44,23 +42,6 @@ class Oracle:
     give: Callable[[Theirs, Federation], None] = lambda theirs, federation: None
     made: Callable[[Theirs], Mapping[str, Tensor]] = lambda theirs: {}
     ours_made: Callable[[Federation], Mapping[str, Tensor]] = lambda federation: {}
-
-
-def experiment(method: Named, rounds: int) -> Experiment:
-    """Six clients of two widths with three classes or so each; plain SGD on full batches without augmentation, as HtFLlib has it."""
-    tiers = (Tier(name="small", ratio=0.5, count=CLIENTS // 2), Tier(name="large", ratio=1.0, count=CLIENTS // 2))
-    return Experiment(
-        method=method,
-        rounds=rounds,
-        participants=CLIENTS,
-        data=Data("mnist12k"),
-        model=Named("tinycnn", {"channels": [8, 16, 32]}),
-        fleet=FleetConfig(tiers=tiers),
-        split=SplitConfig(kind="dirichlet", alpha=0.3, size=120),
-        train=Train(epochs=1, batch=10, lr=0.05, decay=1.0, momentum=0.0, augment="none", drop_last=True),
-        engine=EngineConfig("inline", device="cpu"),
-        evaluate=Evaluation(every=rounds, clients=CLIENTS),
-    )
 
 
 class Theirs:
@@ -116,7 +97,7 @@ class Theirs:
 
 def compare(name: str, oracle: Oracle, rounds: int) -> float:
     """Plays both sides; prints a line a round, and gives the largest difference of weights."""
-    settled, federation = assemble(experiment(oracle.ours, rounds))
+    settled, federation = assemble(six_clients(oracle.ours, rounds, (0.5, 1.0), drop_last=True))
     worst = 0.0
     with tempfile.TemporaryDirectory() as home:
         theirs = Theirs(oracle, federation, home)

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import site_of
 from nestling.rounds import Federation
 from nestling.training import trainer
 
+CLIENTS = 6
 APART = 1e-5
 """How far weights of the same method may be apart after a round: rounding."""
+
+
+def six_clients(method: str | Named, rounds: int, ratios: Sequence[float] = (1.0,), **changes: Any) -> Experiment:
+    """Six clients with a mix of some classes each, shared out over the widths, who all take part; `changes` are fields of `Train`, or
+    the network. Nothing is augmented, and rates stay as they are."""
+    model = changes.pop("model", Named("tinycnn", {"channels": [8, 16, 32]}))
+    train = {"epochs": 1, "batch": 10, "lr": 0.05, "decay": 1.0, "momentum": 0.0, "augment": "none", **changes}
+    return Experiment(
+        method=Named(method) if isinstance(method, str) else method,
+        rounds=rounds,
+        participants=CLIENTS,
+        data=Data("mnist12k"),
+        model=model,
+        fleet=FleetConfig(tiers=tuple(Tier(name=f"width-{r:g}", ratio=r, count=CLIENTS // len(ratios)) for r in ratios)),
+        split=SplitConfig(kind="dirichlet", alpha=0.3, size=100),
+        train=Train(**train),
+        engine=EngineConfig("inline", device="cpu"),
+        evaluate=Evaluation(every=rounds, clients=CLIENTS),
+    )
 
 
 class Split(nn.Module):

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep import Split, apart, lay_out_as_they_do, our_batches, split_of, verdict
+from lockstep import CLIENTS, Split, apart, lay_out_as_they_do, our_batches, six_clients, split_of, verdict
 from torch import Tensor
 
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import Named
 from nestling.assemble import assemble, site_of
 from nestling.rounds import Federation, play
-
-CLIENTS = 6
 
 
 @dataclass
@@ -47,22 +45,6 @@ ORACLES = {
     "moon": Oracle(Named("moon", {"mu": 1.0, "temperature": 0.5}), "servermoon", "MOON", "clientMOON", {"mu": 1.0, "tau": 0.5}),
     "fedper": Oracle(Named("fedper"), "serverper", "FedPer", "clientPer", personal=True),
 }
-
-
-def experiment(method: Named, rounds: int) -> Experiment:
-    """Six clients with one network and a mix of classes each; plain SGD on full batches without augmentation, as PFLlib has it."""
-    return Experiment(
-        method=method,
-        rounds=rounds,
-        participants=CLIENTS,
-        data=Data("mnist12k"),
-        model=Named("tinycnn", {"channels": [8, 16, 32]}),
-        fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=CLIENTS),)),
-        split=SplitConfig(kind="dirichlet", alpha=0.5, size=100),
-        train=Train(epochs=1, batch=10, lr=0.05, decay=1.0, momentum=0.0, augment="none", drop_last=True),
-        engine=EngineConfig("inline", device="cpu"),
-        evaluate=Evaluation(every=rounds, clients=CLIENTS),
-    )
 
 
 def load(oracle: Oracle, federation: Federation) -> tuple[Any, list[Any], list[int]]:
@@ -103,7 +85,7 @@ def load(oracle: Oracle, federation: Federation) -> tuple[Any, list[Any], list[i
 
 def compare(name: str, oracle: Oracle, rounds: int) -> float:
     """Plays both sides; prints a line a round, and gives the largest difference."""
-    settled, federation = assemble(experiment(oracle.ours, rounds))
+    settled, federation = assemble(six_clients(oracle.ours, rounds, drop_last=True))
     server, clients, round = load(oracle, federation)
     federation.engine.open(settled.make_method(), site_of(federation))
     worst, random.sample = 0.0, lambda population, k: list(population)[:k]  # everybody, in order: sums are rounded by it
