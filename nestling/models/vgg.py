@@ -8,7 +8,9 @@ from nestling.errors import InputError
 from nestling.models.norm import norm_layer
 from nestling.models.parts import Network, conv2d, image, named, scaled
 
-_PLAN = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+_CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+_POOLED, _LATE = (1, 3, 6, 9, 12), (2, 4, 7, 10, 12)
+"""The convolutions, counted from 0, that pooling follows."""
 
 
 def vgg16(
@@ -19,22 +21,22 @@ def vgg16(
     norm: str = "group",
     hidden: tuple[int, ...] = (4096, 4096),
     dropout: float = 0.5,
+    late: bool = False,
 ) -> nn.Module:
     """One stage a convolution. Pooling follows every group of them; the last is left out where the map is one pixel already.
 
-    FlexFL uses `hidden=(256, 256)` on one-channel images.
+    `late` pools as FlexFL's released code does: after the first convolution of the next group instead of before it, so that those four
+    see maps of twice the side. The parameters are the same. FlexFL uses `hidden=(256, 256)` on one-channel images.
     """
     if not 0 <= dropout < 1:
         raise InputError(f"dropout is {dropout}", field="model.dropout", fix="use 0 (none) up to, not including, 1")
     before, high, wide = image("vgg16", shape, least=16)
     pixels, stages = min(high, wide), []
-    for full, count in _PLAN:
-        for place in range(count):
-            after = scaled(full, width)
-            shrink = place == count - 1 and pixels > 1
-            pool = nn.MaxPool2d(2) if shrink else nn.Identity()
-            stages.append(named(conv=conv2d(before, after, bias=True), norm=norm_layer(norm, after), relu=nn.ReLU(), pool=pool))
-            before, pixels = after, pixels // 2 if shrink else pixels
+    for number, full in enumerate(_CHANNELS):
+        after, shrink = scaled(full, width), number in (_LATE if late else _POOLED) and pixels > 1
+        pool = nn.MaxPool2d(2) if shrink else nn.Identity()
+        stages.append(named(conv=conv2d(before, after, bias=True), norm=norm_layer(norm, after), relu=nn.ReLU(), pool=pool))
+        before, pixels = after, pixels // 2 if shrink else pixels
     neck, size = _dense(before, hidden, width, dropout)
     return Network(stem=nn.Identity(), stages=stages, neck=neck, head=nn.Linear(size, classes))
 

@@ -73,6 +73,25 @@ def test_flexfl_vgg16() -> None:
     assert len(network.stages) == 13
 
 
+POOLED = [
+    (False, [32, 16, 16, 8, 8, 8, 4, 4, 4, 2, 2, 2, 1]),
+    (True, [32, 32, 16, 16, 8, 8, 8, 4, 4, 4, 2, 2, 1]),
+]
+"""The side of the map after each convolution of VGG16."""
+
+
+@pytest.mark.parametrize(("late", "sides"), POOLED)
+def test_where_vgg16_pools(late: bool, sides: list[int]) -> None:
+    """After each group of convolutions or, as in FlexFL's released code, one convolution later; the parameters are the same."""
+    network, found = on_meta("vgg16", norm="batch", late=late), []
+    x = torch.empty(2, *CIFAR, device="meta")
+    for stage in network.stages:
+        x = stage(x)
+        found.append(x.shape[-1])
+    assert found == sides
+    assert parameters(network) == 33_646_666
+
+
 def test_flexfl_resnet34_layout() -> None:
     network = on_meta("resnet34", norm="batch", stem="cifar", channels=(64, 96, 128, 256, 512))
     relus = [sum(isinstance(part, nn.ReLU) for part in unit.modules()) for unit in (network.stem, *network.stages)]
