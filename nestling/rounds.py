@@ -59,6 +59,7 @@ class Federation:
     ahead: int = 0  # rounds that the method's state is ahead of `totals`
     settle: bool = False  # set to have no round started before all that were are done
     stateful: bool = False  # whether any client has kept anything
+    notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results
 
     @property
     def shown(self) -> Method:

@@ -38,9 +38,6 @@ from nestling.world import Model
 CHECKPOINT_SECONDS = 1.0
 """Rounds that take longer are checkpointed one by one; of shorter ones at most this much work is done again after a crash."""
 
-WEAK_TERM = "WEAK TERM"
-"""How a note begins that tells of a loss term without effect."""
-
 
 @dataclass
 class Watcher:
@@ -175,7 +172,7 @@ def carry_on(
                 told = len(federation.engine.notes)
                 watcher.round(row)
                 _note_weak_terms(experiment, federation, row["round"])
-            for note in federation.engine.notes[told:]:
+            for note in federation.notes:
                 watcher.note(note)
             summary = summarise(experiment, federation, metrics)
             if home:
@@ -212,8 +209,8 @@ def _note_weak_terms(experiment: Experiment, federation: Federation, number: int
     )
     found = shares(experiment.make_method(), task, site_of(federation))
     if weak(found):
-        said = f"{WEAK_TERM}: in round {number} what {method.info.title} adds to the loss of client {device.id} is "
-        federation.engine.notes.append(f"{said}{max(found):.2%} of cross-entropy's gradient; a larger weight would make it count")
+        said = f"WEAK TERM: in round {number} what {method.info.title} adds to the loss of client {device.id} is "
+        federation.notes.append(f"{said}{max(found):.2%} of cross-entropy's gradient; a larger weight would make it count")
 
 
 def _log_boards(home: RunFolder, federation: Federation) -> None:
@@ -270,7 +267,7 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
             **account(federation.engine),
             "not_recorded": [n for n in federation.engine.notes if n.startswith("NOT RECORDED")],
         },
-        "notes": [n for n in federation.engine.notes if n.startswith(WEAK_TERM)],
+        "notes": list(federation.notes),
         "commit": _commit(),
         "versions": {"nestling": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
