@@ -21,8 +21,8 @@ APART = 1e-5
 
 def six_clients(method: str | Named, rounds: int, ratios: Sequence[float] = (1.0,), **changes: Any) -> Experiment:
     """Six clients with a mix of some classes each, shared out over the widths, who all take part; `changes` are fields of `Train`, or
-    the network. Nothing is augmented, and rates stay as they are."""
-    model = changes.pop("model", Named("tinycnn", {"channels": [8, 16, 32]}))
+    the network, or the number of rows (`size`). Nothing is augmented, and rates stay as they are."""
+    model, size = changes.pop("model", Named("tinycnn", {"channels": [8, 16, 32]})), changes.pop("size", 100)
     train = {"epochs": 1, "batch": 10, "lr": 0.05, "decay": 1.0, "momentum": 0.0, "augment": "none", **changes}
     return Experiment(
         method=Named(method) if isinstance(method, str) else method,
@@ -31,7 +31,7 @@ def six_clients(method: str | Named, rounds: int, ratios: Sequence[float] = (1.0
         data=Data("mnist12k"),
         model=model,
         fleet=FleetConfig(tiers=tuple(Tier(name=f"width-{r:g}", ratio=r, count=CLIENTS // len(ratios)) for r in ratios)),
-        split=SplitConfig(kind="dirichlet", alpha=0.3, size=100),
+        split=SplitConfig(kind="dirichlet", alpha=0.3, size=size),
         train=Train(**train),
         engine=EngineConfig("inline", device="cpu"),
         evaluate=Evaluation(every=rounds, clients=CLIENTS),
