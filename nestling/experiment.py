@@ -156,23 +156,18 @@ class Experiment:
     # -- TOML ----------------------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def from_table(table: Mapping[str, Any], overrides: Iterable[str] = ()) -> Experiment:
-        """An experiment from nested tables, as TOML gives them, and `key.path=value` overrides."""
-        given = copy.deepcopy(dict(table))
-        for override in overrides:
-            _override(given, override)
-        plain = {key: value for key, value in given.items() if key not in ("method", "model")}
+    def from_table(table: Mapping[str, Any]) -> Experiment:
+        """An experiment from nested tables, as TOML gives them."""
+        plain = {key: value for key, value in table.items() if key not in ("method", "model")}
         for key in ("method", "model"):
-            if key in given:
-                plain[key] = _named(given[key], key)
+            if key in table:
+                plain[key] = _named(table[key], key)
         return from_table(Experiment, plain)
 
     @staticmethod
     def read(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
         """An experiment from a TOML file (None: the defaults) and `key.path=value` overrides."""
-        table = read_toml(path) if path is not None else {}
-        for override in overrides:
-            _override(table, override)
+        table = overridden(read_toml(path) if path is not None else {}, overrides)
         if path is not None:
             _paths_beside(Path(path).parent, table)
         return Experiment.from_table(table)
@@ -227,6 +222,14 @@ def _named(value: Any, key: str) -> Named:
     return Named(name, {k: v for k, v in value.items() if k != "name"})
 
 
+def overridden(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The tables of an experiment with `key.path=value` overrides."""
+    changed = copy.deepcopy(dict(table))
+    for override in overrides:
+        _override(changed, override)
+    return changed
+
+
 def _override(table: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     path = [part.strip() for part in key.split(".")]
@@ -272,4 +275,5 @@ __all__ = [
     "Tier",
     "Train",
     "fleet_of",
+    "overridden",
 ]

@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from nestling import running
-from nestling.errors import unknown
-from nestling.experiment import Experiment
+from nestling.errors import InputError, unknown
+from nestling.experiment import Experiment, overridden
 from nestling.files import read_toml, write_atomic
 from nestling.folder import RunFolder
 from nestling.running import Watcher
@@ -75,7 +75,7 @@ class Paper(_Head):
         """The experiment of a line; the first seed is that of the common experiment."""
         table = joined(self.experiment, self.lines[line].experiment)
         table["seed"] = int(table.get("seed", 0)) + seed
-        return Experiment.from_table(table, overrides)
+        return Experiment.from_table(overridden(table, overrides))
 
 
 @dataclass
@@ -156,15 +156,27 @@ def _stopping(watcher: Watcher, until: float) -> Watcher:
     return replace(watcher, round=round)
 
 
+FREE = ("rounds", "engine")
+"""What may be another when a run goes on."""
+
+
 def _go_on(experiment: Experiment, folder: Path, overrides: tuple[str, ...], watcher: Watcher) -> None:
+    asked = folder.with_name(f"{folder.name}.toml")
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(asked, experiment.to_toml())
         running.run(experiment, out=folder, watcher=watcher)
         return
+    if _fixed(Experiment.read(asked)) != _fixed(experiment):
+        raise InputError(f"the run in {folder} is of another experiment", field="--set", fix="give --runs another folder")
     done = RunFolder(folder).read_json("summary.json") or {}
     if done.get("rounds_done", 0) < experiment.rounds:
-        kept = tuple(o for o in overrides if o.split("=")[0].strip().split(".")[0] in ("rounds", "engine"))
+        kept = tuple(o for o in overrides if o.split("=")[0].strip().split(".")[0] in FREE)
         running.resume(folder, watcher=watcher, overrides=kept)
+
+
+def _fixed(experiment: Experiment) -> dict[str, Any]:
+    return {name: value for name, value in experiment.to_table().items() if name not in FREE}
 
 
 def outcome_of(paper: Paper, line: str, seed: int, folder: Path, overrides: tuple[str, ...] = ()) -> Outcome:
@@ -177,14 +189,14 @@ def outcome_of(paper: Paper, line: str, seed: int, folder: Path, overrides: tupl
         return found
     summary = RunFolder(folder).read_json("summary.json") or {}
     engine = summary.get("engine", {})
-    found.done, found.minutes = rows[-1]["round"], round_minutes(rows)
+    found.done, found.minutes = rows[-1]["round"], _minutes(rows)
     found.last, found.best = (tested[-1][1], max(value for _, value in tested)) if tested else (None, None)
     found.reached = {f"{t:g}": next((number for number, value in tested if value >= t), None) for t in paper.targets}
     found.device, found.commit = engine.get("device_name", engine.get("device", "")), summary.get("commit") or ""
     return found
 
 
-def round_minutes(rows: Iterable[Mapping[str, Any]]) -> float:
+def _minutes(rows: Iterable[Mapping[str, Any]]) -> float:
     """Minutes that rounds took, tests included."""
     return round(sum(row["seconds"] for row in rows) / 60, 2)
 

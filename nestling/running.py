@@ -10,7 +10,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,9 +171,9 @@ def carry_on(
                     watcher.note(note)
                 told = len(federation.engine.notes)
                 watcher.round(row)
-                _note_weak_terms(experiment, federation, row["round"])
-            for note in federation.notes:
-                watcher.note(note)
+                for note in _weak_terms(experiment, federation, row["round"]):
+                    federation.notes.append(note)
+                    watcher.note(note)
             summary = summarise(experiment, federation, metrics)
             if home:
                 _finish(home, federation, summary)
@@ -197,20 +197,23 @@ def _note_refusal(federation: Federation) -> None:
         federation.engine.notes.append(note)
 
 
-def _note_weak_terms(experiment: Experiment, federation: Federation, number: int) -> None:
-    """Says so, half-way, where what a method adds to cross-entropy hardly moves a client."""
+def _weak_terms(experiment: Experiment, federation: Federation, number: int) -> list[str]:
+    """Half-way, a note where what a method adds to cross-entropy hardly moves a client."""
     world, method = federation.world, federation.method
     if number != max(2, experiment.rounds // 2) or federation.engine.name not in ENGINES:
-        return
-    device = world.device(method.choose(number, federation.participants)[0], number)
-    piece = method.piece(device, number)
-    task = Task(
-        device.id, number, piece.reference.name, piece.spec(), method.send(device, piece, number), world.store.get(device.id)
-    )
-    found = shares(experiment.make_method(), task, site_of(federation))
-    if weak(found):
-        said = f"WEAK TERM: in round {number} what {method.info.title} adds to the loss of client {device.id} is "
-        federation.notes.append(f"{said}{max(found):.2%} of cross-entropy's gradient; a larger weight would make it count")
+        return []
+    for client in method.choose(number, federation.participants)[:1]:
+        device = world.device(client, number)
+        piece = method.piece(device, number)
+        sent = method.send(device, piece, number)
+        task = Task(client, number, piece.reference.name, piece.spec(), sent, world.store.get(client))
+        # A look must not end a run: where a client does not fit beside the others, nothing is said.
+        with suppress(torch.OutOfMemoryError):
+            found = shares(experiment.make_method(), task, site_of(federation))
+            if weak(found):
+                said = f"WEAK TERM: in round {number} what {method.info.title} adds to the loss of client {client} is"
+                return [f"{said} {max(found):.2%} of cross-entropy's gradient; a larger weight would make it count"]
+    return []
 
 
 def _log_boards(home: RunFolder, federation: Federation) -> None:

@@ -88,6 +88,15 @@ def test_the_command_writes_ours_beside_the_published(paper: Path, tmp_path: Pat
     assert before == outcome_of(read(str(paper)), "HeteroFL", 0, tmp_path / "runs" / "table" / "heterofl-0")
 
 
+def test_runs_of_another_experiment_are_not_gone_on_with(paper: Path, tmp_path: Path) -> None:
+    found = read(str(paper))
+    reproduce(found, tmp_path / "runs", lines=["HeteroFL"], seeds=1, overrides=("rounds=1",))
+    (longer,) = reproduce(found, tmp_path / "runs", lines=["HeteroFL"], seeds=1, overrides=("rounds=2",))
+    assert longer.done == longer.rounds == 2
+    with pytest.raises(InputError, match=r"another experiment.*--runs"):
+        reproduce(found, tmp_path / "runs", lines=["HeteroFL"], seeds=1, overrides=("train.lr=0.5",))
+
+
 def test_what_is_not_there_is_named(paper: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="flexfl-table-x"):
         read("flexfl-table-y")

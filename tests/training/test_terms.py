@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nestling
-from nestling import Named
+from nestling import FleetConfig, Named, Tier, Watcher
 from nestling.training.terms import weak
 from tests.small import small
 
@@ -45,6 +45,27 @@ def test_looking_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -
         return {**kept, **{f"{kind}/{n}": t for kind, part in federation.method.state().items() for n, t in part.items()}}
 
     looked = played()
-    monkeypatch.setattr("nestling.running._note_weak_terms", lambda *_: None)
+    monkeypatch.setattr("nestling.running._weak_terms", lambda *_: [])
     plain = played()
     assert looked.keys() == plain.keys() and all(torch.equal(t, plain[name]) for name, t in looked.items())
+
+
+def test_a_round_in_which_nobody_is_there_is_not_looked_at() -> None:
+    away = FleetConfig(tiers=(Tier(name="away", ratio=1.0, count=3, availability=1e-9),))
+    assert nestling.run(small("fedprox", rounds=3, fleet=away)).summary["notes"] == []
+
+
+def test_a_client_that_does_not_fit_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: Any) -> list[float]:
+        raise torch.OutOfMemoryError("no room beside the others")
+
+    monkeypatch.setattr("nestling.running.shares", too_large)
+    assert nestling.run(small("fedprox", rounds=3)).summary["rounds_done"] == 3
+
+
+def test_it_is_told_when_it_is_seen() -> None:
+    """And not at the end, which a run may not reach."""
+    told: list[str] = []
+    watcher = Watcher(note=told.append, round=lambda row: told.append(f"round {row['round']}"))
+    nestling.run(small(Named("fedprox", {"mu": 1e-6}), rounds=4), watcher=watcher)
+    assert [line[:9] for line in told] == ["round 1", "round 2", "WEAK TERM", "round 3", "round 4"]
