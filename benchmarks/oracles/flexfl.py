@@ -14,13 +14,11 @@ import argparse
 import copy
 import importlib.util
 import sys
-import types
 from collections.abc import Mapping
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, six_clients
+from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, six_clients, stub
 from torch import Tensor, nn
 
 from nestling import Named
@@ -54,8 +52,7 @@ EMPTY: dict[str, list[str]] = {
 def load(folder: Path) -> dict[str, Any]:
     """The authors' search, client and server, file by file."""
     for name, content in EMPTY.items():
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__dict__.update(dict.fromkeys(content), __spec__=ModuleSpec(name, None))
+        stub(name, **dict.fromkeys(content))
     sys.modules["models"].__dict__["vgg_16_bn"] = _file("models.vgg", folder / "models" / "vgg.py").vgg_16_bn
     files = {"models.Fed": "models/Fed.py", "models.Update": "models/Update.py", "getAPOZ": "getAPOZ.py"}
     return {name: _file(name, folder / path) for name, path in files.items()}

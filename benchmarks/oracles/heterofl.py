@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, six_clients
+from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, six_clients, stub
 from torch import Tensor
 
 from nestling import Named
@@ -45,8 +45,7 @@ def load(folder: Path, norm: str) -> tuple[Any, Any]:
         "torchvision.utils": {"save_image": None},
     }
     for name, content in stubs.items():
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__dict__.update(content)
+        stub(name, **content)
     sys.path.insert(0, str(folder / "src"))
     sys.argv = sys.argv[:1]  # the module reads the command line when it is imported
     training = __import__("train_classifier_fed")

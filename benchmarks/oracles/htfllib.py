@@ -14,15 +14,14 @@ import argparse
 import copy
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep import CLIENTS, apart, lay_out_as_they_do, our_batches, six_clients, split_of, verdict
+from lockstep import CLIENTS, Oracle, apart, lay_out_as_they_do, our_batches, six_clients, split_of, stub, verdict
 from torch import Tensor
 
 from nestling import Named
@@ -31,14 +30,9 @@ from nestling.rounds import Federation, play
 
 
 @dataclass
-class Oracle:
-    """How a method is called on both sides, and what the servers make of a round's replies, by name."""
+class Exchanged(Oracle):
+    """What the servers make of a round's replies, by name, and how theirs is given ours."""
 
-    ours: Named
-    module: str
-    server: str
-    client: str
-    options: dict[str, Any] = field(default_factory=dict)
     give: Callable[[Theirs, Federation], None] = lambda theirs, federation: None
     made: Callable[[Theirs], Mapping[str, Tensor]] = lambda theirs: {}
     ours_made: Callable[[Federation], Mapping[str, Tensor]] = lambda federation: {}
@@ -47,17 +41,15 @@ class Oracle:
 class Theirs:
     """HtFLlib's clients and server, on our data."""
 
-    def __init__(self, oracle: Oracle, federation: Federation, home: str) -> None:
+    def __init__(self, oracle: Exchanged, federation: Federation, home: str) -> None:
         self.federation, self.home, self.round, self.oracle = federation, home, 1, oracle
         self.site, self.world = site_of(federation), federation.world
         networks = [split_of(federation, client) for client in range(CLIENTS)]
         for known in [name for name in sys.modules if name.startswith("flcore")]:
             del sys.modules[known]  # it holds the networks of the last comparison
-        models = types.ModuleType("flcore.trainmodel.models")
-        models.BaseHeadSplit = lambda args, cid=0, *_, **__: copy.deepcopy(networks[cid])  # type: ignore[attr-defined]
-        data = types.ModuleType("utils.data_utils")
-        data.read_client_data = lambda *_, **__: []  # type: ignore[attr-defined]
-        sys.modules.update({models.__name__: models, data.__name__: data, "h5py": types.ModuleType("h5py")})
+        stub("flcore.trainmodel.models", BaseHeadSplit=lambda args, cid=0, *_, **__: copy.deepcopy(networks[cid]))
+        stub("utils.data_utils", read_client_data=lambda *_, **__: [])
+        stub("h5py")
         self.base = __import__("flcore.clients.clientbase", fromlist=["Client"])
         self.module = __import__(f"flcore.servers.{oracle.module}", fromlist=[oracle.server])
         owner = self
@@ -95,7 +87,7 @@ class Theirs:
         return self.load(f"Client_{client}", "model").weights()
 
 
-def compare(name: str, oracle: Oracle, rounds: int) -> float:
+def compare(name: str, oracle: Exchanged, rounds: int) -> float:
     """Plays both sides; prints a line a round, and gives the largest difference of weights."""
     settled, federation = assemble(six_clients(oracle.ours, rounds, (0.5, 1.0), drop_last=True))
     worst = 0.0
@@ -158,8 +150,8 @@ def _give_trained_prototypes(theirs: Theirs, federation: Federation) -> None:
 
 
 ORACLES = {
-    "local": Oracle(Named("local", {"size": 16}), "serverlocal", "Local", "clientLocal"),
-    "fedproto": Oracle(
+    "local": Exchanged(Named("local", {"size": 16}), "serverlocal", "Local", "clientLocal"),
+    "fedproto": Exchanged(
         Named("fedproto", {"predict": "head", "weighting": "uniform", "lam": 1.0}),
         "serverproto",
         "FedProto",
@@ -169,9 +161,9 @@ ORACLES = {
         _prototypes,
         _our_prototypes,
     ),
-    "lg-fedavg": Oracle(Named("lg-fedavg"), "serverlg", "LG_FedAvg", "clientLG", {}, _give_head, _head, _our_head),
-    "fedgh": Oracle(Named("fedgh"), "servergh", "FedGH", "clientGH", {}, _give_head),
-    "fedtgp": Oracle(
+    "lg-fedavg": Exchanged(Named("lg-fedavg"), "serverlg", "LG_FedAvg", "clientLG", {}, _give_head, _head, _our_head),
+    "fedgh": Exchanged(Named("fedgh"), "servergh", "FedGH", "clientGH", {}, _give_head),
+    "fedtgp": Exchanged(
         Named("fedtgp", {"predict": "head", "lam": 1.0}),
         "servertgp",
         "FedTGP",

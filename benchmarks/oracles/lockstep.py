@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -17,6 +21,23 @@ from nestling.training import trainer
 CLIENTS = 6
 APART = 1e-5
 """How far weights of the same method may be apart after a round: rounding."""
+
+
+@dataclass
+class Oracle:
+    """A method on both sides: ours, and the module, server and client of a library that keeps both by those names."""
+
+    ours: Named
+    module: str
+    server: str
+    client: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def stub(name: str, **content: Any) -> None:
+    """Has the other code find a module of this content where it would import one that it does not need here."""
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__dict__.update(content, __spec__=ModuleSpec(name, None))
 
 
 def six_clients(method: str | Named, rounds: int, ratios: Sequence[float] = (1.0,), **changes: Any) -> Experiment:

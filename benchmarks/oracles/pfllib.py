@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep import CLIENTS, Split, apart, lay_out_as_they_do, our_batches, six_clients, split_of, verdict
+from lockstep import CLIENTS, Oracle, Split, apart, lay_out_as_they_do, our_batches, six_clients, split_of, stub, verdict
 from torch import Tensor
 
 from nestling import Named
@@ -27,39 +26,36 @@ from nestling.rounds import Federation, play
 
 
 @dataclass
-class Oracle:
-    """A method on both sides."""
+class Compared(Oracle):
+    """A method whose global models are compared, or those of its clients."""
 
-    ours: Named
-    module: str
-    server: str
-    client: str
-    options: dict[str, Any] = field(default_factory=dict)
     personal: bool = False
 
 
 ORACLES = {
-    "fedavg": Oracle(Named("fedavg"), "serveravg", "FedAvg", "clientAVG"),
-    "fedprox": Oracle(Named("fedprox", {"mu": 0.1}), "serverprox", "FedProx", "clientProx", {"mu": 0.1}),
-    "scaffold": Oracle(Named("scaffold", {"weighting": "uniform"}), "serverscaffold", "SCAFFOLD", "clientSCAFFOLD"),
-    "moon": Oracle(Named("moon", {"mu": 1.0, "temperature": 0.5}), "servermoon", "MOON", "clientMOON", {"mu": 1.0, "tau": 0.5}),
-    "fedper": Oracle(Named("fedper"), "serverper", "FedPer", "clientPer", personal=True),
+    "fedavg": Compared(Named("fedavg"), "serveravg", "FedAvg", "clientAVG"),
+    "fedprox": Compared(Named("fedprox", {"mu": 0.1}), "serverprox", "FedProx", "clientProx", {"mu": 0.1}),
+    "scaffold": Compared(Named("scaffold", {"weighting": "uniform"}), "serverscaffold", "SCAFFOLD", "clientSCAFFOLD"),
+    "moon": Compared(Named("moon", {"mu": 1.0, "temperature": 0.5}), "servermoon", "MOON", "clientMOON", {"mu": 1.0, "tau": 0.5}),
+    "fedper": Compared(Named("fedper"), "serverper", "FedPer", "clientPer", personal=True),
 }
 
 
-def load(oracle: Oracle, federation: Federation) -> tuple[Any, list[Any], list[int]]:
+def _no_rows(*_: Any, **__: Any) -> list[Any]:
+    return []
+
+
+def load(oracle: Compared, federation: Federation) -> tuple[Any, list[Any], list[int]]:
     """PFLlib's server and clients on our data, and the number of the round that is being played."""
     for known in [name for name in sys.modules if name.startswith(("flcore", "utils"))]:
         del sys.modules[known]
-    stubs: dict[str, dict[str, Any]] = {
+    for name, content in {
         "h5py": {},
         "utils": {},
-        "utils.data_utils": {"read_client_data": lambda *_, **__: []},
+        "utils.data_utils": {"read_client_data": _no_rows},
         "utils.dlg": {"DLG": None},
-    }
-    for name, content in stubs.items():
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__dict__.update(content)
+    }.items():
+        stub(name, **content)
     base = __import__("flcore.clients.clientbase", fromlist=["Client"])
     module = __import__(f"flcore.servers.{oracle.module}", fromlist=[oracle.server])
     round = [1]
@@ -83,7 +79,7 @@ def load(oracle: Oracle, federation: Federation) -> tuple[Any, list[Any], list[i
     return server, clients, round
 
 
-def compare(name: str, oracle: Oracle, rounds: int) -> float:
+def compare(name: str, oracle: Compared, rounds: int) -> float:
     """Plays both sides; prints a line a round, and gives the largest difference."""
     settled, federation = assemble(six_clients(oracle.ours, rounds, drop_last=True))
     server, clients, round = load(oracle, federation)
@@ -103,7 +99,7 @@ def compare(name: str, oracle: Oracle, rounds: int) -> float:
     return worst
 
 
-def _distance(oracle: Oracle, server: Any, federation: Federation) -> float:
+def _distance(oracle: Compared, server: Any, federation: Federation) -> float:
     if not oracle.personal:
         model = federation.method.global_model()
         assert model is not None
