@@ -124,12 +124,21 @@ def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | 
             if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
                 want = f"{tuple(expected[name].shape)} {expected[name].dtype}"
                 return f"{kind}/{name}: {tuple(tensor.shape)} {tensor.dtype} where {want} was expected"
-    for kind, part in message.parts.items():
-        for name, tensor in part.items():
-            # A sum is finite only if all terms are (one that overflows is looked at again), and costs a fraction of a look at each.
-            if tensor.is_floating_point() and not (torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
+    floats = {(kind, name): t for kind, part in message.parts.items() for name, t in part.items() if t.is_floating_point()}
+    if not _finite(list(floats.values())):
+        for (kind, name), tensor in floats.items():
+            if not torch.isfinite(tensor).all():
                 return f"{kind}/{name}: values that are not finite"
     return None
+
+
+def _finite(tensors: list[Tensor]) -> bool:
+    """Whether all values are finite; False also where sums overflow. A sum is finite only if all terms are, and costs a fraction of a
+    look at each; one question a device, because the answer waits for it."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
+    return all(bool(torch.isfinite(torch.stack(own)).all()) for own in sums.values())
 
 
 def _metadata(data: bytes) -> dict[str, str]:

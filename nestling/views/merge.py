@@ -5,13 +5,13 @@ their value. Sums run in float64, so that integer weights are exact (identical c
 by view in the order in which views first appear.
 
 Contributions of one view are summed as flat vectors, in pieces that stay in the cache, and the sum is put in its place once:
-the cost is one pass over what came in. Tensors of which only some entries count (masks) go one by one.
+the cost is one pass over what came in. Tensors of which only some entries count in some contribution (`present`) go one by one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -46,7 +46,7 @@ def merge(reference: Mapping[str, Tensor], contributions: Iterable[Contribution]
     """The reference state after merging; the reference itself is not changed."""
     given = [c for c in contributions if c.weight > 0]
     layout = layout_of(reference)
-    single = {*layout.others, *(name for c in given for name in (*c.view.masks, *c.present))}
+    single = {*layout.others, *(name for c in given for name in c.present)}
     alone = {name: _merge_tensor(name, reference[name], [c for c in given if name in c.view.shapes]) for name in single}
     if single.issuperset(layout.names):
         return {name: alone[name] for name in reference}
@@ -69,7 +69,7 @@ def counted(reference: Mapping[str, Tensor], contributions: Iterable[Contributio
 def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence[Contribution]) -> Tensor:
     old = flat_of(reference, layout)
     views = _by_view(given)
-    if len(views) == 1 and views[0][0].view.packing(layout, old.device)[1] is None:
+    if len(views) == 1 and not views[0][0].view.masks and views[0][0].view.packing(layout, old.device)[1] is None:
         stacked = _rows(given, layout) if old.is_cuda else None
         if stacked is not None and all(c.weight == given[0].weight for c in given):
             # One pass over memory: nothing has to be turned into float64 before it is summed.
@@ -80,22 +80,27 @@ def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence
     for own in views:
         small, index = own[0].view.packing(layout, old.device)
         summed, share = _sum(own, small, old.device), sum(c.weight for c in own)
+        flags = own[0].view.flags(small)
+        # Where an entry does not count it may hold anything, so it is left out rather than multiplied by zero.
+        summed = summed if flags is None else torch.where(flags, summed, 0.0)
+        shares: Tensor | float = share if flags is None else flags.to(summed.dtype) * share
         if index is None:
             total += summed
-            weight = weight + share
+            weight = weight + shares
         else:
             total.index_add_(0, index, summed)
             weight = torch.full_like(total, weight) if isinstance(weight, float) else weight
-            weight.index_add_(0, index, torch.full_like(summed, share))
+            weight.index_add_(0, index, torch.full_like(summed, share) if isinstance(shares, float) else shares)
     if isinstance(weight, float):
         return (total / weight).to(old.dtype) if weight else old.clone()
     return torch.where(weight > 0, total / weight, old.to(torch.float64)).to(old.dtype)
 
 
 def _by_view(given: Sequence[Contribution]) -> list[list[Contribution]]:
-    groups: dict[bytes, list[Contribution]] = {}
+    groups: dict[Hashable, list[Contribution]] = {}
     for c in given:
-        groups.setdefault(c.view.key(), []).append(c)
+        # Masks are not part of a view's key.
+        groups.setdefault(id(c.view) if c.view.masks else c.view.key(), []).append(c)
     return list(groups.values())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from nestling.views.nested import within
 from nestling.views.reference import Reference
-from nestling.views.view import State, View, mesh, take
+from nestling.views.view import State, View, masked, mesh, put, take
 
 
 def prunable(reference: Reference) -> tuple[str, ...]:
@@ -42,16 +43,17 @@ def _restored(view: View, name: str, values: Tensor) -> Tensor:
     places = view.owned(name)
     if places is None:
         return values
-    shape = view.shape(name)
+    shape = view.shapes[name]
     dense = torch.zeros(math.prod(shape), dtype=values.dtype, device=values.device)
     return dense.index_copy_(0, places, values).reshape(shape)
 
 
 def like_survivors(view: View, state: Mapping[str, Tensor]) -> State:
     """Tensors of the shapes and types that `survivors` gives; `state` is one of the reference."""
-    shapes = {name: view.shape(name) for name in view.names}
     places = {name: view.owned(name) for name in view.names}
-    return {name: torch.empty(shapes[name] if at is None else len(at), dtype=state[name].dtype) for name, at in places.items()}
+    return {
+        name: torch.empty(view.shapes[name] if at is None else len(at), dtype=state[name].dtype) for name, at in places.items()
+    }
 
 
 def prune_lowest(view: View, state: Mapping[str, Tensor], names: Iterable[str], share: float) -> dict[str, Tensor]:
@@ -79,8 +81,20 @@ def widened(view: View, name: str, mask: Tensor) -> Tensor:
     """A mask in the view's shape as one in the reference's; what the view does not hold keeps its flag."""
     known = view.masks.get(name)
     whole = torch.ones(view.axes.shapes[name], dtype=torch.bool, device=mask.device) if known is None else known.clone()
-    whole[mesh(view.where(name), mask.device)] = mask
+    put(whole, view.where(name), mask)
     return whole
+
+
+_SAME: WeakKeyDictionary[View, tuple[Mapping[str, Tensor], View]] = WeakKeyDictionary()
+
+
+def flagged(view: View, masks: Mapping[str, Tensor]) -> View:
+    """The view with only what masks in its own shape keep. Devices of one piece are given the same masks: while they are, it is the
+    same view, which looks only once for where its entries stand."""
+    known = _SAME.get(view)
+    if known is None or known[0].keys() != masks.keys() or any(known[0][name] is not mask for name, mask in masks.items()):
+        known = _SAME[view] = (dict(masks), masked(view, {name: widened(view, name, mask) for name, mask in masks.items()}))
+    return known[1]
 
 
 def channel_norms(view: View, state: Mapping[str, Tensor]) -> np.ndarray:

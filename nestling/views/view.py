@@ -79,9 +79,11 @@ class View:
 
     def extract(self, state: Mapping[str, Tensor]) -> State:
         """The view's part of a reference state, as fresh tensors."""
-        if isinstance(state, Packed) and state.flat is not None and state.layout is not None and not self.masks:
+        if isinstance(state, Packed) and state.flat is not None and state.layout is not None:
             part, index = self.packing(state.layout, state.flat.device)
             flat = state.flat.clone() if index is None else state.flat.index_select(0, index)
+            flags = self.flags(part)
+            flat = flat if flags is None else flat.mul_(flags)
             return Packed(part, flat, {name: self.cut(name, state[name]) for name in part.others})
         return {name: self.cut(name, state[name]) for name in self.names}
 
@@ -104,6 +106,21 @@ class View:
             grid = np.arange(start, end).reshape(shape)
             pieces.append(grid[np.ix_(*(_line(p) for p in self.where(name)))].reshape(-1) if shape else grid.reshape(-1))
         return torch.from_numpy(np.concatenate(pieces)).to(device)
+
+    def flags(self, own: Layout) -> Tensor | None:
+        """Which entries of its own state, as one vector, are owned; None where all are."""
+        if not self.masks:
+            return None
+        if own not in self._flags:
+            device = next(iter(self.masks.values())).device
+            masks = [(self.mask(name), shape) for name, shape in zip(own.names, own.shapes, strict=True)]
+            whole = [torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask for mask, shape in masks]
+            self._flags[own] = torch.cat([mask.reshape(-1) for mask in whole])
+        return self._flags[own]
+
+    @cached_property
+    def _flags(self) -> dict[Layout, Tensor]:
+        return {}
 
     @cached_property
     def _packings(self) -> dict[Any, tuple[Layout, Tensor | None]]:

@@ -18,6 +18,7 @@ from nestling.training.trainer import train_step
 from nestling.views import Contribution, Reference, View, masked, merge, prefix
 from nestling.views.sparse import (
     channel_norms,
+    flagged,
     inside_of,
     like_survivors,
     lowest_off,
@@ -68,6 +69,40 @@ def test_view_laws_hold_under_masks() -> None:
     assert all(torch.equal(t, found.initial[name]) for name, t in view.scatter(found.initial, local).items())
     merged = merge(found.initial, [Contribution(view, local, 1.0)] * 3)
     assert all(torch.equal(t, found.initial[name]) for name, t in merged.items())
+
+
+def test_parties_with_other_masks_of_one_view_are_merged_entry_by_entry() -> None:
+    """Also where what is masked off holds nothing that can be added up."""
+    found = reference()
+    half = prefix(found.axes, 0.5)
+    views = [pruned(half, found, 0.3), pruned(half, found, 0.6), found.full]
+    states = [
+        {name: torch.full_like(t, k + 1.0) for name, t in view.extract(found.initial).items()} for k, view in enumerate(views)
+    ]
+    for view, state in zip(views[:2], states[:2], strict=True):
+        for name, mask in masks_of(view).items():
+            state[name][~mask] = torch.nan
+    merged = merge(found.initial, [Contribution(v, s, float(k + 1)) for k, (v, s) in enumerate(zip(views, states, strict=True))])
+    for name in prunable(found):
+        held = [torch.zeros(found.axes.shapes[name], dtype=torch.bool) for _ in views]
+        for flags, view in zip(held, views, strict=True):
+            flags[tuple(slice(0, n) for n in view.shape(name))] = (
+                torch.tensor(True) if view.mask(name) is None else view.mask(name)
+            )
+        total = sum(flags * (k + 1.0) ** 2 for k, flags in enumerate(held))
+        weight = sum(flags * (k + 1.0) for k, flags in enumerate(held))
+        assert torch.allclose(merged[name], total / weight)
+
+
+def test_the_same_masks_make_the_same_view_and_others_another() -> None:
+    found = reference()
+    half = prefix(found.axes, 0.5)
+    view = pruned(half, found)
+    got = flagged(half, masks_of(view))
+    assert flagged(half, masks_of(view)) is got
+    assert all(torch.equal(got.mask(name), mask) for name, mask in masks_of(view).items())
+    other = flagged(half, masks_of(pruned(half, found, 0.6)))
+    assert other is not got and other.numel() < got.numel()
 
 
 def test_the_smallest_share_of_what_is_kept_goes_layer_by_layer() -> None:

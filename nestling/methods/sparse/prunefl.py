@@ -20,7 +20,7 @@ from nestling.training.rules import masked_gradients
 from nestling.training.trainer import train
 from nestling.views import Contribution, State, View, masked, merge
 from nestling.views.flat import pack
-from nestling.views.sparse import like_survivors, masks_of, prunable, restored, survivors, widened
+from nestling.views.sparse import flagged, like_survivors, masks_of, prunable, restored, survivors
 from nestling.world import Device, Piece, World
 
 
@@ -179,7 +179,7 @@ class PruneFL(SharedWeights):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        client.view = masked(client.view, {name: widened(client.view, name, mask) for name, mask in received["mask"].items()})
+        client.view = flagged(client.view, received["mask"])
         return restored(client.view, received["weights"])
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
@@ -196,9 +196,8 @@ class PruneFL(SharedWeights):
 
 def _phase(settings: Train, round: int, masks: Mapping[str, Tensor], steps: int) -> Phase:
     """Local training under a mask; epochs without end where the number of batches ends it."""
-    given = {name: mask.float() for name, mask in masks.items()}
     return settings.phase(
-        round, given=given, rule=masked_gradients, steps=steps, epochs=max(settings.epochs, steps) if steps else settings.epochs
+        round, given=masks, rule=masked_gradients, steps=steps, epochs=max(settings.epochs, steps) if steps else settings.epochs
     )
 
 
