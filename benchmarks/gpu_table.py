@@ -1,17 +1,19 @@
 """Every method on a GPU: the cohort engine against the in-process engine on the same device, steady rounds.
 
-    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 10]
-        [--plain-rounds 3] [--out FILE] [--write]
+    python benchmarks/gpu_table.py [--setting parts|exchange|both] [--data auto|embedded|fashion-mnist] [--lines a,b] [--rounds 16]
+        [--plain-rounds 2] [--out FILE] [--write]
 
 The settings are those of `fashion_table.py` (100 clients of five sizes, ten a round, Dirichlet(0.5)) and `exchange_table.py` (twelve
-clients of three families), on Fashion-MNIST where NESTLING_DATA has it and else on the embedded digits. A round's seconds are the
-median over five rounds; the last two, which test, do not count. Says loudly what could not be recorded. Ends with 1 if anything
-failed. `--write` puts the table into docs/performance.md.
+clients of three families), on Fashion-MNIST where NESTLING_DATA has it and else on the embedded digits. A round's milliseconds are the
+median over five rounds of the cohort, whose last two, which test, do not count; in-process, where nothing changes from the second round
+on, it is that one (the median of all but the first with more of --plain-rounds). Says loudly what could not be recorded. Ends with 1
+if anything failed. `--write` puts the table into docs/performance.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -48,7 +50,7 @@ LONG = {"hermes": 50}
 
 @dataclass
 class Row:
-    """A method: milliseconds a round on both engines, seconds of the first three rounds, what was recorded, megabytes on the device."""
+    """A method: milliseconds a round on both engines, seconds of the first two rounds, what was recorded, megabytes on the device."""
 
     setting: str
     method: str
@@ -94,8 +96,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--setting", default="both", choices=("parts", "exchange", "both"))
     parser.add_argument("--data", default="auto", choices=("auto", "embedded", "fashion-mnist"))
     parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--plain-rounds", type=int, default=3, help="rounds of the in-process engine")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--plain-rounds", type=int, default=2, help="rounds of the in-process engine")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows, written after each")
     parser.add_argument("--write", action="store_true")
     return parser.parse_args()
@@ -128,45 +130,68 @@ def _measured(setting: str, name: str, experiment: Experiment, options: argparse
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         rounds = max(options.rounds, LONG.get(name, 0))
-        row.cohort, row.start, summary = _played(experiment, "cohort", rounds, max(rounds - MEASURED - LAST, 3))
+        row.cohort, row.start, summary = _played(experiment, rounds)
         engine = summary["engine"]
         row.kinds = f"{engine['kinds_recorded']} of {engine['kinds_recorded'] + engine['kinds_not_recorded']}"
         row.graphs, row.megabytes = engine["graphs"], torch.cuda.max_memory_allocated() / 2**20
         gc.collect()
-        row.inline, row.start_inline, _ = _played(experiment, "inline", options.plain_rounds, 1)
+        row.inline, row.start_inline = _begun(experiment, options.plain_rounds)
     except Exception as error:
         row.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return row
 
 
-def _played(experiment: Experiment, engine: str, rounds: int, warm: int) -> tuple[float, float, dict[str, Any]]:
-    """Milliseconds of a steady round, seconds to the end of the third, and the summary."""
+class _Enough(Exception):
+    """What is left of a run is not measured."""
+
+
+def _begun(experiment: Experiment, rounds: int) -> tuple[float, float]:
+    """Milliseconds of a round and seconds to the end of the second, in-process; what comes after so many rounds is not played."""
     ends: list[float] = []
     began = time.perf_counter()
-    tested = Evaluation(every=rounds, clients=TESTED)
-    played = experiment.with_changes(rounds=rounds, engine=EngineConfig(engine, device="cuda"), evaluate=tested)
-    result = nestling.run(played, watcher=nestling.Watcher(round=lambda _: ends.append(time.perf_counter())))
+
+    def after_round(_: Any) -> None:
+        ends.append(time.perf_counter())
+        if len(ends) == rounds:
+            raise _Enough
+
+    with contextlib.suppress(_Enough):
+        nestling.run(_on_the_gpu(experiment, "inline", rounds + 1), watcher=nestling.Watcher(round=after_round))
+    return _median(ends), ends[1] - began
+
+
+def _played(experiment: Experiment, rounds: int) -> tuple[float, float, dict[str, Any]]:
+    """The same of the cohort, once its rounds are steady, and the summary."""
+    ends: list[float] = []
+    began = time.perf_counter()
+    watcher = nestling.Watcher(round=lambda _: ends.append(time.perf_counter()))
+    result = nestling.run(_on_the_gpu(experiment, "cohort", rounds), watcher=watcher)
     for note in result.federation.engine.notes:
         if "NOT RECORDED" in note:
             print(f"  {note}")
-    last = LAST if engine == "cohort" else 1
-    seconds = [after - before for before, after in pairwise(ends)]
-    return 1e3 * statistics.median(seconds[warm - 1 : -last]), ends[2] - began, result.summary
+    return _median(ends[max(rounds - MEASURED - LAST - 1, 0) : -LAST]), ends[1] - began, result.summary
+
+
+def _on_the_gpu(experiment: Experiment, engine: str, rounds: int) -> Experiment:
+    tested = Evaluation(every=rounds, clients=TESTED)
+    return experiment.with_changes(rounds=rounds, engine=EngineConfig(engine, device="cuda"), evaluate=tested)
+
+
+def _median(ends: list[float]) -> float:
+    return 1e3 * statistics.median(after - before for before, after in pairwise(ends))
 
 
 def _line(row: Row) -> str:
     if row.failed:
         return f"{row.setting} {row.method}: FAILED, {row.failed}"
     speed = f"{row.cohort:.1f} ms against {row.inline:.1f} ms, {row.ratio:.1f} times as fast"
-    start = f"first three rounds {row.start:.1f} s against {row.start_inline:.1f} s"
+    start = f"first two rounds {row.start:.1f} s against {row.start_inline:.1f} s"
     return f"{row.setting} {row.method}: {speed}; {start}; {row.kinds} kinds in {row.graphs} graphs; {row.megabytes:.0f} MB"
 
 
 def table(rows: list[Row], data: str) -> str:
     """Both settings, one line a method."""
-    head = (
-        "setting | method | cohort, ms a round | in-process | ratio | first three rounds | in-process | recorded | device memory"
-    )
+    head = "setting | method | cohort, ms a round | in-process | ratio | first two rounds | in-process | recorded | device memory"
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float32, {data}, commit {_commit()}.",
         "",
