@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,14 +19,18 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 Row = dict[str, Any]
 
 
-def options(what: str, cache: str, lines: str) -> argparse.Namespace:
-    """--lines --seeds --workers --cache --write; `lines` says what they are."""
+def options(what: str, cache: str, lines: str, rounds: int = 0) -> argparse.Namespace:
+    """--lines --seeds --workers --cache --write, and where a table has another length at will --rounds and --device; `lines` says what
+    they are."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", default="", help=f"separated by commas (default: all): {lines}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--cache", default=cache, help="runs that it holds are not played again")
     parser.add_argument("--write", action="store_true", help="put the table into the documentation")
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds)
+        parser.add_argument("--device", default="cpu", help="cpu: one run a worker, in-process; cuda: the cohort engine")
     return parser.parse_args()
 
 
@@ -35,7 +40,9 @@ def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], ch
     known: dict[str, Row] = json.loads(cache.read_text()) if cache.exists() else {}
     missing = {name: given for name, given in wanted.items() if name not in known}
     print(f"{len(wanted)} runs, {len(missing)} to play", flush=True)
-    with ProcessPoolExecutor(chosen.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    # A process that was forked cannot use a GPU that its parent has looked at.
+    new = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(chosen.workers, new, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running = {pool.submit(play, *given): name for name, given in missing.items()}
         for done in as_completed(running):
             if done.exception():

@@ -53,12 +53,13 @@ def load(folder: Path) -> dict[str, Any]:
     """The authors' search, client and server, file by file."""
     for name, content in EMPTY.items():
         stub(name, **dict.fromkeys(content))
-    sys.modules["models"].__dict__["vgg_16_bn"] = _file("models.vgg", folder / "models" / "vgg.py").vgg_16_bn
+    sys.modules["models"].__dict__["vgg_16_bn"] = from_file("models.vgg", folder / "models" / "vgg.py").vgg_16_bn
     files = {"models.Fed": "models/Fed.py", "models.Update": "models/Update.py", "getAPOZ": "getAPOZ.py"}
-    return {name: _file(name, folder / path) for name, path in files.items()}
+    return {name: from_file(name, folder / path) for name, path in files.items()}
 
 
-def _file(name: str, path: Path) -> Any:
+def from_file(name: str, path: Path) -> Any:
+    """One file of the authors', imported under the name that their other files know."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
