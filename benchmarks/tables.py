@@ -45,13 +45,16 @@ def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], ch
     with ProcessPoolExecutor(chosen.workers, new, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running = {pool.submit(play, *given): name for name, given in missing.items()}
         for done in as_completed(running):
-            if done.exception():
-                # What waits would be played first and lost.
-                pool.shutdown(wait=False, cancel_futures=True)
-            row = known[running[done]] = done.result()
+            name, error = running[done], done.exception()
+            if error is not None:
+                print(f"{name}: FAILED, {type(error).__name__}: {error}", flush=True)
+                continue
+            row = known[name] = done.result()
             cache.write_text(json.dumps(known, indent=1))
             shares = [f"{key} {value:.2%}" for key, value in row.items() if isinstance(value, float) and value <= 1]
-            print(f"{running[done]}: {', '.join(shares)}, {row['seconds']:.0f} s", flush=True)
+            print(f"{name}: {', '.join(shares)}, {row['seconds']:.0f} s", flush=True)
+    if lost := [name for name in wanted if name not in known]:
+        raise SystemExit(f"{len(lost)} runs failed: {', '.join(lost)}")
     return {name: known[name] for name in wanted}
 
 
