@@ -19,9 +19,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 Row = dict[str, Any]
 
 
-def options(what: str, cache: str, lines: str, rounds: int = 0) -> argparse.Namespace:
-    """--lines --seeds --workers --cache --write, and where a table has another length at will --rounds and --device; `lines` says what
-    they are."""
+def options(what: str, cache: str, lines: str, rounds: int = 0, mixes: Sequence[str] = ()) -> argparse.Namespace:
+    """--lines --seeds --workers --cache --write, and where a table has another length at will --rounds and --device, where it has
+    several fleets --mix; `lines` says what they are."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", default="", help=f"separated by commas (default: all): {lines}")
     parser.add_argument("--seeds", type=int, default=3)
@@ -31,6 +31,8 @@ def options(what: str, cache: str, lines: str, rounds: int = 0) -> argparse.Name
     if rounds:
         parser.add_argument("--rounds", type=int, default=rounds)
         parser.add_argument("--device", default="cpu", help="cpu: one run a worker, in-process; cuda: the cohort engine")
+    if mixes:
+        parser.add_argument("--mix", default=mixes[0], choices=mixes)
     return parser.parse_args()
 
 
