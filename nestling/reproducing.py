@@ -229,9 +229,23 @@ def to_json(paper: Paper, outcomes: Iterable[Outcome]) -> str:
 
 
 def save(paper: Paper, outcomes: Iterable[Outcome], path: Path) -> None:
-    """Writes the small file."""
+    """Writes the small file. What it has of other runs of the table stays: lines may be played one by one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, to_json(paper, outcomes))
+    new = [outcome for outcome in outcomes if outcome.done]
+    runs = {(outcome.line, outcome.seed): outcome for outcome in (*_saved(paper, path), *new)}
+    order = list(paper.lines)
+    write_atomic(path, to_json(paper, sorted(runs.values(), key=lambda run: (order.index(run.line), run.seed))))
+
+
+def _saved(paper: Paper, path: Path) -> list[Outcome]:
+    """The outcomes in a small file, of lines that the table still has."""
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text())["ours"]
+        return [Outcome(**row) for row in found if row["line"] in paper.lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is no file of results: {error}", field="--out", fix="name another file") from error
 
 
 def table_of(paper: Paper, outcomes: Iterable[Outcome]) -> Table:

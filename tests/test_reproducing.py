@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from nestling import InputError, reproducing
+from nestling import Experiment, InputError, reproducing
+from nestling.assemble import reference_network
 from nestling.cli import app
-from nestling.reproducing import joined, names, outcome_of, read, reproduce
+from nestling.data import DATASETS
+from nestling.devices import Budget, make_fleet
+from nestling.models import build
+from nestling.reproducing import joined, names, outcome_of, read, reproduce, save
 from nestling.running import Watcher
+from nestling.world import plan_tiers
 
 PAPER = """
 title = "A table"
@@ -54,6 +60,43 @@ def test_every_paper_makes_experiments(name: str) -> None:
         assert made[1].seed == made[0].seed + 1 and made[0].make_method().info.title
 
 
+@pytest.mark.parametrize("name", names())
+def test_every_line_of_a_paper_suits_its_data(name: str) -> None:
+    """As far as it can be told without the rows: the split, the fleet, and every network on inputs of the data's shape."""
+    found, seen = read(name), set()
+    for line in found.lines:
+        experiment = found.of(line, 0)
+        shape, classes = DATASETS[experiment.data.name].shape, DATASETS[experiment.data.name].classes
+        assert shape is not None and classes is not None
+        experiment.split.check(classes)
+        fleet = make_fleet(experiment.fleet, experiment.seed)
+        assert len(fleet) >= experiment.participants and min(fleet.counts) > 0
+        for network, options in _networks(experiment):
+            if (key := (network, repr(options))) not in seen:
+                seen.add(key)
+                with torch.device("meta"):
+                    assert build(network, shape=shape, classes=classes, **options)(torch.empty(2, *shape)).shape == (2, classes)
+
+
+def _networks(experiment: Experiment) -> list[tuple[str, dict[str, object]]]:
+    own = [(tier.model, tier.model_options) for tier in experiment.fleet.tiers if tier.model]
+    return [*own, (experiment.model.name, experiment.model.options)] if experiment.model.name else own
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "blocks"),
+    [("fedin-table-1", "FedIN", [4, 6, 8, 10, 12]), ("depthfl-table-2", "DepthFL", [2, 4, 6, 8])],
+)
+def test_tiers_of_unequal_depth_hold_the_published_networks(name: str, line: str, blocks: list[int]) -> None:
+    experiment = read(name).of(line, 0)
+    shape = DATASETS[experiment.data.name].shape
+    assert shape is not None
+    main = reference_network(experiment.model.name, experiment.model.options, shape, 10, 0, "main")
+    plans = plan_tiers(make_fleet(experiment.fleet, 0), {"main": main}, main, Budget(1, 1, 1))
+    held = [{key.rsplit(".conv1.")[0] for key in plan.piece.view.names if ".conv1." in key} for plan in plans.values()]
+    assert [len(found) for found in held] == blocks
+
+
 def test_a_line_changes_what_it_names_and_nothing_else(paper: Path) -> None:
     found = read(str(paper))
     assert found.of("HeteroFL", 1).method.options == {"scaler": False} and found.of("HeteroFL", 1).seed == 4
@@ -88,6 +131,18 @@ def test_the_command_writes_ours_beside_the_published(paper: Path, tmp_path: Pat
     assert before == outcome_of(read(str(paper)), "HeteroFL", 0, tmp_path / "runs" / "table" / "heterofl-0")
 
 
+def test_lines_that_are_played_one_by_one_stand_in_one_file(paper: Path, tmp_path: Path) -> None:
+    found, out = read(str(paper)), tmp_path / "table.json"
+    for line in ("HeteroFL", "All, large"):
+        save(found, reproduce(found, tmp_path / "runs", lines=[line], seeds=1, overrides=("rounds=1",)), out)
+    (longer,) = reproduce(found, tmp_path / "runs", lines=["HeteroFL"], seeds=1, overrides=("rounds=2",))
+    save(found, [longer], out)
+    assert {run["line"]: run["done"] for run in json.loads(out.read_text())["ours"]} == {"HeteroFL": 2, "All, large": 1}
+    out.write_text("{}")
+    with pytest.raises(InputError, match=r"no file of results.*name another file"):
+        save(found, [longer], out)
+
+
 def test_runs_of_another_experiment_are_not_gone_on_with(paper: Path, tmp_path: Path) -> None:
     found = read(str(paper))
     reproduce(found, tmp_path / "runs", lines=["HeteroFL"], seeds=1, overrides=("rounds=1",))
@@ -108,4 +163,4 @@ def test_what_is_not_there_is_named(paper: Path, tmp_path: Path) -> None:
 
 
 def test_papers_come_with_the_package() -> None:
-    assert reproducing.HOME.is_dir() and "heterofl-mnist" in names()
+    assert reproducing.HOME.is_dir() and {"heterofl-mnist", "fedin-table-1", "depthfl-table-2"} <= set(names())
