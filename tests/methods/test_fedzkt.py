@@ -21,7 +21,7 @@ from nestling.rounds import Federation
 from nestling.training.distiller import Student, whole
 from nestling.training.optimisers import Optim
 from tests.methods.learning import SEEDS, experiment, mean
-from tests.methods.mixed import SETTING
+from tests.methods.mixed import SETTING, clearly_above
 from tests.small import small
 
 UNLIKE = FleetConfig(
@@ -282,9 +282,9 @@ def test_sequences_and_vectors_can_be_made_too(tmp_path: Path, shape: tuple[int,
 
 
 @pytest.mark.slow
-def test_f_learns_without_data_and_nobody_is_much_worse_for_it() -> None:
-    """F never sees a digit. It ends far above chance, and above what the devices' models reach alone on all classes; on their own
-    classes devices stay about as good as alone."""
+def test_f_learns_without_data_and_nobody_is_worse_for_it() -> None:
+    """F never sees a digit. It ends far above chance, and above what the devices' models reach alone on all classes by more than the
+    seeds' spread; on their own classes devices stay as good as alone (a point above, of which a rounding may take some)."""
     method, settings = FedZKT(), {**SETTING, "rounds": 5}
     ours, local = ([nestling.run(experiment(m, seed, **settings)).summary for seed in SEEDS] for m in (method, "local"))
     found = {
@@ -292,6 +292,6 @@ def test_f_learns_without_data_and_nobody_is_much_worse_for_it() -> None:
     }
     together, alone = found["global_accuracy"]
     assert min(together) > 0.3  # chance is 0.1
-    assert mean(together) > mean(alone)
+    assert clearly_above(together, alone), found
     together, alone = found["personal_accuracy"]
-    assert mean(together) > mean(alone) - 0.05
+    assert mean(together) > mean(alone) - 0.01, found

@@ -35,8 +35,9 @@ class DepthFL(ByDepth):
     also -⟨hₖ, w⟩ + α/2·‖w - w₀‖². Travels: the D stages and exits down and up. Merge: uniform mean over holders, by name; FedDyn's
     server state h is moved by -α·(holders/clients)·(mean - old), and the weights become mean - h/α.
     Inference: the mean of the logits of all exits.
-    Differs from the released code: tensors are matched by name, not by position; what nobody trained keeps its value with FedDyn
-    too; exits are plain unless the network is built with `model.heads = "attention"` (exitcnn, exitresnet).
+    Differs from the released code: tensors are matched by name, not by position; t counts from 1 (there from 0); nothing is added to
+    probabilities (there 1e-7). Exits are plain unless the network is built with `model.heads = "attention"` (exitcnn, exitresnet),
+    which is like the released exits and lighter: one separable convolution instead of two, and another gate.
 
     kd:     mutual distillation between exits.
     ramp:   the round from which distillation has its full weight; below 1, as a share of the run (published: 300 of 1000 rounds).

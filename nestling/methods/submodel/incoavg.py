@@ -31,8 +31,9 @@ class InCoAvg(ByDepth):
     convolution of the blocks after the first, per kernel: g' = (ĝ + θ·ĝ₀)·(‖g‖ + ‖g₀‖)/2 with every entry held in [-clip, clip],
     where g is the mean update, g₀ that of the first block's last convolution of the same shape, and ^ divides by the norm.
     θ is 0 where ⟨g₀, g⟩ ≥ 0, else -⟨g₀, g⟩/⟨g₀, g₀⟩. Even θ = 0 is not plain averaging: norms are evened out and entries held.
-    Differs from the released code: see `compat`; blocks are found by what they do, not by a digit in their name. The variant for
-    transformers (norms instead of convolutions) is not there.
+    Differs from the released code: see `compat`; blocks are found by what they do, not by a digit in their name; mean updates are
+    differences of merged weights, which are rounded by then. The variant for transformers (norms instead of convolutions) is not
+    there.
 
     compat: "paper"; "code" takes θ = |⟨g₀, g⟩|/⟨g₀, g₀⟩, at most `most`, whichever way the updates point.
     most:   the largest θ of "code".

@@ -34,7 +34,8 @@ class ScaleFL(ByDepth):
     level's part down and up. Merge: uniform mean over the entries' holders.
     Differs from the released code: γ is meant as published (a mean over classes), so the one distillation function gets γ/C; the
     published commands for images run with γ = 0. Outputs of convolutions are divided by the width in training and in evaluation
-    (there by dividing the weights, which is the same). Exits are plain unless built with `model.heads = "convs"` (exitcnn,
+    (there by dividing the weights, which is the same), those of shortcuts too (there not). Widths round up (there down), and where
+    four divides the rounds, distillation begins one round earlier. Exits are plain unless built with `model.heads = "convs"` (exitcnn,
     exitresnet). Accuracies of exits are each their own (the released code averages them by accident).
 
     widths:      the levels' widths, from shallow to deep.
