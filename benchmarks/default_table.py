@@ -1,52 +1,72 @@
-"""The table of the README: every method on the default data, fleet and budget.
+"""The table of the README: the methods on the default data, fleet and budget.
 
-    python benchmarks/default_table.py [SEEDS]
+    python benchmarks/default_table.py [--seeds 3] [--lines a,b] [--workers 2] [--cache FILE]
 
-Prints a Markdown table (mean over the seeds, ± standard deviation where there are several), and last the margin of each fusion over
-FedAvg with the model that fits the smallest device.
+Prints a Markdown table, mean ± standard deviation over the seeds, with the margin of each method over FedAvg, which trains the model
+that fits the smallest device, seed by seed. Where the server keeps weights it also tests the mean of its last five models
+(`server.average = 5`), which changes nothing in training. Runs that the cache already holds are not played again.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
+from typing import Any
+
+from tables import megabytes, options, played, spread
 
 import nestling
-from nestling.methods import METHODS, method_class
+from nestling import EngineConfig, Experiment
+from nestling.evaluation import evaluate
+from nestling.methods import method_class
+from nestling.methods.server import Server
 
 ORDER = ("shared-average", "shared-distill", "heterofl", "fedavg", "decoupled", "local", "all-large")
+FLOOR, AVERAGE = "fedavg", 5
+ALONE = ("decoupled", "local", "shared-distill")
+"""Those without such a mean: their servers keep no weights that clients train from, or none of one model."""
 
 
-def main(seeds: int) -> None:
-    print("| method | global accuracy | personal accuracy | smallest tier | up + down a round |")
-    print("|---|---|---|---|---|")
-    means = {}
-    for name in ORDER:
-        runs = [nestling.run(nestling.Experiment(method=name, seed=seed)).summary for seed in range(seeds)]
-        means[name] = statistics.mean(r["global_accuracy"]["last"] for r in runs)
-        tier = next(iter(runs[0]["by_tier"]))
-        cells = [
-            _spread([r["global_accuracy"]["last"] for r in runs]),
-            _spread([r["personal_accuracy"]["last"] for r in runs]),
-            _spread([r["by_tier"][tier]["global_accuracy"]["last"] for r in runs]),
-            f"{statistics.mean((r['bytes_up'] + r['bytes_down']) / r['rounds'] for r in runs) / 1e6:.2f} MB",
-        ]
-        print(f"| {method_class(name).info.title} | {' | '.join(cells)} |", flush=True)
-    for name in ("shared-average", "shared-distill"):
-        print(
-            f"{name} over fedavg: {100 * (means[name] - means['fedavg']):+.2f} points, {_ratio(means, name):.2f} times fewer errors"
-        )
+def main() -> None:
+    chosen = options(__doc__ or "", "default_table.json", "names of methods")
+    lines = chosen.lines.split(",") if chosen.lines else list(ORDER)
+    wanted = {f"{name} {seed}": (name, seed) for seed in range(chosen.seeds) for name in lines}
+    found = played(play, wanted, chosen)
+    rows = {name: [found[f"{name} {seed}"] for seed in range(chosen.seeds)] for name in lines}
+    print(table(rows))
 
 
-def _ratio(means: dict[str, float], name: str) -> float:
-    return (1 - means["fedavg"]) / (1 - means[name])
+def play(name: str, seed: int) -> dict[str, Any]:
+    """One run, which ends with a test of the last models and, where there is one, of the mean of the last five."""
+    server = Server() if name in ALONE else Server(average=AVERAGE)
+    result = nestling.run(Experiment(method=name, seed=seed, engine=EngineConfig("inline"), server=server))
+    federation, summary = result.federation, result.summary
+    last = evaluate(federation.method, federation.world, federation.bench)
+    smallest = next(iter(last["by_tier"]))
+    return {
+        "global": last["global_accuracy"],
+        "personal": last["personal_accuracy"],
+        "smallest": last["by_tier"][smallest]["global_accuracy"],
+        "averaged": summary["global_accuracy"]["last"],
+        "bytes": (summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"],
+        "seconds": summary["seconds"],
+    }
 
 
-def _spread(values: list[float]) -> str:
-    spread = f" ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{100 * statistics.mean(values):.2f}{spread} %"
+def table(rows: dict[str, list[dict[str, Any]]]) -> str:
+    """One line a method."""
+    head = (
+        "method | global accuracy | over FedAvg | mean of the last five | personal accuracy | smallest tier | up + down a round"
+    )
+    lines = [f"| {head} |", "|" + "---|" * (1 + head.count("|"))]
+    for name, found in rows.items():
+        over = "–"
+        if name != FLOOR and FLOOR in rows:
+            over = spread([a["global"] - b["global"] for a, b in zip(found, rows[FLOOR], strict=True)], "+", "")
+        cells = [spread([r["global"] for r in found]), over]
+        cells.append("–" if name in ALONE else spread([r["averaged"] for r in found]))
+        cells += [spread([r[key] for r in found]) for key in ("personal", "smallest")]
+        lines.append(f"| {method_class(name).info.title} | {' | '.join([*cells, megabytes(found)])} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    assert set(ORDER) <= set(METHODS)
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    main()

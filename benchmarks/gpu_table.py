@@ -6,8 +6,8 @@
 The settings are those of `fashion_table.py` (100 clients of five sizes, ten a round, Dirichlet(0.5)) and `exchange_table.py` (twelve
 clients of three families), on Fashion-MNIST where NESTLING_DATA has it and else on the embedded digits, there with one epoch for the
 twelve. A round's milliseconds are the median over five rounds of the cohort, whose last two, which test, do not count; in-process,
-where nothing changes from the second round on, it is that one (the median of all but the first with more of --plain-rounds). Says loudly
-what could not be recorded. Ends with 1 if anything failed. `--write` puts the table into docs/performance.md.
+where nothing changes from the second round on, it is that one (the median of all but the first with more of --plain-rounds). Says
+loudly what could not be recorded. Ends with 1 if anything failed. `--write` puts the table into docs/performance.md.
 """
 
 from __future__ import annotations

@@ -19,14 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, six_clients, stub
+from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, replies_of, six_clients, stub
 from torch import Tensor, nn
 
 from nestling import Named
-from nestling.assemble import assemble, site_of
+from nestling.assemble import assemble
 from nestling.methods import Reply
-from nestling.rounds import Federation
-from nestling.training.client import Task, work
 
 RATES = (1.0, 0.5, 0.25)
 CONFIG: dict[str, Any] = {
@@ -65,18 +63,6 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
     sys.path.insert(0, str(folder))
     network = __import__("models.resnet", fromlist=["resnet18"]).resnet18(cfg=CONFIG)
     return OfImages(network), __import__("resnet_server").ResnetServerRoll
-
-
-def replies_of(federation: Federation, method: Any, round: int) -> list[Reply]:
-    """Everybody's round, trained by our trainer."""
-    world, found = federation.world, []
-    for client in range(CLIENTS):
-        device = world.device(client, round)
-        piece = federation.method.piece(device, round)
-        sent = federation.method.send(device, piece, round)
-        done = work(method, Task(client, round, piece.reference.name, piece.spec(), sent), site_of(federation))
-        found.append(Reply(device, piece, sent, done.reply))
-    return found
 
 
 def same_windows(replies: list[Reply], indices: list[dict[str, Any]]) -> bool:
@@ -126,7 +112,7 @@ def main() -> int:
     server = made(twin, rates, {"label_split": held}, CONFIG)
     worst, method, users = 0.0, settled.make_method(), list(range(CLIENTS))
     for round in range(1, options.rounds + 1):
-        replies = replies_of(federation, method, round)
+        replies = replies_of(federation, method, round, users)
         indices = server.split_model(users)
         windows = same_windows(replies, indices)
         theirs = [in_their_order(r, own, server.global_parameters) for r, own in zip(replies, indices, strict=True)]

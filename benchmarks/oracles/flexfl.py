@@ -18,14 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, six_clients, stub
+from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, replies_of, six_clients, stub
 from torch import Tensor, nn
 
 from nestling import Named
-from nestling.assemble import assemble, site_of
-from nestling.methods import Reply
-from nestling.rounds import Federation
-from nestling.training.client import Task, work
+from nestling.assemble import assemble
 
 APOZ = [0.506, 0.513, 0.650, 0.618, 0.635, 0.595, 0.565, 0.607, 0.604, 0.588, 0.589, 0.810, 0.964, 0.994, 0.805]
 ARGS = argparse.Namespace(
@@ -92,18 +89,6 @@ def trained_by_them(
     return state
 
 
-def replies_of(federation: Federation, method: Any, round: int) -> list[Reply]:
-    """The round of whoever our server chose, trained by our trainer."""
-    world, found = federation.world, []
-    for client in federation.method.choose(round, CLIENTS):
-        device = world.device(client, round)
-        piece = federation.method.piece(device, round)
-        sent = federation.method.send(device, piece, round)
-        done = work(method, Task(client, round, piece.reference.name, piece.spec(), sent), site_of(federation))
-        found.append(Reply(device, federation.method.returned(piece, sent, done.reply.facts), sent, done.reply))
-    return found
-
-
 def shapes(state: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in state.values()]
 
@@ -130,7 +115,7 @@ def main() -> int:
         whole = dict(zip(names, ours.values(), strict=True))
         for model in models:
             model.load_state_dict(fed.split_model(whole, model.state_dict()))
-        replies = replies_of(federation, method, round)
+        replies = replies_of(federation, method, round, federation.method.choose(round, CLIENTS))
         theirs, distance = [], 0.0
         for reply in replies:
             level = [shapes(m.state_dict()) for m in models].index(shapes(reply.message["weights"]))

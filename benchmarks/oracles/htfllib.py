@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep import CLIENTS, Oracle, apart, lay_out_as_they_do, our_batches, six_clients, split_of, stub, verdict
+from lockstep import CLIENTS, Oracle, Split, apart, lay_out_as_they_do, our_batches, six_clients, split_of, stub, verdict
 from torch import Tensor
 
 from nestling import Named
@@ -44,7 +44,7 @@ class Theirs:
     def __init__(self, oracle: Exchanged, federation: Federation, home: str) -> None:
         self.federation, self.home, self.round, self.oracle = federation, home, 1, oracle
         self.site, self.world = site_of(federation), federation.world
-        networks = [split_of(federation, client) for client in range(CLIENTS)]
+        networks = [self._network(client) for client in range(CLIENTS)]
         for known in [name for name in sys.modules if name.startswith("flcore")]:
             del sys.modules[known]  # it holds the networks of the last comparison
         stub("flcore.trainmodel.models", BaseHeadSplit=lambda args, cid=0, *_, **__: copy.deepcopy(networks[cid]))
@@ -56,6 +56,9 @@ class Theirs:
         self.base.Client.load_train_data = lambda self, batch_size=None: list(our_batches(federation, self.id, owner.round))
         self.clients = [self._client(number) for number in range(CLIENTS)]
         self.server = self._server()
+
+    def _network(self, number: int) -> Split:
+        return split_of(self.federation, number)
 
     def _args(self) -> argparse.Namespace:
         train = self.world.train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import site_of
+from nestling.methods import Reply
 from nestling.rounds import Federation
 from nestling.training import trainer
+from nestling.training.client import Task, work
+from nestling.views import State
 
 CLIENTS = 6
 APART = 1e-5
@@ -98,6 +101,28 @@ def our_batches(federation: Federation, client: int, round: int) -> Iterator[tup
     for some in trainer.batches(len(rows), world.train.phase(round), skeleton, site.seed, client, round):
         at = torch.from_numpy(rows)[some]
         yield site.x[at], site.y[at]
+
+
+def replies_of(
+    federation: Federation, method: Any, round: int, who: Iterable[int], memories: dict[int, State] | None = None
+) -> list[Reply]:
+    """The round of some clients, trained by our trainer; they leave what they remember in `memories`."""
+    world, found, memories = federation.world, [], {} if memories is None else memories
+    for client in who:
+        device = world.device(client, round)
+        piece = federation.method.piece(device, round)
+        sent = federation.method.send(device, piece, round)
+        task = Task(client, round, piece.reference.name, piece.spec(), sent, memories.get(client, {}))
+        done = work(method, task, site_of(federation))
+        memories[client] = done.memory
+        found.append(Reply(device, federation.method.returned(piece, sent, done.reply.facts), sent, done.reply))
+    return found
+
+
+def names_of(theirs: nn.Module, ours: nn.Module) -> dict[str, str]:
+    """Our name of every tensor → theirs, where our network is made of their modules, so that the tensors are the same objects."""
+    known = {id(t): name for name, t in theirs.state_dict(keep_vars=True).items()}
+    return {name: known[id(t)] for name, t in ours.state_dict(keep_vars=True).items()}
 
 
 def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
