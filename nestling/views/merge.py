@@ -83,14 +83,14 @@ def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence
         flags = own[0].view.flags(small)
         # Where an entry does not count it may hold anything, so it is left out rather than multiplied by zero.
         summed = summed if flags is None else torch.where(flags, summed, 0.0)
-        shares: Tensor | float = share if flags is None else flags.to(summed.dtype) * share
+        counts = None if flags is None else flags.to(summed.dtype) * share
         if index is None:
             total += summed
-            weight = weight + shares
+            weight = weight + (share if counts is None else counts)
         else:
             total.index_add_(0, index, summed)
             weight = torch.full_like(total, weight) if isinstance(weight, float) else weight
-            weight.index_add_(0, index, torch.full_like(summed, share) if isinstance(shares, float) else shares)
+            weight.index_add_(0, index, torch.full_like(summed, share) if counts is None else counts)
     if isinstance(weight, float):
         return (total / weight).to(old.dtype) if weight else old.clone()
     return torch.where(weight > 0, total / weight, old.to(torch.float64)).to(old.dtype)

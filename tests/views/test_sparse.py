@@ -82,7 +82,7 @@ def test_parties_with_other_masks_of_one_view_are_merged_entry_by_entry() -> Non
     for view, state in zip(views[:2], states[:2], strict=True):
         for name, mask in masks_of(view).items():
             state[name][~mask] = torch.nan
-    merged = merge(found.initial, [Contribution(v, s, float(k + 1)) for k, (v, s) in enumerate(zip(views, states, strict=True))])
+    merged = merge(found.initial, [Contribution(v, s, k + 1) for k, (v, s) in enumerate(zip(views, states, strict=True))])
     for name in prunable(found):
         held = [torch.zeros(found.axes.shapes[name], dtype=torch.bool) for _ in views]
         for flags, view in zip(held, views, strict=True):
