@@ -14,6 +14,7 @@ the tables into docs/results.md and the rows into docs/methods/measured.json.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,12 @@ def chosen_rates(lines: list[tuple[str, str]], chosen: Any) -> dict[tuple[str, s
         for lr in RATES
     }
     found = played(play, tried, chosen)
-    good = {key: found[key][MEASURED[group]] for key, (group, *_) in tried.items()}
-    return {line: max(RATES, key=lambda lr: good[f"{_key(*line, TRIAL, lr, rounds)}, held out"]) for line in lines}
+
+    def reached(line: tuple[str, str], lr: float) -> float:
+        value: float = found[f"{_key(*line, TRIAL, lr, rounds)}, held out"][MEASURED[line[0]]]
+        return value
+
+    return {line: max(RATES, key=partial(reached, line)) for line in lines}
 
 
 def _held_out(path: Path) -> Path:
