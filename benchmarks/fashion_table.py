@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import Measured, megabytes, options, played, spread, write, write_rows
+from tables import Measured, engine_on, megabytes, options, played, spread, write, write_rows
 
 import nestling
 from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
@@ -109,8 +109,7 @@ def _held_out(path: Path) -> Path:
 
 def play(group: str, name: str, seed: int, lr: float, rounds: int, device: str, file: str = "") -> dict[str, Any]:
     """One run."""
-    engine = EngineConfig("cohort", device=device) if device != "cpu" else EngineConfig("inline")
-    played = experiment(group, name, seed, lr, rounds).with_changes(engine=engine)
+    played = experiment(group, name, seed, lr, rounds).with_changes(engine=engine_on(device))
     result = nestling.run(played.with_changes(data=Data("npz", path=file)) if file else played)
     summary, world = result.summary, result.federation.world
     trained = [world.cost(result.federation.method.piece(world.device(world.fleet.member(t, 0)), 0)) for t in world.plans]

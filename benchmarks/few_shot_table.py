@@ -16,10 +16,10 @@ import statistics
 from typing import Any
 
 import exchange_table
-from tables import options, played, spread, write
+from tables import engine_on, megabytes, options, played, spread, write
 
 import nestling
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import Data, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.methods import method_class
 
 ROUNDS, TESTS, LAST, TRIAL = 50, 5, 3, 100
@@ -67,8 +67,7 @@ def main() -> None:
 
 def play(mix: str, name: str, seed: int, lr: float, rounds: int, device: str) -> dict[str, Any]:
     """One run."""
-    engine = EngineConfig("cohort", device=device) if device != "cpu" else EngineConfig("inline")
-    result = nestling.run(experiment(mix, name, seed, lr, rounds).with_changes(engine=engine))
+    result = nestling.run(experiment(mix, name, seed, lr, rounds).with_changes(engine=engine_on(device)))
     tested = [row for row in result.metrics if row["global_accuracy"] is not None][-LAST:]
     return {
         "personal": statistics.mean(row["personal_accuracy"] for row in tested),
@@ -104,9 +103,8 @@ def table(rows: dict[str, list[dict[str, Any]]], rate: float) -> str:
     for name, found in rows.items():
         over = [a["personal"] - b["personal"] for a, b in zip(found, alone, strict=True)]
         cells = ["–", "–"] if name == ALONE else [spread(over, "+", ""), f"{sum(d > 0 for d in over)} of {len(over)}"]
-        traffic = f"{statistics.mean(row['bytes'] for row in found) / 1e6:.2f} MB"
         lines.append(
-            f"| {method_class(name).info.title} | {spread([r['personal'] for r in found])} | {' | '.join(cells)} | {traffic} |"
+            f"| {method_class(name).info.title} | {spread([r['personal'] for r in found])} | {' | '.join(cells)} | {megabytes(found)} |"
         )
     return "\n".join([*lines, "", f"Training alone at a learning rate of {rate:g}, the best of three; all others at {RATE:g}."])
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from nestling import EngineConfig
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 Row = dict[str, Any]
@@ -58,6 +60,11 @@ def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], ch
     if lost := [name for name in wanted if name not in known]:
         raise SystemExit(f"{len(lost)} runs failed: {', '.join(lost)}")
     return {name: known[name] for name in wanted}
+
+
+def engine_on(device: str) -> EngineConfig:
+    """Where the runs of a table are played: in-process on a CPU, where every worker has a run of its own, else by the cohort engine."""
+    return EngineConfig("inline") if device == "cpu" else EngineConfig("cohort", device=device)
 
 
 def spread(values: Sequence[float], sign: str = "", unit: str = " %") -> str:
