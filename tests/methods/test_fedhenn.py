@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
 from pathlib import Path
-from statistics import mean
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fedhenn_alignment import alignment, experiment
 
 import nestling
 from nestling import InputError, Named, SplitConfig
@@ -19,7 +18,6 @@ from nestling.methods.representation.fedhenn import FedHeNN, cka, features, line
 from nestling.training.client import train_client
 from nestling.training.objectives import Batch, Net
 from tests.methods.exchange import (
-    FEW_ROWS,
     client_at,
     federation_of,
     few,
@@ -27,8 +25,6 @@ from tests.methods.exchange import (
     inputs_of,
     same_in_a_cohort,
 )
-from tests.methods.learning import experiment
-from tests.methods.mixed import SETTING
 
 RAD = 40
 
@@ -180,19 +176,6 @@ def test_a_stack_gives_the_same() -> None:
 @pytest.mark.slow
 def test_clients_come_to_see_the_same_likenesses_and_learn() -> None:
     """What it is for: kernels of unlike networks become alike. More accuracy than that of clients alone is not claimed."""
-    settings = {**SETTING, **FEW_ROWS}
-    pulled, free = (nestling.run(experiment(FedHeNN(align=200, eta=eta), 0, **settings)) for eta in (1.0, 0.0))
-    assert alikeness(pulled) > alikeness(free) + 0.1
+    pulled, free = (nestling.run(experiment(eta, 0)) for eta in (1.0, 0.0))
+    assert alignment(pulled) > alignment(free) + 0.1
     assert pulled.summary["personal_accuracy"]["last"] > 0.4
-
-
-def alikeness(result: nestling.Result) -> float:
-    """The mean alignment of every two clients' kernels on the public inputs."""
-    world, method = result.federation.world, result.federation.method
-    kernels = []
-    for device in (world.device(client) for client in range(len(world.fleet))):
-        model = method.model_for(device)
-        module = model.reference.network(model.view, model.state).eval()
-        with torch.no_grad():
-            kernels.append(linear_kernel(features(module, world.public[:200], model.reference.taps.head)))
-    return mean(float(cka(a, b)) for a, b in combinations(kernels, 2))
