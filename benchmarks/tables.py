@@ -21,12 +21,12 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 Row = dict[str, Any]
 
 
-def options(what: str, cache: str, lines: str, rounds: int = 0, mixes: Sequence[str] = ()) -> argparse.Namespace:
+def options(what: str, cache: str, lines: str, rounds: int = 0, mixes: Sequence[str] = (), seeds: int = 3) -> argparse.Namespace:
     """--lines --seeds --workers --cache --write, and where a table has another length at will --rounds and --device, where it has
     several fleets --mix; `lines` says what they are."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", default="", help=f"separated by commas (default: all): {lines}")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--cache", default=cache, help="runs that it holds are not played again")
     parser.add_argument("--write", action="store_true", help="put the table into the documentation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from nestling.errors import InputError
 from nestling.evaluation import Bench, panel
 from nestling.experiment import Experiment, Named, fleet_of
 from nestling.methods import Method
-from nestling.models import build
+from nestling.models import MODELS, build
 from nestling.rounds import Federation
 from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
@@ -102,8 +103,9 @@ def reference_network(
     name: str, options: dict[str, object], shape: tuple[int, ...], classes: int, seed: int, role: str
 ) -> Reference:
     """A network by name, with the weights that the seed gives it."""
+    kind = (name, json.dumps(options, sort_keys=True, default=repr), shape, classes) if name in MODELS else None
     with torch_seeded(seed, "network", role):
-        return Reference(role, build(name, shape=shape, classes=classes, **options), shape)
+        return Reference(role, build(name, shape=shape, classes=classes, **options), shape, kind)
 
 
 def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:

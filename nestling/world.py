@@ -277,9 +277,15 @@ def ratio_cost(reference: Reference, ratio: float) -> Cost:
 _COSTS: WeakKeyDictionary[Reference, dict[bytes, Cost]] = WeakKeyDictionary()
 
 
+@lru_cache(maxsize=64)
+def _costs_of_kind(kind: Hashable) -> dict[bytes, Cost]:
+    return {}
+
+
 def piece_cost(piece: Piece) -> Cost:
     """What a piece costs in parameters, arithmetic and memory; remembered by its form, since which channels it has does not matter."""
-    known, form = _COSTS.setdefault(piece.reference, {}), piece.view.form()
+    kind, form = piece.reference.kind, piece.view.form()
+    known = _COSTS.setdefault(piece.reference, {}) if kind is None else _costs_of_kind(kind)
     if form not in known:
         known[form] = cost_of(piece.reference.network(piece.view), piece.reference.shape)
     return known[form]

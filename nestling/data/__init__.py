@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -132,16 +133,20 @@ def _images(
     )
 
 
-def _read_embedded(request: Request) -> Dataset:
+@cache
+def _embedded() -> tuple[np.ndarray, ...]:
     with np.load(_EMBEDDED, allow_pickle=False) as file:
-        x, y, x_test, y_test = (file[key] for key in ("x_train", "y_train", "x_test", "y_test"))
+        return tuple(file[key] for key in ("x_train", "y_train", "x_test", "y_test"))
+
+
+def _read_embedded(request: Request) -> Dataset:
+    x, y, x_test, y_test = _embedded()
     return _images(request.name, x[:, None], y, x_test[:, None], y_test, stats=_MNIST_STATS, names=_DIGITS)
 
 
 def _read_small(request: Request) -> Dataset:
     """The embedded digits without their empty border, every 3×3 pixels one."""
-    with np.load(_EMBEDDED, allow_pickle=False) as file:
-        x, y, x_test, y_test = (file[key] for key in ("x_train", "y_train", "x_test", "y_test"))
+    x, y, x_test, y_test = _embedded()
     return _images(request.name, _thirds(x), y, _thirds(x_test), y_test, stats=_MNIST_STATS, names=_DIGITS)
 
 

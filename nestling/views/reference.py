@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,17 +19,19 @@ from nestling.views.shrink import resize
 from nestling.views.view import View, from_spec, full
 
 _KEPT = 64
+_AXES: OrderedDict[Hashable, Axes] = OrderedDict()
 
 
 class Reference:
     """A named network, its axes (traced on first use), and a small cache of the sub-networks that views of it describe.
 
     The sub-networks are skeletons, one for all views of the same form: whoever uses one loads weights into it first, and nobody keeps
-    it.
+    it. `kind` says what the network was built from, if it says all: networks of one kind differ in their weights only, and what follows
+    from their form is found out once a process.
     """
 
-    def __init__(self, name: str, module: nn.Module, shape: Sequence[int]) -> None:
-        self.name, self.module, self.shape = name, module, tuple(shape)
+    def __init__(self, name: str, module: nn.Module, shape: Sequence[int], kind: Hashable = None) -> None:
+        self.name, self.module, self.shape, self.kind = name, module, tuple(shape), kind
         self._networks: OrderedDict[bytes, nn.Module] = OrderedDict()
         self._layouts: dict[bytes, Layout] = {}
         self._views: OrderedDict[str, View] = OrderedDict()
@@ -37,7 +39,12 @@ class Reference:
 
     @cached_property
     def axes(self) -> Axes:
-        return trace(self.module, self.shape)
+        if self.kind is None:
+            return trace(self.module, self.shape)
+        if self.kind not in _AXES:
+            _AXES[self.kind] = trace(self.module, self.shape)
+            _forget_oldest(_AXES)
+        return _AXES[self.kind]
 
     def to(self, device: torch.device) -> None:
         """Moves the network to a device; everything made from it is there from then on."""

@@ -26,6 +26,7 @@ from tests.methods.exchange import (
     reached,
     reached_alone,
     same_in_a_cohort,
+    same_models,
 )
 from tests.methods.mixed import clearly_above
 
@@ -149,10 +150,15 @@ def test_it_says_what_it_needs() -> None:
     with pytest.raises(InputError, match="public") as caught:
         federation_of(FedMD(), split=SplitConfig(size=40, public=0.0))
     assert caught.value.field == "split.public"
-    for field, value in {"align": 0, "pretrain": -1, "digest": 0, "digest_batch": 0, "digest_lr": 0.0}.items():
+    for field, value in {"align": 0, "pretrain": -1, "digest": -1, "digest_batch": 0, "digest_lr": 0.0}.items():
         with pytest.raises(InputError) as caught:
             FedMD(**{field: value})
         assert caught.value.field == f"method.{field}"
+
+
+def test_without_labels_and_consensus_it_is_training_alone() -> None:
+    ours, local = (nestling.run(few(m, rounds=3)).federation for m in (FedMD(pretrain=0, digest=0), "local"))
+    same_models(ours, local, 0.0)
 
 
 def test_a_run_goes_on_where_it_stood(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class FedMD(PublicExchange):
 
     align:        N_align, the public rows of a round (5000 as published, all where there are fewer).
     pretrain:     epochs on the public labels in a client's first round; 0 leaves them out, and labels are not needed then.
-    digest:       steps on the consensus (published: 20, an epoch of 5000 rows in batches of 256), however few rows there are.
+    digest:       steps on the consensus (published: 20, an epoch of 5000 rows in batches of 256), however few rows there are; 0
+                  leaves the consensus out: what the public labels do alone.
     digest_batch: rows a batch there.
     digest_lr:    its learning rate (Adam).
     """
@@ -68,7 +69,7 @@ class FedMD(PublicExchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.pretrain >= 0, "must not be negative (0 leaves public labels out)", "method.pretrain")
-        require(self.digest >= 1, "at least one step", "method.digest")
+        require(self.digest >= 0, "must not be negative (0 leaves the consensus out)", "method.digest")
         require(self.digest_batch >= 1, "at least one row a batch", "method.digest_batch")
         require(self.digest_lr > 0, "must be above 0", "method.digest_lr")
 
@@ -115,7 +116,7 @@ class FedMD(PublicExchange):
                     client.round, source="public", epochs=self.pretrain, objective=_labelled, given=received["labels"]
                 )
             )
-        if "consensus" in received:
+        if "consensus" in received and self.digest:
             rows = self.rows(client, received)
             found.append(
                 Phase(

@@ -1,0 +1,171 @@
+"""The methods that exchange knowledge beside their floors, on the embedded digits, in the settings of their learning tests.
+
+    python benchmarks/floors_table.py [--lines a,b] [--seeds 5] [--workers 2] [--cache FILE] [--write]
+
+A line is a method in a setting that is meant for it (few classes a client, few rows a client, equal mixes and unlike networks); its
+floor is the same clients, networks and local epochs without what the method adds. Every line, the floors too, has the best of three
+learning rates, those of its setting times 0.5, 1 and 2, by one run with a seed that is not in the table. `--write` puts the table into
+docs/results.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tables import options, played, spread, write
+
+import nestling
+from nestling import Experiment, Named
+
+# The learning tests' settings stand with the tests.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.methods.by_class import SHOTS
+from tests.methods.exchange import FEW_ROWS
+from tests.methods.learning import experiment as tested
+from tests.methods.mixed import SETTING
+from tests.methods.test_draftfed import SCARCE
+from tests.methods.test_feddf import LEARNING as FEDDF
+from tests.methods.test_fedet import LEARNING as FEDET
+
+FACTORS, TRIAL = (0.5, 1.0, 2.0), 100
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "three classes, 20 rows a client, MLPs of three widths": {**SETTING, **SHOTS},
+    "40 rows a client, three families": {**SETTING, **FEW_ROWS},
+    "equal mixes of 40 rows, three families, ten rounds": FEDDF,
+    "equal mixes of 40 rows, three families, fifteen rounds": FEDET,
+    "equal mixes of 30 rows, three families": SCARCE,
+}
+CLASSES, ROWS, MIXES, LONGER, SCARCE_ROWS = SETTINGS
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method as it is set in a setting, by what it is measured, and the line that it must beat ("": it is a floor itself)."""
+
+    title: str
+    setting: str
+    method: Named
+    measure: str = "personal"
+    floor: str = ""
+
+
+def _line(title: str, setting: str, name: str, floor: str, measure: str = "personal", **given: Any) -> Line:
+    return Line(title, setting, Named(name, given), measure, floor)
+
+
+def _alone(title: str, setting: str) -> Line:
+    return _line(title, setting, "local", "")
+
+
+_FEDMD = {"pretrain": 10, "digest_batch": 32}
+_FEDDF = {"steps": 20, "batch": 64}
+
+LINES = (
+    _alone("alone, three classes", CLASSES),
+    _line("FedProto", CLASSES, "fedproto", "alone, three classes"),
+    _line("FedProto, by head", CLASSES, "fedproto", "alone, three classes", predict="head"),
+    _line("FedHKD", CLASSES, "fedhkd", "alone, three classes"),
+    _line("Fed-CMA", CLASSES, "fedcma", "alone, three classes"),
+    _line("FedTGP", CLASSES, "fedtgp", "alone, three classes"),
+    _line("FedGH", CLASSES, "fedgh", "alone, three classes"),
+    _line("LG-FedAvg", CLASSES, "lg-fedavg", "alone, three classes"),
+    _line("FedKD", CLASSES, "fedkd", "alone, three classes"),
+    _line("FML", CLASSES, "fml", "alone, three classes"),
+    _alone("alone, 40 rows", ROWS),
+    _line("public labels without a consensus", ROWS, "fedmd", "alone, 40 rows", digest=0, **_FEDMD),
+    _line("FedMD", ROWS, "fedmd", "public labels without a consensus", **_FEDMD),
+    _line("FedMD without public labels", ROWS, "fedmd", "alone, 40 rows", **{**_FEDMD, "pretrain": 0}),
+    _line("KT-pFL", ROWS, "kt-pfl", "alone, 40 rows"),
+    _line("FedHeNN", ROWS, "fedhenn", "alone, 40 rows"),
+    _line("FD", ROWS, "fd", "alone, 40 rows"),
+    _line("averages within architectures", MIXES, "feddf", "", "global", **{**_FEDDF, "steps": 0}),
+    _line("FedDF", MIXES, "feddf", "averages within architectures", "global", **_FEDDF),
+    _alone("alone, equal mixes", LONGER),
+    _line("Fed-ET", LONGER, "fedet", "alone, equal mixes", steps=24, features=64),
+    _alone("alone, 30 rows", SCARCE_ROWS),
+    _line("DraftFed", SCARCE_ROWS, "draftfed", "alone, 30 rows", epochs=2, batch=32),
+    _line("DraftFed, own rows first", SCARCE_ROWS, "draftfed", "alone, 30 rows", order="draft-local", epochs=2, batch=32),
+)
+
+
+def main() -> None:
+    chosen = options(__doc__ or "", "floors_table.json", "titles of lines", seeds=5)
+    lines = lines_of(chosen.lines)
+    trials = {_key(line, TRIAL, factor): (line, TRIAL, factor) for line in lines for factor in FACTORS}
+    tried = played(play, trials, chosen)
+
+    def reached(line: Line, factor: float) -> float:
+        return float(tried[_key(line, TRIAL, factor)][line.measure])
+
+    factors = {line.title: max(FACTORS, key=partial(reached, line)) for line in lines}
+    seeds = range(chosen.seeds)
+    wanted = {_key(line, seed, factors[line.title]): (line, seed, factors[line.title]) for line in lines for seed in seeds}
+    found = played(play, wanted, chosen)
+    rows = {line.title: [found[_key(line, seed, factors[line.title])] for seed in seeds] for line in lines}
+    text = table(lines, rows, factors)
+    print(text)
+    if chosen.write:
+        write("floors", text)
+
+
+def lines_of(chosen: str) -> list[Line]:
+    """The lines with these titles (empty: all), and their floors."""
+    titles = set(chosen.split(",")) if chosen else {line.title for line in LINES}
+    while more := {line.floor for line in LINES if line.title in titles and line.floor} - titles:
+        titles |= more
+    return [line for line in LINES if line.title in titles]
+
+
+def play(line: Line, seed: int, factor: float) -> dict[str, Any]:
+    """One run."""
+    summary = nestling.run(experiment(line, seed, factor)).summary
+    return {
+        "personal": summary["personal_accuracy"]["last"],
+        "global": summary["global_accuracy"]["last"],
+        "seconds": summary["seconds"],
+    }
+
+
+def experiment(line: Line, seed: int, factor: float) -> Experiment:
+    """The experiment of one line."""
+    found = tested(line.method, seed, **SETTINGS[line.setting])
+    return found.with_changes(train=replace(found.train, lr=factor * found.train.lr))
+
+
+def table(lines: list[Line], rows: dict[str, list[dict[str, Any]]], factors: dict[str, float]) -> str:
+    """One line each, under its setting."""
+    text = []
+    for setting in dict.fromkeys(line.setting for line in lines):
+        text += [
+            f"**{setting[0].upper()}{setting[1:]}**",
+            "",
+            "| | accuracy | learning rate | over | by | in how many seeds |",
+            "|---|---|---|---|---|---|",
+        ]
+        for line in (line for line in lines if line.setting == setting):
+            own = [row[line.measure] for row in rows[line.title]]
+            rate = factors[line.title] * tested(line.method, 0, **SETTINGS[setting]).train.lr
+            cells = [line.title, f"{line.measure} {spread(own)}", f"{rate:g}", *_above(line, own, rows)]
+            text.append(f"| {' | '.join(cells)} |")
+        text.append("")
+    return "\n".join(text)
+
+
+def _above(line: Line, own: list[float], rows: dict[str, list[dict[str, Any]]]) -> list[str]:
+    if not line.floor:
+        return ["–", "–", "–"]
+    over = [a - row[line.measure] for a, row in zip(own, rows[line.floor], strict=True)]
+    return [line.floor, spread(over, "+", ""), f"{sum(d > 0 for d in over)} of {len(over)}"]
+
+
+def _key(line: Line, seed: int, factor: float) -> str:
+    return f"{line.title} {seed}, rate times {factor:g}"
+
+
+if __name__ == "__main__":
+    main()
