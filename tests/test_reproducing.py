@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from nestling import Experiment, InputError, reproducing
-from nestling.assemble import reference_network
+from nestling.assemble import assemble, reference_network
 from nestling.cli import app
 from nestling.data import DATASETS
 from nestling.devices import Budget, make_fleet
+from nestling.methods.submodel.flexfl import FlexFL
 from nestling.models import build
 from nestling.reproducing import joined, names, outcome_of, read, reproduce, save
 from nestling.running import Watcher
 from nestling.world import plan_tiers
+from tests.small import small
 
 PAPER = """
 title = "A table"
@@ -95,6 +97,14 @@ def test_tiers_of_unequal_depth_hold_the_published_networks(name: str, line: str
     plans = plan_tiers(make_fleet(experiment.fleet, 0), {"main": main}, main, Budget(1, 1, 1))
     held = [{key.rsplit(".conv1.")[0] for key in plan.piece.view.names if ".conv1." in key} for plan in plans.values()]
     assert [len(found) for found in held] == blocks
+
+
+@pytest.mark.parametrize("name", ["flexfl-table-x", "flexfl-table-ii"])
+def test_flexfl_s_tiers_hold_the_published_shares_of_the_model(name: str) -> None:
+    """A quarter, a half and the whole of its parameters, not of its width."""
+    fleet = read(name).of("FlexFL", 0).fleet
+    pool = assemble(small(FlexFL(levels=(0.25, 0.5, 1.0), ratios="uniform"), fleet=fleet, participants=10))[1].method.pool
+    assert [pool.rungs[pool.most(tier.name)].size for tier in fleet.tiers] == [0.25, 0.5, 1.0]
 
 
 def test_a_line_changes_what_it_names_and_nothing_else(paper: Path) -> None:

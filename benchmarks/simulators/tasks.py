@@ -76,7 +76,7 @@ def heterofl_vgg16(rounds: int = 8) -> Task:
 
 def flexfl_vgg16(rounds: int = 8) -> Task:
     """FlexFL with its three levels of VGG16, else the same."""
-    tiers = tuple(Tier(name=f"size-{size:g}", ratio=size, share=1 / 3, memory_mean=100 * size) for size in (0.25, 0.5, 1.0))
+    tiers = tuple(Tier(name=f"size-{size:g}", ratio=1.0, share=1 / 3, memory_mean=100 * size) for size in (0.25, 0.5, 1.0))
     method = Named("flexfl", {"levels": [0.25, 0.5, 1.0], "pretrain": 1})
     return _vgg16_parts("flexfl_vgg16", method, tiers, rounds)
 
