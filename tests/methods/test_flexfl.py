@@ -243,6 +243,21 @@ def test_lambda_is_the_published_one_whatever_the_number_of_classes(classes: int
     assert FlexFL().lam == 10.0 and FlexFL().temperature == 3.0
 
 
+@pytest.mark.parametrize("compat", ["paper", "code"])
+def test_models_begin_as_slices_of_one_network_or_each_by_itself(compat: str) -> None:
+    """As released every model is drawn anew, which the first merge ends; which draw it is follows from the seed."""
+    first, second = (made(FlexFL(compat=compat, **FAST), model=BATCH_NORM, fleet=MEMORY) for _ in range(2))
+    for client in first.method.choose(1, 6):
+        device = first.world.device(client)
+        piece = first.method.piece(device, 1)
+        sent, again = (f.method.send(device, piece, 1)["weights"] for f in (first, second) if f.method.choose(1, 6))
+        slices = piece.view.extract(first.method.weights)
+        assert sent.keys() == slices.keys() and all(torch.equal(sent[n], again[n]) for n in sent)
+        whole = piece.view.key() == first.world.main.full.key()
+        assert all(torch.equal(sent[n], slices[n]) for n in sent if n.endswith("weight")) is (compat == "paper" or whole)
+        assert torch.equal(first.method.send(device, piece, 2)["weights"][n := min(sent)], slices[n])
+
+
 @pytest.mark.parametrize(("compat", "teachers"), [("paper", 2), ("code", 4)])
 def test_whom_the_full_model_learns_from(compat: str, teachers: int) -> None:
     federation = made(FlexFL(compat=compat, **FAST), model=BATCH_NORM, fleet=MEMORY)

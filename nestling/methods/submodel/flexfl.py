@@ -15,17 +15,19 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.message import Message
-from nestling.methods.method import Info, SharedWeights
+from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.proxy import labelled_proxy
 from nestling.methods.submodel.apoz import UNITS, Scale, measure, units_of
 from nestling.methods.submodel.pool import Pool, Rung, params, trains, whole
 from nestling.schema import require
+from nestling.seeds import torch_seeded
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
 from nestling.training.phase import Phase
 from nestling.training.trainer import train
 from nestling.views import Reference, State, View
+from nestling.views.flat import pack
 from nestling.views.nested import forward, prepare, within
 from nestling.views.view import take
 from nestling.world import Device, Model, Piece, World
@@ -47,7 +49,8 @@ class FlexFL(SharedWeights):
     Selection: every slot draws a level, then a device whose tier can hold it.
     Differs from the released code: the proxy is the server's share of the training data (the code takes the test set), all models
     are slices of one initial network, teachers run in evaluation mode in every round. `compat = "code"` takes the code's search for
-    sizes (which ends above the nominal ones) and counts the little smaller models among the teachers.
+    sizes (which ends above the nominal ones), counts the little smaller models among the teachers, and draws every model anew for the
+    first round; the first merge makes one network of them.
 
     levels:      sizes of the models as shares of the whole; empty: one a tier, the largest that the tier can train (paper: 0.25,
                  0.5, 1, for tiers of which `memory_mean` says how much of the model they hold).
@@ -82,6 +85,7 @@ class FlexFL(SharedWeights):
     scale: Scale = field(init=False, repr=False, compare=False)
     pool: Pool = field(init=False, repr=False, compare=False)
     _dispatched: tuple[int, dict[int, int]] = field(init=False, repr=False, compare=False, default=(0, {}))
+    _first: dict[int, State] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     info = Info(
         title="FlexFL",
@@ -124,7 +128,7 @@ class FlexFL(SharedWeights):
         # Devices know the vector in single precision, so the server must not know it better.
         self.scale = Scale(self.world.main, units, tuple(np.asarray(apoz, dtype=np.float32).tolist()))
         self.pool = Pool(self.world, self._rungs())
-        self._dispatched = (0, {})
+        self._dispatched, self._first = (0, {}), {}
 
     def _preset(self, units: Sequence[str]) -> tuple[float, ...]:
         names = tuple(dict.fromkeys(units))
@@ -192,7 +196,15 @@ class FlexFL(SharedWeights):
             # What the device would read off its own memory; in a simulation the fleet knows it.
             "fits": min(number, self.pool.held(device.tier, device, round)),
         }
-        return Message({**sent.parts, "apoz": self._vector()} if self.scale.apoz else sent.parts, facts)
+        parts = {"weights": self._drawn(number)} if round == 1 and self.compat == "code" else sent.parts
+        return Message({**parts, "apoz": self._vector()} if self.scale.apoz else parts, facts)
+
+    def _drawn(self, number: int) -> State:
+        """Initial weights of a model's own; the whole has those of the network."""
+        if number not in self._first:
+            piece = self.pool.rungs[number].piece
+            self._first[number] = anew(piece, self.world.seed, number) if number + 1 < len(self.pool.rungs) else self.weights
+        return self._first[number]
 
     def _vector(self) -> State:
         return {"apoz": torch.tensor(self.scale.apoz, device=self.world.place)}
@@ -217,6 +229,10 @@ class FlexFL(SharedWeights):
         super().restore(state)
         if "apoz" in state and tuple(state["apoz"]["apoz"].tolist()) != self.scale.apoz:
             self._use(self.scale.units, state["apoz"]["apoz"].tolist())
+
+    def merge(self, replies: Sequence[Reply], round: int) -> None:
+        super().merge(replies, round)
+        self._first.clear()
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
@@ -248,6 +264,18 @@ class FlexFL(SharedWeights):
     def reply(self, client: Client, received: Message) -> Message:
         sent = super().reply(client, received)
         return replace(sent, facts={**sent.facts, "trained": received.facts["fits"]})
+
+
+def anew(piece: Piece, seed: int, number: int) -> State:
+    """The weights that a network of a piece's sizes is born with."""
+    network = copy.deepcopy(piece.reference.network(piece.view))
+    place = next(network.parameters()).device
+    network.cpu()
+    with torch_seeded(seed, "level", number):
+        for layer in network.modules():
+            if callable(born := getattr(layer, "reset_parameters", None)):
+                born()
+    return pack({name: tensor.to(place) for name, tensor in network.state_dict().items()})
 
 
 def self_distilled(
