@@ -24,7 +24,7 @@ from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore
 from nestling.training.client import Site
 from nestling.views import Reference
-from nestling.world import Piece, World, budget_of, piece_cost, plan_tiers
+from nestling.world import Piece, World, budget_of, piece_cost, plan_tiers, while_free
 
 DEFAULT_FLEET_SIZE = 20
 
@@ -182,7 +182,7 @@ def _settle_networks(experiment: Experiment, dataset: Dataset) -> Experiment:
     tiers = []
     for number, (tier, profile) in enumerate(zip(experiment.fleet.tiers, profiles, strict=True)):
         if tier.device and not tier.model and not tier.ratio:
-            limits = replace(budget_of(tier, budget), ram_share=min(1.0, tier.memory_mean / 100))
+            limits = while_free(tier, budget_of(tier, budget))
             found = next((n for n, r in built if not exceeded(profile, piece_cost(Piece(r, r.full)), limits)), None)
             if found is None:
                 raise InputError(

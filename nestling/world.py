@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from nestling.data.split import Split
 from nestling.devices import Budget, Cost, Fit, Fleet, Profile, Tier, Timing, cost_of, fit, round_time
-from nestling.devices.fit import RATIOS
+from nestling.devices.fit import RATIOS, exceeded
 from nestling.errors import InputError
 from nestling.store import ClientStore
 from nestling.training.phase import Train
@@ -66,6 +67,18 @@ class Plan:
     fit: Fit | None
     budget: Budget
 
+    def fits(self, cost: Cost, share: float = 1.0) -> bool:
+        """Whether something of this cost trains on the tier's devices while a share of their memory is free."""
+        return not self.too_little(cost, share)
+
+    def too_little(self, cost: Cost, share: float = 1.0) -> str:
+        """What there is too little of for something of this cost, or nothing where it fits: "ram", "flash" or "time" of the device, or,
+        where the tier is only a number, "size": its own, and that share of the whole network's."""
+        if self.fit is not None:
+            return exceeded(self.profile, cost, while_free(self.tier, self.budget, share))
+        room = min(self.cost.params, share * ratio_cost(self.piece.reference, 1.0).params)
+        return "" if cost.params <= room else "size"
+
 
 @dataclass(frozen=True)
 class Device:
@@ -96,13 +109,21 @@ class World:
     store: ClientStore = field(default_factory=ClientStore)
     where: Where = CPU
     _recorder: Recorder | None = field(default=None, init=False, repr=False)
-    _pieces: dict[tuple[str, int], Piece] = field(default_factory=dict, init=False, repr=False)
+    _pieces: dict[tuple[str, float], Piece] = field(default_factory=dict, init=False, repr=False)
     _devices: dict[int, Device] = field(default_factory=dict, init=False, repr=False)
     _timings: dict[Hashable, Timing] = field(default_factory=dict, init=False, repr=False)
 
     def varies(self, plan: Plan) -> bool:
         """Whether what fits a tier's devices changes from round to round."""
-        return getattr(self.fleet, "live", False) or plan.tier.memory_mean < 100 or any(plan.tier.memory_std)
+        return self.fleet.live or plan.tier.memory_mean < 100 or any(plan.tier.memory_std)
+
+    def free_share(self, client: int, round: int) -> float:
+        """The share of a client's memory that is free in a round, drawn or as its device says; all of it at rest (round 0). Whoever
+        asks what a device can train now asks here."""
+        if not round or not self.varies(self.plans[self.fleet.tier_of(client).name]):
+            return 1.0
+        steps = math.floor(self.fleet.free_memory(client, round) / 100 * MEMORY_STEPS)
+        return max(0, min(MEMORY_STEPS, steps)) / MEMORY_STEPS
 
     def device(self, client: int, round: int = 0) -> Device:
         """A client in a round; its piece shrinks with its free memory. Round 0 is its piece at rest."""
@@ -110,22 +131,19 @@ class World:
         if known is not None:
             return known
         plan = self.plans[self.fleet.tier_of(client).name]
-        changes = self.varies(plan)
-        piece = self._piece_now(plan, client, round) if changes and round else plan.piece
+        piece = self._piece_in(plan, self.free_share(client, round))
         device = Device(client, plan.tier.name, piece, self.split.size(client))
-        if not changes and len(self._devices) < 2**16:
+        if not self.varies(plan) and len(self._devices) < 2**16:
             self._devices[client] = device
         return device
 
-    def _piece_now(self, plan: Plan, client: int, round: int) -> Piece:
-        free = self.fleet.free_memory(client, round)
-        step = max(0, min(MEMORY_STEPS, math.floor(free / 100 * MEMORY_STEPS)))
-        return plan.piece if step == MEMORY_STEPS else self._smaller(plan.tier.name, step)
-
-    def _smaller(self, tier: str, step: int) -> Piece:
-        if (tier, step) not in self._pieces:
-            self._pieces[tier, step] = _piece_in(self.plans[tier], step / MEMORY_STEPS)
-        return self._pieces[tier, step]
+    def _piece_in(self, plan: Plan, share: float) -> Piece:
+        if share == 1:
+            return plan.piece
+        key = (plan.tier.name, share)
+        if key not in self._pieces:
+            self._pieces[key] = _largest_in(plan, share)
+        return self._pieces[key]
 
     def become(self, fleet: Fleet, split: Split) -> None:
         """Takes another fleet of the same tiers, and another division of rows: those of real devices."""
@@ -204,13 +222,18 @@ def budget_of(tier: Tier, budget: Budget) -> Budget:
     return budget if tier.board else replace(budget, blocks=())
 
 
+def while_free(tier: Tier, budget: Budget, share: float = 1.0) -> Budget:
+    """A budget while a share of the device's memory is free; more than the tier has at rest never is."""
+    return replace(budget, ram_share=min(1.0, share, tier.memory_mean / 100))
+
+
 def _plan(tier: Tier, profile: Profile, references: dict[str, Reference], main: Reference, budget: Budget) -> Plan:
     if tier.model:
         return _plan_own_network(tier, profile, references[tier.name], budget)
     if tier.ratio:
         piece = _depth_piece(main, tier.ratio) if tier.cut == "depth" else Piece(main, ratio_view(main, tier.ratio))
         return Plan(tier, profile, piece, tier.ratio, piece_cost(piece), None, budget)
-    found = fit(profile, lambda ratio: ratio_cost(main, ratio), replace(budget, ram_share=min(1.0, tier.memory_mean / 100)))
+    found = fit(profile, lambda ratio: ratio_cost(main, ratio), while_free(tier, budget))
     _require_fit(found, main.name)
     piece = Piece(main, ratio_view(main, found.ratio))
     return Plan(tier, profile, piece, found.ratio, piece_cost(piece), found, budget)
@@ -233,33 +256,36 @@ def _require_fit(found: Fit, network: str) -> None:
         )
 
 
-def _piece_in(plan: Plan, share: float) -> Piece:
-    """The largest piece that fits when only a share of the memory is free: of the device's RAM, or of the full model's size for a
-    tier without a device. The smallest piece is always trainable."""
+def _largest_in(plan: Plan, share: float) -> Piece:
+    """The largest piece of a tier's network that fits when only a share of the memory is free. The smallest is always trainable, and a
+    network of the tier's own stays whole."""
+    main = plan.piece.reference
     if plan.tier.model:
         return plan.piece
     if plan.tier.cut == "depth":
-        return _depth_piece(plan.piece.reference, min(share, plan.ratio), or_shallowest=True)
-    main, ratios = plan.piece.reference, [r for r in RATIOS if r <= plan.ratio]
-    if plan.fit is not None:
-        ratio = fit(plan.profile, lambda r: ratio_cost(main, r), replace(plan.budget, ram_share=share), ratios).ratio
-    else:
-        whole = ratio_cost(main, 1.0).params
-        ratio = max((r for r in ratios if ratio_cost(main, r).params <= share * whole), default=0.0)
-    return Piece(main, ratio_view(main, ratio or min(RATIOS)))
+        pieces = _depth_pieces(main)
+        return pieces[max((k for k, piece in enumerate(pieces) if plan.fits(piece_cost(piece), share)), default=0)]
+    ratios = [r for r in RATIOS if r <= plan.ratio] or [plan.ratio]
+    # What a width costs rises with it, so that few of them have to be looked at.
+    fitting = bisect_left(ratios, True, key=lambda r: not plan.fits(ratio_cost(main, r), share))
+    return Piece(main, ratio_view(main, ratios[max(fitting - 1, 0)]))
 
 
 @lru_cache(maxsize=256)
-def _depth_piece(main: Reference, share: float, *, or_shallowest: bool = False) -> Piece:
-    """The deepest piece with at most a share of the network's parameters."""
-    pieces = [Piece(main, view) for view in depth_views(main)]
+def _depth_piece(main: Reference, ratio: float) -> Piece:
+    """The deepest piece with at most a share of the network's parameters: what settles the size of a tier that is cut in depth."""
+    pieces, allowed = _depth_pieces(main), ratio * ratio_cost(main, 1.0).params
     sizes = [piece_cost(piece).params for piece in pieces]
-    allowed = share * ratio_cost(main, 1.0).params
     fitting = [number for number, size in enumerate(sizes) if size <= allowed]
-    if not fitting and not or_shallowest:
-        message = f"the shallowest part of {main.name} has {min(sizes)} of {max(sizes)} parameters, more than {share:g} of them"
+    if not fitting:
+        message = f"the shallowest part of {main.name} has {min(sizes)} of {max(sizes)} parameters, more than {ratio:g} of them"
         raise InputError(message, fix="give a larger ratio, or take a network of more blocks")
-    return pieces[max(fitting, default=0)]
+    return pieces[max(fitting)]
+
+
+@lru_cache(maxsize=64)
+def _depth_pieces(main: Reference) -> list[Piece]:
+    return [Piece(main, view) for view in depth_views(main)]
 
 
 @lru_cache(maxsize=256)

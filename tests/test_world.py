@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
-from nestling.assemble import reference_network
+from nestling import FleetConfig, Tier
+from nestling.assemble import assemble, reference_network
+from nestling.devices.fit import exceeded
+from nestling.methods.allocation import Ladder
 from nestling.models import MODELS, build
 from nestling.views import Reference, prefix
-from nestling.world import Piece, piece_cost
+from nestling.world import Piece, World, piece_cost
+from tests.small import NETWORKS, small
 
 SHAPE = (1, 28, 28)
 
@@ -47,3 +51,36 @@ def growing(shape: tuple[int, ...], classes: int) -> Any:
     """Another network at every call."""
     _BUILT.append(8 * (1 + len(_BUILT)))
     return MODELS["mlp"].build(shape=shape, classes=classes, hidden=[_BUILT[-1]])
+
+
+BUSY = Tier(device="stm32f405", count=1, memory_mean=60.0, memory_std=(40.0,))
+SIZED = Tier(name="sized", ratio=0.5, count=1, memory_std=(60.0,))
+CUT = Tier(name="cut", ratio=0.8, cut="depth", count=1, memory_std=(60.0,))
+
+
+def _world(*tiers: Tier) -> World:
+    settings = {"model": NETWORKS["tinyresnet"], "fleet": FleetConfig(tiers=tiers), "participants": 0}
+    return assemble(small("shared-average", **settings))[1].world
+
+
+@pytest.mark.parametrize("tier", [BUSY, SIZED, CUT], ids=lambda tier: tier.name)
+def test_what_fits_a_tier_is_what_its_devices_get(tier: Tier) -> None:
+    world = _world(tier)
+    plan, rounds = world.plans[tier.name], range(40)
+    shares = [world.free_share(0, round) for round in rounds]
+    pieces = [world.device(0, round).piece for round in rounds]
+    assert shares[0] == 1 and len(set(shares)) > 5 and pieces[0] is plan.piece
+    smallest = min(pieces, key=lambda piece: world.cost(piece).params)
+    # A ladder of the same pieces, which methods that cut the network in their own way would make, gives the same.
+    own = Ladder(world, sorted(pieces, key=lambda piece: world.cost(piece).params))
+    for round in rounds:
+        assert plan.fits(world.cost(pieces[round]), shares[round]) or pieces[round].view.key() == smallest.view.key()
+        assert own.of(world.device(0, round), round).view.key() == pieces[round].view.key()
+
+
+def test_a_piece_that_does_not_fit_says_what_there_is_too_little_of() -> None:
+    world = _world(BUSY, SIZED)
+    whole, plan = piece_cost(Piece(world.main, world.main.full)), world.plans[BUSY.name]
+    assert [plan.too_little(whole) for plan in world.plans.values()] == ["ram", "size"]
+    # All of the memory would do: it is what is free at rest that there is too little of.
+    assert not exceeded(plan.profile, whole, plan.budget)

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, count
 from statistics import NormalDist
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ FEW = 4096  # up to so many devices it is faster to shuffle all of them than to 
 
 class Fleet:
     """`size` devices numbered from 0, laid out over the tiers. Make one with `make_fleet`."""
+
+    live: ClassVar[bool] = False  # whether its devices are real and say themselves what memory is free
 
     def __init__(
         self, tiers: Sequence[Tier], counts: Sequence[int], profiles: Sequence[Profile], deadline: float, seed: int

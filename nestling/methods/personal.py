@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from nestling.devices.fit import RATIOS, exceeded
+from nestling.devices.fit import RATIOS
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.method import Method
@@ -89,10 +89,11 @@ def _own_piece(world: World, plan: Plan, tailor: Tailor) -> Piece:
     found = plan.piece
     for piece in _candidates(plan):
         found = _tailored(world, plan, piece, tailor)
-        if _fits(plan, found, world):
+        # A network that a tier brings without a device is taken with whatever the method adds to it.
+        if plan.fits(world.cost(found)) or (plan.tier.model and plan.fit is None):
             return found
     if plan.fit is not None:
-        limit = exceeded(plan.profile, world.cost(found), plan.budget)
+        limit = plan.too_little(world.cost(found))
         raise InputError(
             f"with what the method adds, no network of tier {plan.tier.name!r} trains on {plan.profile.name}: too little {limit}",
             field=f"fleet.tiers ({plan.tier.name})",
@@ -119,11 +120,3 @@ def _tailored(world: World, plan: Plan, piece: Piece, tailor: Tailor) -> Piece:
         return piece
     own = world.adopt(f"{plan.tier.name} (tailored)", made)
     return Piece(own, own.full)
-
-
-def _fits(plan: Plan, piece: Piece, world: World) -> bool:
-    cost = world.cost(piece)
-    if plan.fit is not None:
-        share = min(1.0, plan.tier.memory_mean / 100)
-        return not exceeded(plan.profile, cost, replace(plan.budget, ram_share=share))
-    return bool(plan.tier.model) or cost.params <= plan.cost.params

@@ -75,6 +75,7 @@ class Decoupled(Method):
             return self.level[tier] == level
         if own.piece.reference is other.piece.reference:
             return own.piece.view.contains(other.piece.view)
+        # Not `own.fits`: a network of a tier's own has all of its device's memory, whatever the tier has free, as its plan does.
         return own.fit is not None and not exceeded(own.profile, other.cost, own.budget)
 
     def choose(self, round: int, clients: int) -> list[int]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from nestling.devices.fit import exceeded
 from nestling.methods.allocation import Ladder
 from nestling.seeds import stream
 from nestling.views import View
@@ -53,6 +52,7 @@ class Pool:
         plan = self.world.plans[tier]
         if plan.fit is not None:
             return self._ladder.at_rest(tier) if device is None else self._ladder.rung(device, round)
+        # Not `plan.fits`: in the paper a model fits by its nominal size, in whatever memory is free, without steps.
         free = plan.tier.memory_mean if device is None else self.world.fleet.free_memory(device.id, round)
         most = room(self.world, plan, free) + 1e-9
         return max((k for k, rung in enumerate(self.rungs) if rung.size <= most), default=0)
@@ -107,11 +107,8 @@ class _Urn:
 
 
 def trains(world: World, plan: Plan, view: View) -> bool:
-    """Whether a tier's devices train a view at rest."""
-    cost = world.cost(Piece(world.main, view))
-    if plan.fit is not None:
-        return not exceeded(plan.profile, cost, replace(plan.budget, ram_share=min(1.0, plan.tier.memory_mean / 100)))
-    return cost.params <= room(world, plan, plan.tier.memory_mean) * whole(world)
+    """Whether a tier's devices train a view in the memory that they usually have free."""
+    return plan.fits(world.cost(Piece(world.main, view)), plan.tier.memory_mean / 100)
 
 
 def room(world: World, plan: Plan, free: float) -> float:
