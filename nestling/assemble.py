@@ -40,10 +40,16 @@ class Given:
 
 def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[Experiment, Federation]:
     """The experiment with all it left open settled, and its federation (the engine not yet opened)."""
-    experiment, dataset, world = make_world(experiment, store)
-    method = experiment.make_method()
+    settled, dataset, world = make_world(experiment, store)
+    method = settled.make_method()
     method.setup(world)
-    return experiment, _federation(experiment, dataset, world, method)
+    federation = _federation(settled, dataset, world, method)
+    federation.notes += [
+        f"tier {tier.name!r} takes no part: its share of {len(world.fleet)} devices comes to none"
+        for tier in fleet_of(experiment.fleet).tiers
+        if tier.name not in world.plans
+    ]
+    return settled, federation
 
 
 def make_world(
@@ -152,7 +158,16 @@ def _settle_fleet(experiment: Experiment, dataset: Dataset, main: Reference) -> 
     require(
         experiment.participants <= size, f"{experiment.participants} clients a round from a fleet of {size}", "participants", fix
     )
-    return experiment.with_changes(fleet=fleet)
+    return experiment.with_changes(fleet=_without_empty(fleet, experiment.seed))
+
+
+def _without_empty(fleet: FleetConfig, seed: int) -> FleetConfig:
+    """The fleet without tiers whose share comes to no device: nobody is there to train, so what they could train must not count."""
+    made = make_fleet(fleet, seed)
+    if all(made.counts):
+        return fleet
+    left = [replace(t, share=0.0, count=count) for t, count in zip(made.tiers, made.counts, strict=True) if count]
+    return replace(fleet, tiers=tuple(left))
 
 
 def _default_tiers(experiment: Experiment, dataset: Dataset, main: Reference, size: int) -> tuple[Tier, ...]:

@@ -152,6 +152,8 @@ def carry_on(
                 home.start(done)
                 metrics = home.metrics()
             watcher.started(experiment, {**description, "engine": account(federation.engine)}, done)
+            for note in federation.notes:
+                watcher.note(note)
             federation.engine.open(experiment.make_method(), site_of(federation))
             saved, told = -math.inf, 0
             # What exists by now stays: the collector need not walk through it again and again.

@@ -190,7 +190,8 @@ def _check_sizes(tiers: Sequence[Tier], size: int) -> None:
             raise InputError("some tiers give a share and some a count", field=f"fleet.tiers[{index}].share", fix=fix)
         if not tier.share and not tier.count:
             key = "count" if by_count else "share"
-            raise InputError("missing", field=f"fleet.tiers[{index}].{key}", fix=f"say how large this tier is: {key} = ...")
+            fix = f"say how large this tier is: {key} = ..., or leave the tier out"
+            raise InputError("missing or 0", field=f"fleet.tiers[{index}].{key}", fix=fix)
     total = sum(tier.count for tier in tiers)
     if by_count and size and total != size:
         raise InputError(f"the counts add up to {total}, the fleet has {size}", field="fleet.tiers", fix=f"set size = {total}")
