@@ -82,6 +82,7 @@ def reproduce(
         return
     paper = reproducing.read(name)
     kept = out or runs / Path(name).stem / "results.json"
+    reproducing.check_file(paper, kept, "--out" if out else "--runs")
     with terminal_watcher() as watcher:
         found = reproducing.reproduce(
             paper,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nestling.devices.units import show_bytes
 from nestling.errors import InputError, unknown
 from nestling.evaluation import Bench, ready
-from nestling.files import write_atomic
+from nestling.files import write_atomic, writing
 from nestling.rounds import Federation
 from nestling.running import Result, opened
 from nestling.seeds import stream
@@ -71,12 +71,10 @@ def export(
         folder = _folder(result, work.plan.tier.name, out)
         files = _files(work, result.federation, formats, name)
         report = _report(work, result.federation, files, folder)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file, data in {**files, REPORT: json.dumps(report, indent=1)}.items():
             write_atomic(folder / file, data)
-    except OSError as error:
-        raise InputError(f"cannot write to {folder}: {error.strerror}", field="--out") from error
     return report
 
 

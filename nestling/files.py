@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,27 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+@contextmanager
+def writing(what: object, field: str = "--out") -> Iterator[None]:
+    """What the system refuses while something is written where the user wants it is the user's to mend: an `InputError` on `field`."""
+    try:
+        yield
+    except OSError as error:
+        fix = "name a place that you may write to and that has room"
+        raise InputError(f"cannot write {what}: {error.strerror or error}", field=field, fix=fix) from error
+
+
+def check_place(path: Path, field: str = "--out") -> None:
+    """Refuses a path at which nothing can be made, as far as that can be seen without making it."""
+    with writing(path, field):
+        parent = next(p for p in [path.absolute(), *path.absolute().parents] if p.exists() or p.is_symlink())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            why = (
+                "you may not write there" if parent.is_dir() else "it is not a folder" if parent.exists() else "it leads nowhere"
+            )
+            raise InputError(f"cannot write in {parent}: {why}", field=field, fix="name a folder you may write in")
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from nestling.errors import InputError
 from nestling.events import EventFile
-from nestling.files import write_atomic
+from nestling.files import check_place, write_atomic, writing
 
 METRICS, BOARDS = "metrics.jsonl", "boards.jsonl"
 
@@ -105,28 +105,32 @@ class RunFolder:
 
 def check_new(path: Path) -> None:
     """Refuses a path where a run folder cannot be made."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} exists already", field="--out", fix="name another folder, or go on with it: --resume")
-    parent = next(p for p in [path.absolute(), *path.absolute().parents] if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InputError(f"cannot write in {parent}", field="--out", fix="name a folder you may write in")
+    with writing(_called(path)):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InputError(f"{path} exists already", field="--out", fix="name another folder, or go on with it: --resume")
+    check_place(path)
+
+
+def _called(path: Path) -> str:
+    return f"the run folder {path}"
 
 
 def create(path: Path, files: dict[str, str]) -> RunFolder:
     """A new run folder with its first files; it appears under its name only when they are all there."""
     check_new(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        for name, text in files.items():
-            write_atomic(temporary / name, text)
-        os.chmod(temporary, 0o755)
-        if path.exists():
-            path.rmdir()
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with writing(_called(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        try:
+            for name, text in files.items():
+                write_atomic(temporary / name, text)
+            os.chmod(temporary, 0o755)
+            if path.exists():
+                path.rmdir()
+            temporary.rename(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     return RunFolder(path)
 
 

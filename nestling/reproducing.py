@@ -15,7 +15,7 @@ from rich.table import Table
 from nestling import running
 from nestling.errors import InputError, unknown
 from nestling.experiment import Experiment, overridden
-from nestling.files import read_toml, write_atomic
+from nestling.files import check_place, read_toml, write_atomic, writing
 from nestling.folder import RunFolder
 from nestling.running import Watcher
 from nestling.schema import from_table, require
@@ -163,8 +163,9 @@ FREE = ("rounds", "engine")
 def _go_on(experiment: Experiment, folder: Path, overrides: tuple[str, ...], watcher: Watcher) -> None:
     asked = folder.with_name(f"{folder.name}.toml")
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(asked, experiment.to_toml())
+        with writing(asked, "--runs"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(asked, experiment.to_toml())
         running.run(experiment, out=folder, watcher=watcher)
         return
     if _fixed(Experiment.read(asked)) != _fixed(experiment):
@@ -228,23 +229,30 @@ def to_json(paper: Paper, outcomes: Iterable[Outcome]) -> str:
     return json.dumps({**table, "choices": paper.choices, "published": lines, "ours": ours}, indent=1) + "\n"
 
 
+def check_file(paper: Paper, path: Path, field: str = "--out") -> None:
+    """Refuses a small file that could not be written, before hours are spent on what it is to hold."""
+    check_place(path.parent, field)
+    _saved(paper, path)
+
+
 def save(paper: Paper, outcomes: Iterable[Outcome], path: Path) -> None:
     """Writes the small file. What it has of other runs of the table stays: lines may be played one by one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = [outcome for outcome in outcomes if outcome.done]
     runs = {(outcome.line, outcome.seed): outcome for outcome in (*_saved(paper, path), *new)}
     order = list(paper.lines)
-    write_atomic(path, to_json(paper, sorted(runs.values(), key=lambda run: (order.index(run.line), run.seed))))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, to_json(paper, sorted(runs.values(), key=lambda run: (order.index(run.line), run.seed))))
 
 
 def _saved(paper: Paper, path: Path) -> list[Outcome]:
     """The outcomes in a small file, of lines that the table still has."""
-    if not path.exists():
-        return []
     try:
+        if not path.exists():
+            return []
         found = json.loads(path.read_text())["ours"]
         return [Outcome(**row) for row in found if row["line"] in paper.lines]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is no file of results: {error}", field="--out", fix="name another file") from error
 
 

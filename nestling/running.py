@@ -79,8 +79,7 @@ def run(experiment: Experiment | None = None, *, out: str | Path | None = None, 
         settled, federation = assemble(experiment or Experiment(), store)
         description = describe(settled, federation)
         files = {"experiment.toml": settled.to_toml(), "federation.json": json.dumps(description, indent=1)}
-        with _disk_errors(path):
-            home = folder.create(path, files).take() if path else None
+        home = folder.create(path, files).take() if path else None
         return carry_on(settled, federation, description, home, watcher or Watcher(), fresh=True)
 
 

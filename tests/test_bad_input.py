@@ -121,6 +121,29 @@ def no_metrics(tmp: Path) -> list[str]:
     return ["report", str(tmp / "empty")]
 
 
+def out_at(place: str) -> Callable[[Path], list[str]]:
+    """A small run into a place that is no good; `file` is a file and `nowhere` a link to nothing."""
+
+    def make(tmp: Path) -> list[str]:
+        (tmp / "file").touch()
+        (tmp / "nowhere").symlink_to(tmp / "gone")
+        return [*sets()(tmp), "--out", place.replace("TMP", str(tmp))]
+
+    return make
+
+
+def written_to(place: str, *command: str) -> Callable[[Path], list[str]]:
+    """A command on a finished run (RUN) that is to write where it cannot."""
+
+    def make(tmp: Path) -> list[str]:
+        (tmp / "file").touch()
+        folder = finished(tmp) if "RUN" in command else tmp
+        return [*(str(folder) if word == "RUN" else word for word in command), place.replace("TMP", str(tmp))]
+
+    return make
+
+
+LONG = "x" * 300  # longer than any name may be
 X = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
 Y = np.arange(60) % 3
 
@@ -174,6 +197,29 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "resume with a file": (lambda tmp: ["run", "x.toml", "--resume", str(tmp)], "--resume"),
     "quiet and json": (lambda tmp: ["run", "--quiet", "--json"], "exclude each other"),
     "out exists": (out_exists, "exists already"),
+    "out is a file": (out_at("TMP/file"), "--out: "),
+    "out below a file": (out_at("TMP/file/below/it"), "it is not a folder (name a folder you may write in)"),
+    "out below a link to nothing": (out_at("TMP/nowhere/run"), "it leads nowhere (name a folder you may write in)"),
+    "out where the system makes no folders": (
+        out_at("/proc/nothing/run"),
+        "--out: cannot write the run folder /proc/nothing/run",
+    ),
+    "out of too long a name": (out_at(f"TMP/{LONG}"), "File name too long (name a place"),
+    "a comparison below a file": (written_to("TMP/file/x.html", "compare", "RUN", "--out"), "--out: cannot write"),
+    "a comparison of too long a name": (written_to(f"TMP/{LONG}", "compare", "RUN", "--out"), "--out: cannot write"),
+    "an export below a file": (
+        written_to("TMP/file/x", "export", "RUN", "--device", "large", "--format", "c", "--out"),
+        "--out: cannot write",
+    ),
+    "results of a table below a file": (
+        written_to("TMP/file/x.json", "reproduce", "heterofl-mnist", "--out"),
+        "--out: cannot write in",
+    ),
+    "results of a table of too long a name": (written_to(f"TMP/{LONG}", "reproduce", "heterofl-mnist", "--out"), "--out: "),
+    "runs of a table below a file": (
+        written_to("TMP/file/x", "reproduce", "heterofl-mnist", "--runs"),
+        "--runs: cannot write in",
+    ),
     "report of nothing": (no_metrics, "empty"),
     "fit without a device": (lambda tmp: ["fit", "tinycnn"], "either --device or --fleet"),
     "fit of an unknown device": (lambda tmp: ["fit", "tinycnn", "--device", "esp23"], "did you mean 'esp32'"),
@@ -196,7 +242,7 @@ def test_bad_input(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NESTLING_DATA", str(tmp_path))
     arguments = make(tmp_path)
-    if arguments[0] == "run" and "--resume" not in arguments and "--quiet" not in arguments:
+    if arguments[0] == "run" and not {"--resume", "--quiet", "--out"} & set(arguments):
         arguments += ["--out", str(tmp_path / "out")]
     before = sorted(p for p in tmp_path.rglob("*"))
     capsys.readouterr()

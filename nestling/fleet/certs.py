@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nestling.errors import InputError
+from nestling.files import writing
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -103,11 +104,12 @@ def issue(
     if not 1 <= days <= 3650:
         raise InputError(f"{days} days", field="--days", fix="1 to 3650")
     server = ServerFiles(folder / "server")
-    fresh = not (folder / "ca" / "ca.key").exists()
-    _check_room(folder, server, hosts, devices, revoke, force, fresh)
     done = []
-    for part in (folder, folder / "ca", server.root, server.devices, server.revoked, folder / "devices"):
-        private_folder(part)
+    with writing(folder, "DIR"):
+        fresh = not (folder / "ca" / "ca.key").exists()
+        _check_room(folder, server, hosts, devices, revoke, force, fresh)
+        for part in (folder, folder / "ca", server.root, server.devices, server.revoked, folder / "devices"):
+            private_folder(part)
     if fresh:
         _make_authority(folder / "ca", days)
         done.append(f"authority: {folder / 'ca'} (keep ca.key where nobody else reads)")

@@ -24,6 +24,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from nestling.errors import InputError
+from nestling.files import writing
 from nestling.fleet import certs, logs, profile
 from nestling.fleet.addresses import is_loopback, join_address
 from nestling.fleet.processes import Keeper, Program, flower_command, flower_env, free_port, need_flower, stopped_by_signals
@@ -80,8 +81,9 @@ def join(options: Options) -> None:
             fix="get this device's keys from whoever runs the server (`nestling certs`), and name them with --certs",
         )
     profile.Allowance.parse(options.memory)
-    for part in (options.folder, options.folder / "log", options.folder / "flower"):
-        certs.private_folder(part)
+    with writing(options.folder, "--folder"):
+        for part in (options.folder, options.folder / "log", options.folder / "flower"):
+            certs.private_folder(part)
     found = profile.measure()
     log.info(
         "%s: %.2f GB of memory, %.2f GB free, %.1f GMAC/s on one of %d cores",

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
+from nestling.files import writing
 from nestling.fleet import certs, logs
 from nestling.fleet.addresses import PORT, is_loopback
 from nestling.fleet.health import telling
@@ -75,7 +76,8 @@ def serve(options: Options) -> dict[str, Any]:
             field="--insecure",
             fix="make keys with `nestling certs` and leave --insecure out",
         )
-    home = certs.private_folder(home_of(options.out.absolute()))
+    with writing(home_of(options.out)):
+        home = certs.private_folder(home_of(options.out.absolute()))
     out = options.out.absolute()
     lines = logs.written_to(out / logs.SERVER_LOG, needs=out / "experiment.toml")
     with _alone(home), lines, Keeper() as keeper, stopped_by_signals():

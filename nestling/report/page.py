@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nestling.errors import InputError
+from nestling.files import write_atomic, writing
 from nestling.report.comparison import COMPARISON_PARTS, Entry, cautions, comparison_body, comparison_rows, comparison_title
 from nestling.report.folder import Run, read_run, summarise
 from nestling.report.markup import esc
@@ -29,7 +28,7 @@ def write_report(folder: Path) -> Path:
     """Write `folder`/report.html for the run in `folder`, finished or not, and give its path."""
     run = read_run(Path(folder))
     body = run_body(run)
-    return _write(run.folder / "report.html", _page(run_title(run), _parts_in(body, RUN_PARTS), body))
+    return _write(run.folder / "report.html", _page(run_title(run), _parts_in(body, RUN_PARTS), body), field="RUN")
 
 
 def write_analysis_page(folder: Path, out: Path) -> Path:
@@ -93,18 +92,12 @@ def _asset(name: str) -> str:
     return files("nestling.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _write(path: Path, text: str) -> Path:
+def _write(path: Path, text: str, field: str = "--out") -> Path:
     """Write beside the target and rename, so that a reader never meets half a page."""
-    if path.is_dir():
-        raise InputError("is a folder", field=str(path), fix="give the name of an HTML file")
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with writing(path, field):
+        if path.is_dir():
+            raise InputError(f"{path} is a folder", field=field, fix="give the name of an HTML file")
         path.parent.mkdir(parents=True, exist_ok=True)
         # JSON may hold half a surrogate pair, which UTF-8 cannot write.
-        draft.write_bytes(text.encode("utf-8", "replace"))
-        os.replace(draft, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise InputError(f"cannot be written: {error.strerror}", field=str(path)) from error
+        write_atomic(path, text.encode("utf-8", "replace"))
     return path

@@ -239,7 +239,7 @@ def test_a_long_run_of_many_clients_and_classes_stays_a_page_one_can_open(tmp_pa
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="--out: cannot write"):
         write_comparison([write_run(tmp_path / "r")], tmp_path / "file" / "all.html")
 
 
