@@ -58,6 +58,7 @@ def run(
         print(json.dumps(result.summary))
     elif not quiet:
         show_result(result)
+    _need_something_merged(result.summary)
 
 
 @app.command()
@@ -273,6 +274,7 @@ def serve(
     accuracy = summary["global_accuracy"]["last"]
     print(f"done: {summary['rounds_done']} rounds" + (f", global accuracy {accuracy:.2%}" if accuracy is not None else ""))
     print(f"report: {options.out / 'report.html'}")
+    _need_something_merged(summary)
 
 
 @app.command()
@@ -378,7 +380,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """The entry point: 0 done, 2 the user's input is wrong, 1 our fault."""
+    """The entry point: 0 done, 2 the user's input is wrong, 1 our fault, 3 a run went to its end and merged nothing."""
     sys.exit(_guarded(app))
 
 
@@ -418,6 +420,15 @@ def _log_to_terminal() -> None:
 
     for handler in logging.getLogger().handlers:
         handler.addFilter(Discreet())
+
+
+def _need_something_merged(summary: dict[str, Any]) -> None:
+    """Ends with a code of its own, and says why, where no reply of the whole run counted: its figures are of untrained models."""
+    if summary.get("nothing_merged"):  # what an earlier version wrote does not say
+        from nestling.running import emptiness
+
+        _complain(emptiness(summary))
+        raise typer.Exit(3)
 
 
 def _complain(text: str) -> None:

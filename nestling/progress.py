@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nestling.experiment import Experiment
 from nestling.report.tables import terminal_table
 from nestling.rounds import Metrics
-from nestling.running import Result, Watcher
+from nestling.running import Result, Watcher, emptiness
 
 
 @contextmanager
@@ -107,6 +107,8 @@ def show_result(result: Result) -> None:
     summary, folder = result.summary, result.folder
     assert folder is not None
     console.print(terminal_table(folder))
+    if summary["empty_rounds"]:
+        console.print(f"[bold]{escape(emptiness(summary))}[/bold]", soft_wrap=True)
     whole, own = summary["global_accuracy"], summary["personal_accuracy"]
     what = "global model" if summary["global_model"] else "mean of the clients' models (no global model)"
     if whole["last"] is not None:

@@ -208,7 +208,7 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
         replies.append(Reply(s.device, piece, s.message, outcome.reply))
     if deadline and events["dropped"]:
         events["seconds"] = deadline  # the server waited for those that never answered
-    found.events = events
+    found.events = {**events, "merged": len(replies)}
     return replies
 
 
@@ -279,6 +279,7 @@ def _measure(federation: Federation, done: _Round) -> Metrics:
         "round": done.number,
         "clients": list(sent),
         "missed": [client for client in sent if client not in outcomes],
+        "merged": int(events["merged"]),
         "loss": _weighted_loss(list(outcomes.values()), losses),
         "by_tier": {tier: {**row, **accuracies.get(tier, {})} for tier, row in by_tier.items()},
         "bytes_up": up,

@@ -9,7 +9,7 @@ import math
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,7 +245,8 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
     rows = [m for m in metrics if m["global_accuracy"] is not None]
     kinds = ("global_accuracy", "personal_accuracy")
     tiers = federation.world.plans
-    return {
+    empty = sum(not _merged(row) for row in metrics)
+    found: dict[str, Any] = {
         "method": experiment.method.name,
         "title": federation.method.info.title,
         "seed": experiment.seed,
@@ -267,6 +268,8 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
         "refused": totals.refused,
         "late": totals.late,
         "dropped": totals.dropped,
+        "empty_rounds": empty,
+        "nothing_merged": bool(metrics) and empty == len(metrics),
         "engine": {
             **account(federation.engine),
             "not_recorded": [n for n in federation.engine.notes if n.startswith("NOT RECORDED")],
@@ -275,6 +278,23 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
         "commit": _commit(),
         "versions": {"nestling": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+    found["notes"] += filter(None, [emptiness(found)])
+    return found
+
+
+def _merged(row: Metrics) -> int:
+    """How many replies a round merged; rounds of earlier versions do not say it."""
+    lost = row["refused"] + row["late"] + row["dropped"]
+    return int(row.get("merged", max(0, len(row["clients"]) - lost)))
+
+
+def emptiness(summary: Mapping[str, Any]) -> str:
+    """What must be said of a run in which rounds merged nothing; nothing where every round merged something."""
+    rounds, empty = summary["rounds_done"], summary["empty_rounds"]
+    lost = f"{summary['refused']} replies refused, {summary['late']} late, {summary['dropped']} clients dropped out"
+    if summary["nothing_merged"]:
+        return f"NOTHING WAS MERGED in any of {rounds} rounds ({lost}): the models are as they were before the first"
+    return f"{empty} of {rounds} rounds merged nothing ({lost})" if empty else ""
 
 
 def _last_best(points: list[tuple[int, float | None]]) -> dict[str, Any]:

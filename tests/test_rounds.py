@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import nestling
-from nestling import EngineConfig
+from nestling import EngineConfig, FleetConfig, Train
 from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort
 from nestling.rounds import play
 from nestling.training.client import Outcome, Task
 from nestling.views.flat import Row
-from tests.small import small
+from tests.small import TIERS, small
+from tests.test_bad_input import SMALL, call
+
+HOPELESS = Train(epochs=1, batch=20, lr=1e30)
+"""After a step no weight is finite, so that every reply is refused."""
 
 
 class Ahead(Cohort):
@@ -87,3 +93,40 @@ def test_everybody_broken_keeps_the_model() -> None:
     before = nestling.run(small("all-large", rounds=1)).federation.world.main.initial
     assert len(refusals) == 8 and [m["refused"] for m in metrics] == [4, 4]
     assert all(torch.equal(state[f"weights/{n}"], t) for n, t in before.items())
+
+
+def test_a_run_that_merged_nothing_says_so() -> None:
+    result = nestling.run(small(train=HOPELESS))
+    summary = result.summary
+    assert summary["nothing_merged"] and summary["empty_rounds"] == 2 and [row["merged"] for row in result.metrics] == [0, 0]
+    assert len(summary["notes"]) == 1 and summary["notes"][0].startswith(
+        "NOTHING WAS MERGED in any of 2 rounds (6 replies refused"
+    )
+
+
+def test_a_run_with_some_empty_rounds_says_how_many() -> None:
+    tiers = tuple(replace(tier, dropout=0.6) for tier in TIERS)
+    result = nestling.run(small(fleet=FleetConfig(tiers=tiers), participants=2, rounds=12))
+    empty = sum(row["dropped"] == len(row["clients"]) for row in result.metrics)
+    assert 0 < empty < 12 and result.summary["empty_rounds"] == empty and not result.summary["nothing_merged"]
+    assert any(note.startswith(f"{empty} of 12 rounds merged nothing") for note in result.summary["notes"])
+
+
+def test_a_run_in_which_all_is_well_says_nothing() -> None:
+    result = nestling.run(small())
+    assert result.summary["empty_rounds"] == 0 and not result.summary["nothing_merged"] and not result.summary["notes"]
+    assert [row["merged"] for row in result.metrics] == [3, 3]
+
+
+@pytest.mark.parametrize("how", [[], ["--json"], ["--quiet"]], ids=str)
+def test_the_command_line_ends_otherwise_where_nothing_was_merged(
+    how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["--set", "train.lr=1e30", "--out", str(tmp_path / "run")]
+    assert call(["run", *SMALL, *how, *wrong], monkeypatch) == 3
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1].startswith("nestling: NOTHING WAS MERGED")
+    assert ("NOTHING WAS MERGED" in shown.out) == ("--quiet" not in how)
+    assert "Rounds that merged nothing" in (tmp_path / "run" / "report.html").read_text()
+    # Going on without a round to play is no success either.
+    assert call(["run", "--resume", str(tmp_path / "run"), "--quiet"], monkeypatch) == 3

@@ -111,6 +111,8 @@ def _headline(title: str, summary: Row, kind: str) -> str:
 
 def _costs(summary: Row) -> list[tuple[str, str]]:
     lost = [(key.capitalize(), whole(summary.get(key))) for key in ("refused", "late", "dropped")]
+    if summary.get("empty_rounds"):
+        lost.append(("Rounds that merged nothing", whole(summary["empty_rounds"])))
     return [
         ("Sent up", traffic(summary.get("bytes_up"))),
         ("Sent down", traffic(summary.get("bytes_down"))),
