@@ -63,6 +63,7 @@ def _alone(title: str, setting: str) -> Line:
 
 
 _FEDMD = {"pretrain": 10, "digest_batch": 32}
+_FARTHER = {"digest_lr": 0.003}
 _FEDDF = {"steps": 20, "batch": 64}
 
 LINES = (
@@ -89,7 +90,18 @@ LINES = (
     _line("Fed-ET", LONGER, "fedet", "alone, equal mixes", steps=24, features=64),
     _alone("alone, 30 rows", SCARCE_ROWS),
     _line("DraftFed", SCARCE_ROWS, "draftfed", "alone, 30 rows", epochs=2, batch=32),
-    _line("DraftFed, own rows first", SCARCE_ROWS, "draftfed", "alone, 30 rows", order="draft-local", epochs=2, batch=32),
+    _line("KT-pFL, equal mixes", SCARCE_ROWS, "kt-pfl", "alone, 30 rows"),
+    _line(
+        "FedMD without public labels, equal mixes",
+        SCARCE_ROWS,
+        "fedmd",
+        "alone, 30 rows",
+        **{**_FEDMD, **_FARTHER, "pretrain": 0},
+    ),
+    _line("public labels without a consensus, equal mixes", SCARCE_ROWS, "fedmd", "alone, 30 rows", digest=0, **_FEDMD),
+    _line("FedMD, equal mixes", SCARCE_ROWS, "fedmd", "public labels without a consensus, equal mixes", **_FEDMD, **_FARTHER),
+    _line("FedHeNN, equal mixes", SCARCE_ROWS, "fedhenn", "alone, 30 rows"),
+    _line("FD, equal mixes", SCARCE_ROWS, "fd", "alone, 30 rows"),
 )
 
 
