@@ -75,6 +75,11 @@ class Federation:
         self.kept = {name: part for name, part in state.items() if name.startswith(KEPT)}
         self.method.restore({name: part for name, part in state.items() if name not in self.kept})
 
+    def roll_back(self, round: int, state: Mapping[str, State]) -> None:
+        """Undoes a round and those begun after it: the server's state, what clients keep, and what is written down of them."""
+        self.world.store.undo(round)
+        self.restore(state)
+
 
 @dataclass
 class _Sent:
@@ -92,38 +97,48 @@ class _Round:
 
     number: int
     before: dict[str, State]
-    sent: dict[int, _Sent]
-    outcomes: dict[int, Outcome]
-    refusals: list[tuple[int, str]]
-    unsure: list[tuple[int, Row]]  # clients whose reply counted before its values were looked at
-    events: dict[str, float]
-    tested: dict[str, Any] | None
+    spoilt: frozenset[int]  # whose replies turned out not to be finite when the round was played before
+    sent: dict[int, _Sent] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)  # whose replies to this round do not count
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+    unsure: list[tuple[int, Row]] = field(default_factory=list)  # clients whose reply counted before its values were looked at
+    events: dict[str, float] = field(default_factory=dict)
+    tested: dict[str, Any] | None = None
+    error: Exception | None = None
+
+    def broken(self) -> frozenset[int]:
+        """Whose replies counted though they are not finite; waits for the device that computes them."""
+        return frozenset([client for client, row in self.unsure if not row.stack.finite[row.number]])
 
 
 def play(federation: Federation) -> Iterator[Metrics]:
     """Plays the remaining rounds; gives each one's metrics after its merge, before anything is written.
 
     Where the engine works asynchronously, the next round is started before the results of one are looked at. Should a reply turn out
-    not to be finite, the method goes back to its state before that round, which is played again without it.
+    not to be finite, everything goes back to how it was before that round, which is played again without it.
     """
     waiting: deque[_Round] = deque()
     number, mark = federation.totals.round + 1, time.monotonic()
-    refused: frozenset[int] = frozenset()
+    spoilt: frozenset[int] = frozenset()
     while waiting or number <= federation.rounds:
-        # What clients keep cannot be taken back, so with such methods no round is started on trust.
+        # What clients of two rounds had before is not held at once, so where they keep something no round is started on trust.
         ahead = 0 if federation.settle or federation.stateful else federation.engine.lookahead
-        if number <= federation.rounds and len(waiting) <= ahead:
-            waiting.append(_start(federation, number, refused))
-            number, refused = number + 1, frozenset()
+        if number <= federation.rounds and len(waiting) <= ahead and not (waiting and waiting[-1].error):
+            waiting.append(_start(federation, number, spoilt))
+            number, spoilt = number + 1, frozenset()
             continue
         done = waiting.popleft()
         federation.ahead = len(waiting)
-        broken = frozenset(client for client, row in done.unsure if not row.stack.finite[row.number])
+        broken = done.broken()
         if broken:
-            federation.restore(done.before)
+            federation.roll_back(done.number, done.before)
             waiting.clear()
-            number, refused = done.number, broken
+            number, spoilt = done.number, done.spoilt | broken
             continue
+        if done.error:
+            raise done.error
+        federation.world.store.settle(done.number)
         metrics = _measure(federation, done)
         mark, metrics["seconds"] = time.monotonic(), time.monotonic() - mark
         federation.totals.round = done.number
@@ -131,16 +146,27 @@ def play(federation: Federation) -> Iterator[Metrics]:
         mark = mark if waiting else time.monotonic()  # what the caller does with the metrics is no part of a round
 
 
-def _start(federation: Federation, number: int, refused: frozenset[int]) -> _Round:
+def _start(federation: Federation, number: int, spoilt: frozenset[int]) -> _Round:
     before = {name: state.copy() for name, state in federation.state().items()}
-    sent = _send(federation, number)
-    outcomes = _train(federation, sent, number)
-    found = _Round(number, before, sent, outcomes, [], [], {}, None)
-    replies = _admit(federation, found, refused)
+    found = _Round(number, before, spoilt)
+    federation.world.store.begin(number)
+    try:
+        _carry_out(federation, found)
+    except Exception as error:
+        # A value that is not finite may be why, in this round or in the one before, and nobody has looked at them yet.
+        found.error = error
+    return found
+
+
+def _carry_out(federation: Federation, found: _Round) -> None:
+    number = found.number
+    found.sent = _send(federation, number)
+    found.outcomes = _train(federation, found.sent, number)
+    replies = _admit(federation, found)
+    _keep(federation, found)
     federation.kept = merge_round(federation.server, federation.method, replies, number, federation.kept)
     if number % federation.evaluate_every == 0 or number == federation.rounds:
         found.tested = evaluate(federation.shown, federation.world, federation.bench)
-    return found
 
 
 def _send(federation: Federation, number: int) -> dict[int, _Sent]:
@@ -155,7 +181,7 @@ def _send(federation: Federation, number: int) -> dict[int, _Sent]:
 
 
 def _train(federation: Federation, sent: dict[int, _Sent], number: int) -> dict[int, Outcome]:
-    """Runs the work of all clients that do not vanish, and puts away what they keep."""
+    """Runs the work of all clients that do not vanish."""
     store = federation.world.store
     tasks = [
         Task(client, number, s.piece.reference.name, s.piece.spec(), s.message, store.get(client))
@@ -167,14 +193,21 @@ def _train(federation: Federation, sent: dict[int, _Sent], number: int) -> dict[
         outcomes[outcome.client] = outcome
         federation.on_client(len(outcomes), len(tasks))
     # In the order of their numbers, whatever order they finished in.
-    outcomes = dict(sorted(outcomes.items()))
-    for client, outcome in outcomes.items():
-        store.put(client, outcome.memory, number)
+    return dict(sorted(outcomes.items()))
+
+
+def _keep(federation: Federation, found: _Round) -> None:
+    """Puts away what clients keep. Who is refused counts as dropped, and goes on from what it had before."""
+    store, discard = federation.world.store, getattr(federation.engine, "discard", None)
+    for client, outcome in found.outcomes.items():
         federation.stateful |= bool(outcome.memory)
-    return outcomes
+        if client not in found.refused:
+            store.put(client, outcome.memory, found.number)
+        elif discard:  # real devices keep what is theirs
+            discard(client, found.number)
 
 
-def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> list[Reply]:
+def _admit(federation: Federation, found: _Round) -> list[Reply]:
     """The replies that count; writes down what happened to the others and to the clock."""
     world, replies, sent = federation.world, [], found.sent
     told = _refused_by_engine(federation.engine)
@@ -201,9 +234,10 @@ def _admit(federation: Federation, found: _Round, refused: frozenset[int]) -> li
         form = (piece, id(s.message))
         if form not in expected:
             expected[form] = federation.method.expects(piece, s.message)
-        reason = _NOT_FINITE if client in refused else reason or _faults(expected[form], s, outcome.reply, found)
+        reason = _NOT_FINITE if client in found.spoilt else reason or _faults(expected[form], s, outcome.reply, found)
         if reason:
             found.refusals.append((client, reason))
+            found.refused.add(client)
             continue
         replies.append(Reply(s.device, piece, s.message, outcome.reply))
     if deadline and events["dropped"]:

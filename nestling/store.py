@@ -4,6 +4,9 @@ In a run folder every state is written at once, under its client and round. Afte
 and the store gives each client what it had then: later versions are forgotten, and an older one is only removed once a checkpoint
 covers a newer. A version counts only once a checkpoint covers it, so it is written plainly and flushed with the others of its round.
 Without a run folder only what no longer fits is written, to a temporary folder that goes with the store.
+
+What is put in a round can be undone until the round is settled. Nothing is copied for it: what a put replaces is held on to, or lies
+on disk as an older version.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ class ClientStore:
         self._bytes = 0
         self._versions: dict[int, list[int]] = {}  # rounds on disk, oldest first
         self._covered = 0  # the round of the last checkpoint
-        self._unflushed: list[Path] = []
+        self._unflushed: set[Path] = set()
         self._unwritten: set[int] = set()  # without a run folder: those whose state is in memory only
         self._temporary: Path | None = None
+        self._replaced: dict[int, dict[int, State]] = {}  # round that is not settled → client → what a put of that round replaced
 
     def get(self, client: int) -> State:
         """What the client kept; nothing at first."""
@@ -52,12 +56,27 @@ class ClientStore:
         """Keeps the client's state as of a round."""
         if not state:
             return
+        self._hold(client, round)
         if self.folder is not None:
-            self._unflushed.append(self._write(client, state, round))
+            self._unflushed.add(self._write(client, state, round))
             self._versions[client] = [*self._prune(client, round), round]
         else:
             self._unwritten.add(client)
         self._remember(client, state)
+
+    def begin(self, round: int) -> None:
+        """From now on what is put as of a round can be undone, until the round is settled."""
+        self._replaced[round] = {}
+
+    def settle(self, round: int) -> None:
+        """A round stands."""
+        self._replaced.pop(round, None)
+
+    def undo(self, round: int) -> None:
+        """Takes back what was put as of a round and of those begun after it."""
+        for number in sorted((begun for begun in self._replaced if begun >= round), reverse=True):
+            for client, state in self._replaced.pop(number).items():
+                self._take_back(client, number, state)
 
     def clients(self) -> list[int]:
         """Who has kept anything."""
@@ -70,7 +89,7 @@ class ClientStore:
         paths = [*self._unflushed, self._home()]
         with ThreadPoolExecutor(min(_FLUSHERS, len(paths))) as flushers:
             list(flushers.map(_flush, paths))
-        self._unflushed = []
+        self._unflushed.clear()
 
     def covered(self, round: int) -> None:
         """A checkpoint of `round` is on disk: what only older checkpoints needed may go."""
@@ -81,7 +100,7 @@ class ClientStore:
         """Goes back to what clients had after `round`."""
         self._recent.clear()
         self._bytes, self._covered = 0, round
-        self._versions, self._unflushed, self._unwritten = {}, [], set()
+        self._versions, self._unflushed, self._unwritten, self._replaced = {}, set(), set(), {}
         for path in self.folder.glob("*.safetensors") if self.folder is not None else []:
             match = _FILE.fullmatch(path.name)
             if match is None:
@@ -93,6 +112,28 @@ class ClientStore:
                 self._versions.setdefault(client, []).append(version)
         for versions in self._versions.values():
             versions.sort()
+
+    def _hold(self, client: int, round: int) -> None:
+        """Holds on to what the first put of a round replaces. A run folder has it on disk: no put removes the version before it."""
+        replaced = self._replaced.get(round)
+        if replaced is not None and client not in replaced:
+            replaced[client] = self.get(client) if self.folder is None else {}
+
+    def _take_back(self, client: int, round: int, state: State) -> None:
+        """Gives a client what it had before a round: without a run folder that is `state`, else the version before."""
+        self._bytes -= _size(self._recent.pop(client, {}))
+        versions = self._versions.pop(client, [])
+        if self.folder is not None:
+            path = self._path(client, round)
+            self._unflushed.discard(path)
+            path.unlink(missing_ok=True)
+            if versions[:-1]:
+                self._versions[client] = versions[:-1]
+        elif state:
+            self._unwritten.add(client)
+            self._remember(client, state)
+        else:
+            self._unwritten.discard(client)
 
     def _prune(self, client: int, round: int) -> list[int]:
         """Removes what no checkpoint can ask for any more; gives what stays."""

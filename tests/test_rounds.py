@@ -14,6 +14,8 @@ import nestling
 from nestling import EngineConfig, FleetConfig, Train
 from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort
+from nestling.message import Message
+from nestling.methods import Reply, SharedWeights
 from nestling.rounds import play
 from nestling.training.client import Outcome, Task
 from nestling.views.flat import Row
@@ -130,3 +132,72 @@ def test_the_command_line_ends_otherwise_where_nothing_was_merged(
     assert "Rounds that merged nothing" in (tmp_path / "run" / "report.html").read_text()
     # Going on without a round to play is no success either.
     assert call(["run", "--resume", str(tmp_path / "run"), "--quiet"], monkeypatch) == 3
+
+
+def test_a_merge_that_fails_on_what_is_not_finite_is_done_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some arithmetic (a singular value decomposition) raises where it meets such values, others only spoil what they make."""
+    merge = SharedWeights.merge
+
+    def strict(self: SharedWeights, replies: Sequence[Reply], round: int) -> None:
+        merge(self, replies, round)
+        if not all(t.isfinite().all() for t in self.weights.values()):
+            raise ArithmeticError("not finite")
+
+    alone = Ahead({2: 1})
+    alone.lookahead = 0
+    expected = played(alone)
+    monkeypatch.setattr(SharedWeights, "merge", strict)
+    for lookahead in (0, 1):
+        engine = Ahead({2: 1})
+        engine.lookahead = lookahead
+        metrics, state, refusals = played(engine)
+        assert refusals == [(1, 2)] and without_time(metrics) == without_time(expected[0])
+        assert all(torch.equal(state[n], t) for n, t in expected[1].items())
+
+
+def test_an_error_with_another_cause_is_raised_after_the_rounds_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge = SharedWeights.merge
+
+    def fails(self: SharedWeights, replies: Sequence[Reply], round: int) -> None:
+        merge(self, replies, round)
+        if round == 3:
+            raise ArithmeticError("a mistake")
+
+    monkeypatch.setattr(SharedWeights, "merge", fails)
+    experiment, federation = assemble(small("all-large", rounds=4, participants=4))
+    federation.engine = Ahead()
+    federation.engine.open(experiment.make_method(), site_of(federation))
+    rows = play(federation)
+    assert [next(rows)["round"], next(rows)["round"]] == [1, 2]
+    with pytest.raises(ArithmeticError, match="a mistake"):
+        next(rows)
+
+
+def test_a_round_is_played_again_as_often_as_replies_turn_out_to_be_broken() -> None:
+    """Where a device does not compute the same twice, a reply may be broken the second time only."""
+
+    class Moody(Ahead):
+        def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+            self.spoil = {2: self.started.count(2)} if self.started.count(2) < 3 else {}
+            return super().run(tasks)
+
+    engine = Moody()
+    engine.lookahead = 0
+    _, state, refusals = played(engine)
+    assert refusals == [(0, 2), (1, 2), (2, 2)] and engine.started == [1, 2, 2, 2, 2, 3, 4]
+    assert all(torch.isfinite(t).all() for t in state.values())
+
+
+def test_a_reply_that_is_refused_for_something_else_is_so_again() -> None:
+    class Liar(Ahead):
+        def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+            for outcome in super().run(tasks):
+                facts = {"samples": -1} if (tasks[0].round, outcome.client) == (2, 3) else outcome.reply.facts
+                yield replace(outcome, reply=Message(outcome.reply.parts, facts))
+
+    experiment, federation = assemble(small("all-large", participants=4))
+    federation.engine, told = Liar({2: 1}), dict[int, str]()
+    federation.on_refusal = lambda client, round, reason: told.update({client: reason})
+    federation.engine.open(experiment.make_method(), site_of(federation))
+    list(play(federation))
+    assert told.keys() == {1, 3} and "not finite" in told[1] and "-1" in told[3]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nestling.errors import InputError
-from nestling.store import ClientStore
+from nestling.store import ClientStore, Records
 
 
 def kept(value: float) -> dict[str, torch.Tensor]:
@@ -121,3 +121,46 @@ def test_nothing_is_kept_of_nothing(tmp_path: Path) -> None:
     store = ClientStore(tmp_path / "clients")
     store.put(1, {}, 1)
     assert store.get(1) == {} and store.clients() == [] and not (tmp_path / "clients").exists()
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("limit", [2**20, 10_000], ids=["all in memory", "two in memory"])
+def test_what_a_round_put_is_undone(tmp_path: Path, on_disk: bool, limit: int) -> None:
+    store = ClientStore(tmp_path / "clients" if on_disk else None, limit)
+    records = Records(store)
+    for client in range(6):
+        store.put(client, kept(client), 1)
+    records.put(3, kept(30), 1)
+    for round in (2, 3):  # the second was begun before the first was settled
+        store.begin(round)
+        for client in range(2, 8):
+            store.put(client, kept(100 * round + client), round)
+        records.put(3, kept(31), round)
+        records.put(3, kept(32), round)  # again in the same round
+        records.put(4, kept(40), round)
+    store.undo(2)
+    assert store.clients() == list(range(6)) and all(float(store.get(c)["w"][0]) == c for c in range(6))
+    assert float(records.get(3)["w"][0]) == 30 and records.get(4) == {} and store.get(7) == {}
+    assert store._bytes == sum(t.nbytes for state in store._recent.values() for t in state.values())
+    store.covered(1)
+    store.put(2, kept(7), 2)
+    assert float(store.get(2)["w"][0]) == 7
+    if on_disk:
+        again = ClientStore(tmp_path / "clients")
+        again.resume(1)
+        assert all(float(again.get(c)["w"][0]) == c for c in range(6)) and again.get(7) == {}
+
+
+def test_what_is_settled_is_not_undone_and_nothing_is_held_for_it() -> None:
+    store = ClientStore()
+    store.put(1, kept(1), 1)
+    store.begin(2)
+    store.put(1, kept(2), 2)
+    store.settle(2)
+    assert not store._replaced
+    store.begin(3)
+    store.put(1, kept(3), 3)
+    store.undo(3)
+    assert float(store.get(1)["w"][0]) == 2
+    store.put(1, kept(4), 4)  # in no round that was begun
+    assert not store._replaced

@@ -149,6 +149,10 @@ class FleetEngine:
         self.roster.save()  # before a checkpoint can rely on whose results counted
         self.watch()
 
+    def discard(self, client: int, round: int) -> None:
+        """What a client answered was refused when it was looked at: its device goes on from what it had before that round."""
+        self.roster.discount(client, round)
+
     def progress(self) -> dict[str, Any]:
         """How the round stands: who was asked, who has not answered, and for how many seconds. Empty between rounds."""
         if not self._chosen:

@@ -110,6 +110,12 @@ class Roster:
         if entry is not None:
             entry.counted = (*(r for r in entry.counted if r < round), round)[-2:]
 
+    def discount(self, client: int, round: int) -> None:
+        """A result of a client did not count after all."""
+        entry = self.entry(client)
+        if entry is not None:
+            entry.counted = tuple(r for r in entry.counted if r != round)
+
     def counted(self, client: int) -> int:
         """The last round in which a result of a client counted; 0 for none."""
         entry = self.entry(client)

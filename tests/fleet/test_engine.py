@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nestling.fleet.courier import Failure, LoopCourier
 from nestling.fleet.engine import FleetEngine, NoQuorum, Patience
 from nestling.fleet.wire import Answer, kind_of
 from nestling.fleet.worker import Worker
+from nestling.message import Message
 from nestling.rounds import Federation, play
 from tests.fleet.loop import METHODS, inline, live, memory_of, over_the_loop, plain, same, six, state_of, workers_of
 
@@ -228,6 +230,25 @@ def test_a_client_whose_work_fails_is_left_out_and_said(tmp_path: Path, monkeypa
     assert [(row["dropped"], row["refused"]) for row in rows] == [(0, 0), (0, 1), (0, 0)]
     assert courier.orders[104] == 3  # the same work would fail again
     assert same(state_of(federation), state_of(without("shared-average", {(4, 2)})))
+
+
+def test_a_device_whose_reply_is_refused_goes_on_from_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = worker_module.work
+
+    def diverged(method: Any, task: Any, site: Any) -> Any:
+        outcome = real(method, task, site)
+        if (task.client, task.round) != (4, 2):
+            return outcome
+        spoilt = {kind: {n: t * float("nan") for n, t in part.items()} for kind, part in outcome.reply.parts.items()}
+        kept = {n: t * float("nan") for n, t in outcome.memory.items()}
+        return replace(outcome, reply=Message(spoilt, outcome.reply.facts), memory=kept)
+
+    monkeypatch.setattr(worker_module, "work", diverged)
+    federation, rows, workers = over_the_loop(six("fedmd"), tmp_path)
+    expected = without("fedmd", {(4, 2)})
+    assert [(row["dropped"], row["refused"]) for row in rows] == [(0, 0), (0, 1), (0, 0)]
+    assert same(state_of(federation), state_of(expected))
+    assert same(memory_of(workers[4], 4), expected.world.store.get(4))
 
 
 def test_free_memory_is_what_answers_say(tmp_path: Path) -> None:

@@ -225,8 +225,11 @@ def test_a_round_without_replies_changes_nothing_and_a_broken_one_leaves_no_trac
     assert all(method.state()[part][name] is t for part, state in before.items() for name, t in state.items())
     replies = replies_of(federation, [0, 3])
     bad = {name: t * float("nan") for name, t in replies[0].message["weights"].items()}
+    federation.world.store.begin(1)
     method.merge([Reply(replies[0].device, replies[0].piece, replies[0].sent, Message({"weights": bad}, {"samples": 1}))], 1)
+    federation.roll_back(1, before)
     assert not method.records.get(0)
+    assert all(torch.equal(method.state()[part][name], t) for part, state in before.items() for name, t in state.items())
 
 
 def test_networks_with_running_statistics_take_part() -> None:

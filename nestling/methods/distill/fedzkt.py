@@ -132,9 +132,7 @@ class FedZKT(Method):
             taught = self._teach(student, maker, replies, optim)
             self.weights, self.generator = pack(student.state()), maker.state()
         for reply, model in zip(replies, taught, strict=True):
-            # A round may be played before its replies are known to be finite; one that is not must leave no trace.
-            if all(bool(t.isfinite().all()) for t in model.values()):
-                self.records.put(reply.device.id, model, round)
+            self.records.put(reply.device.id, model, round)
 
     def _learn(self, student: Student, maker: Student, replies: Sequence[Reply]) -> None:
         """The generator and F against each other."""
