@@ -117,7 +117,7 @@ def reference_network(
 def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
     if experiment.model.name:
         return experiment
-    wanted = experiment.make_method().info.model if len(dataset.shape) == 3 else ""
+    wanted = experiment.make_method().as_set.model if len(dataset.shape) == 3 else ""
     return experiment.with_changes(model=Named(wanted or default_model(dataset.shape), experiment.model.options))
 
 

@@ -57,7 +57,7 @@ def panel(world: World, clients: int) -> list[int]:
 def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
     """Accuracies now: global, personal, both by tier, and those of the other models that a method names."""
     tested: Tested = {}
-    if method.info.personal and bench.x_test.is_cuda:
+    if method.as_set.personal and bench.x_test.is_cuda:
         _test_together(method, world, bench, tested)
     if method.nests:
         _test_nested(method, world, bench, tested)

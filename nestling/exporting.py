@@ -96,7 +96,7 @@ def _prepare(federation: Federation, device: str, calibration: int) -> _Work:
     client = world.fleet.member(plan.tier.name, 0)
     model = federation.shown.model_for(world.device(client))
     if model is None:
-        raise InputError(f"{federation.method.info.title} has no model for {plan.tier.name}", field="--device")
+        raise InputError(f"{federation.method.as_set.title} has no model for {plan.tier.name}", field="--device")
     module = copy.deepcopy(ready(model, federation.bench)).cpu().eval()
     network = fold(module, world.main.shape)
     rows = calibration_rows(world, federation.bench, calibration)
@@ -148,8 +148,8 @@ def _report(work: _Work, federation: Federation, files: dict[str, bytes | str], 
         "tier": plan.tier.name,
         "device": plan.profile.name,
         "client": work.client,
-        "personal": federation.method.info.personal,
-        "method": federation.method.info.title,
+        "personal": federation.method.as_set.personal,
+        "method": federation.method.as_set.title,
         "round": federation.totals.round,
         "parameters": sum(p.numel() for p in work.module.parameters()),
         "calibration_rows": work.rows,

@@ -212,7 +212,7 @@ def _weak_terms(experiment: Experiment, federation: Federation, number: int) -> 
         with suppress(torch.OutOfMemoryError):
             found = shares(experiment.make_method(), task, site_of(federation))
             if weak(found):
-                said = f"WEAK TERM: in round {number} what {method.info.title} adds to the loss of client {client} is"
+                said = f"WEAK TERM: in round {number} what {method.as_set.title} adds to the loss of client {client} is"
                 return [f"{said} {max(found):.2%} of cross-entropy's gradient; a larger weight would make it count"]
     return []
 
@@ -248,15 +248,15 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
     empty = sum(not _merged(row) for row in metrics)
     found: dict[str, Any] = {
         "method": experiment.method.name,
-        "title": federation.method.info.title,
+        "title": federation.method.as_set.title,
         "seed": experiment.seed,
         "rounds": experiment.rounds,
         "rounds_done": totals.round,
         "data": experiment.data.name,
         "model": experiment.model.name,
         "norm": norm_of(experiment),
-        "global_model": federation.method.info.global_model,
-        "group": federation.method.group,
+        "global_model": federation.method.as_set.global_model,
+        "group": federation.method.as_set.group,
         **{kind: _last_best([(m["round"], m[kind]) for m in rows]) for kind in kinds},
         "by_tier": {t: {k: _last_best([(m["round"], m["by_tier"][t][k]) for m in rows]) for k in kinds} for t in tiers},
         **({"others": rows[-1]["others"]} if rows and "others" in rows[-1] else {}),

@@ -192,7 +192,7 @@ def enliven(
     world.become(LiveFleet(world.fleet, roster), LiveSplit(world.split, roster, world.classes))
     federation.engine = engine
     # Models that only devices have cannot be tested here, and no number is better than a wrong one.
-    tested = [] if federation.method.info.personal else list(federation.bench.panel)
+    tested = [] if federation.method.as_set.personal else list(federation.bench.panel)
     federation.bench.panel = []
     return Live(federation, engine, greeter, roster, home.path if home else None, told, tested)
 
@@ -201,7 +201,7 @@ def welcome_of(run: str, experiment: Experiment, federation: Federation) -> byte
     """What nodes are told of a run. Public inputs travel where the method's clients use them."""
     world, bench = federation.world, federation.bench
     public = None
-    if world.public is not None and federation.method.info.auxiliary.startswith("public"):
+    if world.public is not None and federation.method.as_set.auxiliary.startswith("public"):
         public = Parcel.of(Message({"public": {"x": world.public}}))
     shape = tuple(bench.x.shape[1:])
     return Welcome(run, experiment.to_toml(), shape, world.classes, world.class_names, len(bench.y), public).to_bytes()

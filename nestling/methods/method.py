@@ -18,7 +18,7 @@ from nestling.world import Device, Model, Piece, World
 
 @dataclass(frozen=True)
 class Info:
-    """What `nestling methods` says of a method."""
+    """What a method is: on its class as `nestling methods` says it, by default; of one that is set (`Method.as_set`) as it is then."""
 
     title: str
     family: str  # baseline | width | depth | sparse | low-rank | public data | data-free | representation | fusion
@@ -66,9 +66,9 @@ class Method:
     world: World
 
     @property
-    def group(self) -> str:
-        """With which others it makes a fair column, as it is set."""
-        return self.info.group
+    def as_set(self) -> Info:
+        """What it is as it is set, and after `setup` with these networks: what the class says, unless settings change that."""
+        return self.info
 
     @property
     def blocks(self) -> tuple[str, ...]:

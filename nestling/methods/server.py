@@ -75,7 +75,7 @@ class Server:
         for on, field, off in ((self.optimises, "optimizer", '"none"'), (self.averages, "average", "0")):
             require(
                 method.shares_weights or not on,
-                f"{method.info.title} keeps no shared weights on the server",
+                f"{method.as_set.title} keeps no shared weights on the server",
                 f"server.{field}",
                 f"set server.{field} = {off}, or take a method that does: fedavg, heterofl, shared-average, …",
             )

@@ -122,7 +122,7 @@ def test_real_bytes_change_nothing(method: str, tmp_path: Path) -> None:
     assert without_time(rows) == without_time(plainly)
     kept = [here.world.store.get(client) for client in range(6)]
     assert all(same(memory_of(workers[c], c), kept[c]) for c in range(6))
-    assert bool(kept[0]) == here.method.info.personal
+    assert bool(kept[0]) == here.method.as_set.personal
     assert not there.world.store.clients()  # what a client keeps never travels
 
 

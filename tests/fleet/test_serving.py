@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from nestling import InputError, Tier
+from nestling import InputError, Named, Tier
+from nestling.assemble import assemble
 from nestling.experiment import FleetConfig
 from nestling.fleet.courier import LoopCourier
 from nestling.fleet.engine import NoQuorum, Patience
-from nestling.fleet.serving import play
+from nestling.fleet.serving import enliven, play
 from nestling.fleet.wire import Member
 from nestling.fleet.worker import Worker
 from nestling.running import Watcher
@@ -59,13 +60,32 @@ def test_a_server_that_dies_goes_on_where_it_stood(method: str, moment: str, tmp
     assert {"summary.json", "report.html", "roster.json", "fleet.json", "metrics.jsonl", "checkpoint.bin"} <= names
 
 
+@pytest.mark.parametrize(
+    ("method", "tested"),
+    [
+        (Named("fedgen", {"iterations": 2}), True),  # parts of one network
+        (Named("fedgen", {"iterations": 2, "share": "full"}), True),
+        (Named("fedgen", {"iterations": 2, "share": "head"}), False),
+        (Named("fedhkd", {"variant": "weights"}), True),
+        (Named("fedhkd"), False),
+        (Named("hafl-ghn"), True),
+        (Named("hafl-ghn", {"fine_tune": 1}), False),
+    ],
+    ids=str,
+)
+def test_models_that_the_server_has_are_tested(method: Named, tested: bool, tmp_path: Path) -> None:
+    """The same method may leave models on devices or not, as it is set."""
+    live = enliven(*assemble(six(method)), courier_of(workers_of(tmp_path)))
+    assert bool(live.panel) == tested
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_no_number_is_better_than_a_wrong_one(method: str, tmp_path: Path) -> None:
     """Models that stay on devices are not tested; those that the server has are, as in the simulator."""
     result = play(courier_of(workers_of(tmp_path)), six(method), min_clients=6, patience=QUICK)
     here, rows = plain(method)
     last = result.metrics[-1]
-    if here.method.info.personal:
+    if here.method.as_set.personal:
         assert last["global_accuracy"] is None and last["personal_accuracy"] is None
     else:
         for kind in ("global_accuracy", "personal_accuracy", "by_tier"):

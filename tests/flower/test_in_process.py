@@ -80,7 +80,7 @@ def test_our_strategy_and_client_app_equal_the_simulator(method: str, tmp_path: 
     assert same(state_of(strategy.result.federation), state_of(here))
     assert [m["loss"] for m in found.train_metrics_clientapp.values()] == [row["loss"] for row in rows]
     assert [m["bytes_up"] for m in found.train_metrics_clientapp.values()] == [row["bytes_up"] for row in rows]
-    if here.method.info.global_model:
+    if here.method.as_set.global_model:
         assert found.evaluate_metrics_serverapp[3]["global_accuracy"] == rows[2]["global_accuracy"]
         assert np.array_equal(found.arrays["head.bias"].numpy(), here.method.state()["weights"]["head.bias"].numpy())
     else:

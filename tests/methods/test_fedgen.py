@@ -209,10 +209,22 @@ def test_narrow_classifiers_read_their_part_of_the_features() -> None:
         assert (columns is None) == (kept.shape[1] == full)
 
 
+def test_what_it_is_follows_from_what_travels() -> None:
+    """With unlike networks there is no global model, and what stands in its column is the mean of the clients' models."""
+    alike, unlike = (nestling.run(small(FedGen(iterations=2), rounds=1, participants=0, **c)) for c in ({}, {"fleet": UNLIKE}))
+    assert alike.summary["global_model"] and alike.model is not None and not alike.federation.method.as_set.personal
+    assert not unlike.summary["global_model"] and unlike.model is None and unlike.federation.method.as_set.personal
+    tested = [row["global_accuracy"] for row in unlike.metrics[-1]["by_tier"].values()]
+    assert min(tested) <= unlike.metrics[-1]["global_accuracy"] <= max(tested)
+    assert FedGen().as_set is FedGen.info
+    assert not FedGen(share="full").as_set.own_networks and not FedGen(share="head").as_set.global_model
+
+
 def test_unlike_networks_share_their_classifier_only() -> None:
     federation = made(mixed=True)
     method, world = federation.method, federation.world
     assert not method.full and method.global_model() is None
+    assert not method.as_set.global_model and method.as_set.personal
     replies = play(federation, [0, 1, 2, 3, 4], 1)
     assert {tuple(r.message["head"]["weight"].shape) for r in replies} == {(10, 8)}
     total = sum(r.samples for r in replies)

@@ -233,7 +233,8 @@ def test_weights_are_merged_over_views_whose_embedding_is_whole() -> None:
     method.merge(replies, 1)
     own = [Contribution(r.piece.view, r.message["weights"], float(r.samples)) for r in replies]
     assert all(torch.equal(t, method.weights[name]) for name, t in merge(before, own).items())
-    assert method.info.global_model and not method.info.personal and method.group == "E" and FedHKD().group == "F"
+    assert method.as_set.global_model and not method.as_set.personal and method.as_set.group == "E"
+    assert FedHKD().as_set is FedHKD.info and FedHKD.info.group == "F"
 
 
 def test_bytes_with_weights() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from nestling.rounds import Federation
 from nestling.training.objectives import Batch, Net, present_cross_entropy
 from nestling.views import State
 from nestling.views.nested import forward
-from tests.small import TIERS, small
+from tests.small import QUICK, TIERS, small
 
 
 def weights_after(experiment: nestling.Experiment) -> State:
@@ -232,6 +233,34 @@ def test_distillation_reaches_networks_that_share_nothing() -> None:
     before = dict(federation.method.weights["small"])
     federation.method.merge(replies, 1)
     assert not equal(before, federation.method.weights["small"])
+
+
+MODES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in METHODS),
+    ("fedgen", {"share": "head"}),
+    ("fedhkd", {"variant": "weights"}),
+    ("fedhkd", {"variant": "hyper"}),
+    ("heteroavg", {"averaging": "group"}),
+    ("feddf", {"source": "noise", "validation": 0.0}),
+]
+"""Every method as it is, and those that are something else when they are set otherwise."""
+
+
+@pytest.mark.parametrize(("name", "options"), MODES, ids=str)
+def test_a_method_has_a_global_model_if_it_says_so(name: str, options: dict[str, Any]) -> None:
+    method = assemble(small(Named(name, {**QUICK.get(name, {}), **options}), model=small(name).model))[1].method
+    assert method.as_set.global_model == (method.global_model() is not None)
+
+
+def test_what_data_a_method_needs_depends_on_how_it_is_set() -> None:
+    def says(name: str, **options: Any) -> str:
+        return method_class(name)(**options).as_set.auxiliary
+
+    assert says("fedmd", pretrain=0) == "public inputs on every client, unlabelled"
+    assert says("feddf") == method_class("feddf").info.auxiliary and says("feddf", source="noise") == "a labelled validation set"
+    assert says("feddf", source="noise", validation=0.0) == "none (noise)"
+    without = [says("distreal", pareto=((0.0,),)), says("flexfl", ratios="uniform"), says("prunefl", stage_one=0)]
+    assert without == ["none"] * 3 and "none" not in {says(name) for name in ("distreal", "flexfl", "prunefl")}
 
 
 def test_distillation_moves_the_student_towards_its_teachers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -69,8 +69,8 @@ class Averaged(Method):
             require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
 
     @property
-    def group(self) -> str:
-        return self.info.group if self.cut == "depth" or self.info.group != "B" else "A"
+    def as_set(self) -> Info:
+        return self.info if self.cut == "depth" or self.info.group != "B" else replace(self.info, group="A")
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -90,6 +90,12 @@ class FedDF(PerArchitecture):
         require(
             not self.drop_worst or self.validation > 0, "needs a validation set", "method.drop_worst", "set method.validation"
         )
+
+    @property
+    def as_set(self) -> Info:
+        inputs = ["server proxy, unlabelled"] if self.source == "public" else []
+        labelled = ["a labelled validation set"] if self.validation else []
+        return replace(self.info, auxiliary=", and ".join(inputs + labelled) or "none (noise)")
 
     def setup(self, world: World) -> None:
         super().setup(world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -127,6 +127,14 @@ class FedGen(Personal):
         require(self.batch >= 2, "must be at least 2 (the generator normalises over the batch)", "method.batch")
         for name in ("noise", "hidden"):
             require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
+
+    @property
+    def as_set(self) -> Info:
+        if self.share == "auto" and not hasattr(self, "full"):
+            return self.info  # the networks decide
+        full = self.full if self.share == "auto" else self.share == "full"
+        own = self.info.own_networks and self.share != "full"
+        return replace(self.info, global_model=full, personal=not full, own_networks=own)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         # A network of its own also where nothing is changed: its head is the common one, whatever it is a part of.

@@ -107,8 +107,12 @@ class FedHKD(ByClass):
             require(getattr(self, name) > 0, "must be above 0", f"method.{name}")
         require(0 < self.delta < 1, "must be between 0 and 1", "method.delta")
         require(self.least >= 1, "must be at least 1", "method.least")
-        if self.merges:
-            vars(self)["info"] = replace(type(self).info, own_networks=False, personal=False, global_model=True, group="E")
+
+    @property
+    def as_set(self) -> Info:
+        if not self.merges:
+            return self.info
+        return replace(self.info, own_networks=False, personal=False, global_model=True, group="E")
 
     @property
     def fewest(self) -> int:

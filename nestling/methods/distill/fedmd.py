@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,10 @@ class FedMD(PublicExchange):
         require(self.digest >= 0, "must not be negative (0 leaves the consensus out)", "method.digest")
         require(self.digest_batch >= 1, "at least one row a batch", "method.digest_batch")
         require(self.digest_lr > 0, "must be above 0", "method.digest_lr")
+
+    @property
+    def as_set(self) -> Info:
+        return self.info if self.pretrain else replace(self.info, auxiliary="public inputs on every client, unlabelled")
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -74,6 +74,10 @@ class HAFLGHN(Method):
         )
         require(self.max_inputs >= 1, "must be at least 1", "method.max_inputs")
         require(self.fine_tune >= 0, "must not be negative", "method.fine_tune")
+
+    @property
+    def as_set(self) -> Info:
+        return replace(self.info, personal=self.fine_tune > 0)
 
     def setup(self, world: World) -> None:
         self.world = world

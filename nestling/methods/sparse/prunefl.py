@@ -88,6 +88,10 @@ class PruneFL(SharedWeights):
         require(all(t > 0 for t in self.seconds.values()), "every entry must be above 0", "method.seconds")
         require(self.constant >= 0, "must not be negative", "method.constant")
 
+    @property
+    def as_set(self) -> Info:
+        return self.info if self.stage_one else replace(self.info, auxiliary="none")
+
     def setup(self, world: World) -> None:
         super().setup(world)
         names = prunable(world.main)

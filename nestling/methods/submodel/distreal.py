@@ -81,6 +81,10 @@ class Distreal(SharedWeights):
         require(self.generations >= 1, "at least one generation", "method.generations")
         require(self.steps >= 1, "at least one step", "method.steps")
 
+    @property
+    def as_set(self) -> Info:
+        return replace(self.info, auxiliary="none") if self.pareto else self.info
+
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:

@@ -119,6 +119,10 @@ class FlexFL(SharedWeights):
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def as_set(self) -> Info:
+        return replace(self.info, auxiliary="none") if self.apoz or self.ratios == "uniform" else self.info
+
     def setup(self, world: World) -> None:
         super().setup(world)
         units = units_of(world.main.axes, self.units)
