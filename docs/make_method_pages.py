@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ FIELDS = ("Idea:", "Loss:", "Travels:", "Merge:", "Differs")
 def main(folder: Path) -> None:
     """Writes every page and their index."""
     folder.mkdir(parents=True, exist_ok=True)
-    measured = json.loads((HERE / "measured.json").read_text()) if (HERE / "measured.json").exists() else {}
+    measured, floors = (
+        json.loads(path.read_text()) if path.exists() else {} for path in (HERE / "measured.json", HERE / "floors.json")
+    )
     for name in METHODS:
-        (folder / f"{name}.md").write_text(page(name, method_class(name), measured.get(name)))
+        (folder / f"{name}.md").write_text(page(name, method_class(name), measured.get(name), floors.get(name, [])))
     (folder / "README.md").write_text(index())
 
 
-def page(name: str, method: type[Method], row: dict[str, Any] | None) -> str:
+def page(name: str, method: type[Method], row: dict[str, Any] | None, floors: list[dict[str, Any]]) -> str:
     """The page of one method."""
     info = method.info
     facts = {
@@ -44,7 +47,7 @@ def page(name: str, method: type[Method], row: dict[str, Any] | None) -> str:
     parts = [f"# {info.title}", "", *(f"- **{key}**: {value}" for key, value in facts.items()), ""]
     told, meanings = _docstring(method)
     parts += [told, "", "## Settings", "", *_settings(method, meanings), ""]
-    parts += ["```sh", f"nestling run --set method.name={name}", "```", "", "## Measured", "", _measured(row), ""]
+    parts += ["```sh", f"nestling run --set method.name={name}", "```", "", "## Measured", "", _measured(row, floors), ""]
     return "\n".join(parts)
 
 
@@ -105,14 +108,26 @@ def _default(field: dataclasses.Field[object]) -> str:
     return json.dumps(value) if not isinstance(value, tuple) else json.dumps(list(value))
 
 
-def _measured(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "No measured row yet."
-    columns = ("network", *row["columns"])
-    head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return "\n".join(
-        [f"{row['setting']}: see [the results](../results.md).", "", *head, f"| {row['network']} | {row['cells']} |"]
-    )
+def _measured(row: dict[str, Any] | None, floors: list[dict[str, Any]]) -> str:
+    parts = []
+    if row is not None:
+        columns = ("network", *row["columns"])
+        parts += [f"{row['setting']}: see [the results](../results.md).", "", *_table(columns, [[row["network"], row["cells"]]])]
+    if floors:
+        told = "Beside its floor (the same clients, networks and local epochs without what it adds), on the embedded digits:"
+        verdict = (
+            ""
+            if any(line["clearly"] for line in floors)
+            else " Nowhere by more than the seeds' spread: we could not make it pay."
+        )
+        cells = ("line", "setting", "accuracy", "over", "by", "in how many seeds")
+        parts += [*([""] if parts else []), f"{told} see [the results](../results.md).{verdict}", ""]
+        parts += _table(cells, [[str(line[cell]) for cell in cells] for line in floors])
+    return "\n".join(parts) or "No measured row yet."
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 if __name__ == "__main__":

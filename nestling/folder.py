@@ -1,7 +1,7 @@
 """The run folder: plain files that are whole at every moment.
 
-experiment.toml (the complete description), federation.json (what fits where, the split), metrics.jsonl (a line a round),
-boards.jsonl (where there are boards: a line for every job that one did), checkpoint.bin, clients/ (what clients keep), events
+experiment.toml (the complete description), federation.json (what fits where, the split, how the run began), metrics.jsonl (a line a
+round), boards.jsonl (where there are boards: a line for every job that one did), checkpoint.bin, clients/ (what clients keep), events
 (TensorBoard reads along), and at the end summary.json, global.safetensors and report.html; `nestling analyse` adds analysis.json.
 """
 

@@ -188,12 +188,13 @@ def outcome_of(paper: Paper, line: str, seed: int, folder: Path, overrides: tupl
     tested = [(row["round"], value) for row in rows if (value := _measured(paper.measure, row)) is not None]
     if not rows:
         return found
-    summary = RunFolder(folder).read_json("summary.json") or {}
-    engine = summary.get("engine", {})
+    # A run that was stopped has no summary yet, but has said how it began.
+    made = RunFolder(folder).read_json("summary.json") or RunFolder(folder).read_json("federation.json") or {}
+    engine = made.get("engine", {})
     found.done, found.minutes = rows[-1]["round"], _minutes(rows)
     found.last, found.best = (tested[-1][1], max(value for _, value in tested)) if tested else (None, None)
     found.reached = {f"{t:g}": next((number for number, value in tested if value >= t), None) for t in paper.targets}
-    found.device, found.commit = engine.get("device_name", engine.get("device", "")), summary.get("commit") or ""
+    found.device, found.commit = engine.get("device_name", engine.get("device", "")), made.get("commit") or ""
     return found
 
 

@@ -78,7 +78,8 @@ def run(experiment: Experiment | None = None, *, out: str | Path | None = None, 
         store = ClientStore(path / "clients" if path else None)
         settled, federation = assemble(experiment or Experiment(), store)
         description = describe(settled, federation)
-        files = {"experiment.toml": settled.to_toml(), "federation.json": json.dumps(description, indent=1)}
+        made = {**description, "engine": account(federation.engine), "commit": _commit()}
+        files = {"experiment.toml": settled.to_toml(), "federation.json": json.dumps(made, indent=1)}
         home = folder.create(path, files).take() if path else None
         return carry_on(settled, federation, description, home, watcher or Watcher(), fresh=True)
 

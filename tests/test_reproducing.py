@@ -122,6 +122,7 @@ def test_a_table_is_played_in_pieces(paper: Path, tmp_path: Path) -> None:
     while pieces < 20 and (pieces == 0 or any(outcome.done < 4 for outcome in standing)):
         standing = reproduce(found, tmp_path / "pieces", seeds=1, minutes=1e-9, watcher=Watcher(round=rounds.append))
         pieces += 1
+        assert (standing[0].device, standing[0].commit) == (once[0].device, once[0].commit) != ("", "")
     assert 6 <= pieces < 20 and len(rounds) >= 8
     for one, other in zip(once, standing, strict=True):
         assert (one.line, one.seed, one.done, one.last, one.best) == (other.line, other.seed, other.done, other.last, other.best)

@@ -53,7 +53,8 @@ class FlexFL(SharedWeights):
     first round; the first merge makes one network of them.
 
     levels:      sizes of the models as shares of the whole; empty: one a tier, the largest that the tier can train (paper: 0.25,
-                 0.5, 1, for tiers of which `memory_mean` says how much of the model they hold).
+                 0.5, 1, for tiers of ratio 1 of which `memory_mean` says how much of the model they hold; a smaller ratio is a
+                 width, whose parameters they are then held to as well).
     adapt:       how much smaller, as a share of the whole, the model beside a level is; 0 leaves those models out.
     ratios:      "apoz", or "uniform" for one width everywhere.
     units:       "stages" (blocks, as published) or "axes": what has a width of its own.
