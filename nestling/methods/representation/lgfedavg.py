@@ -32,8 +32,8 @@ class LGFedAvg(CommonHead):
     trained; here the classifier alone is shared, since it is all that unlike networks have in common, and bodies start as they
     are made. The auxiliary and adversarial losses of the paper's further experiments are left out. Networks with different numbers of
     features have them pooled to the fewest. The paper is from memory; the order of steps was read in HtFLlib.
-    Where it pays: in our tests it is above the same networks alone for bodies of one kind with few classes a client, and below them
-    for bodies as unlike as an MLP, a CNN and a depth-wise CNN, whose features mean different things to one classifier.
+    In our tests it is above the same networks alone, at the same learning rate, for bodies of one kind with few classes a client, and
+    below them for bodies as unlike as an MLP, a CNN and a depth-wise CNN, whose features mean different things to one classifier.
 
     size:      d, the number of features (0: as many as the network with the fewest has).
     weighting: what a client counts in the mean: "samples" (n_k) or "uniform".
