@@ -78,9 +78,7 @@ def run(experiment: Experiment | None = None, *, out: str | Path | None = None, 
         store = ClientStore(path / "clients" if path else None)
         settled, federation = assemble(experiment or Experiment(), store)
         description = describe(settled, federation)
-        made = {**description, "engine": account(federation.engine), "commit": _commit()}
-        files = {"experiment.toml": settled.to_toml(), "federation.json": json.dumps(made, indent=1)}
-        home = folder.create(path, files).take() if path else None
+        home = folder.create(path, _first_files(settled, federation, description)).take() if path else None
         return carry_on(settled, federation, description, home, watcher or Watcher(), fresh=True)
 
 
@@ -296,6 +294,12 @@ def emptiness(summary: Mapping[str, Any]) -> str:
     if summary["nothing_merged"]:
         return f"NOTHING WAS MERGED in any of {rounds} rounds ({lost}): the models are as they were before the first"
     return f"{empty} of {rounds} rounds merged nothing ({lost})" if empty else ""
+
+
+def _first_files(experiment: Experiment, federation: Federation, description: dict[str, Any]) -> dict[str, str]:
+    """What a run folder holds before the first round: all that is known by then, should the run never come to its summary."""
+    made = {**description, "engine": account(federation.engine), "commit": _commit()}
+    return {"experiment.toml": experiment.to_toml(), "federation.json": json.dumps(made, indent=1)}
 
 
 def _last_best(points: list[tuple[int, float | None]]) -> dict[str, Any]:
