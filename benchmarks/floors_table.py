@@ -112,6 +112,8 @@ LINES = (
 
 def main() -> None:
     chosen = options(__doc__ or "", "floors_table.json", "titles of lines", seeds=5)
+    if chosen.write and chosen.lines:
+        raise SystemExit("--write is for the whole table: leave --lines out")
     lines = lines_of(chosen.lines)
     trials = {_key(line, seed, factor): (line, seed, factor) for line in lines for factor in FACTORS for seed in TRIALS}
     tried = played(play, trials, chosen)

@@ -272,7 +272,8 @@ class FlexFL(SharedWeights):
 
 
 def anew(piece: Piece, seed: int, number: int) -> State:
-    """The weights that a network of a piece's sizes is born with."""
+    """Weights for a network of a piece's sizes as torch's layers draw them, which is how the released networks begin; what a network of
+    ours does to its weights beyond that is not repeated."""
     network = copy.deepcopy(piece.reference.network(piece.view))
     place = next(network.parameters()).device
     network.cpu()
