@@ -14,12 +14,11 @@ the tables into docs/results.md and the rows into docs/methods/measured.json.
 from __future__ import annotations
 
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import Measured, engine_on, megabytes, options, played, spread, write, write_rows
+from tables import Measured, best_rates, engine_on, megabytes, options, played, spread, write, write_rows
 
 import nestling
 from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
@@ -84,19 +83,14 @@ def main() -> None:
 
 def chosen_rates(lines: list[tuple[str, str]], chosen: Any) -> dict[tuple[str, str], float]:
     """The learning rate of every line."""
-    rounds, data = chosen.rounds // 3, _held_out(Path(chosen.cache).with_suffix(".npz"))
-    tried = {
-        f"{_key(*line, TRIAL, lr, rounds)}, held out": (*line, TRIAL, lr, rounds, chosen.device, str(data))
+    rounds, data = chosen.rounds // 3, str(_held_out(Path(chosen.cache).with_suffix(".npz")))
+    tries = {
+        line: {
+            lr: {f"{_key(*line, TRIAL, lr, rounds)}, held out": (*line, TRIAL, lr, rounds, chosen.device, data)} for lr in RATES
+        }
         for line in lines
-        for lr in RATES
     }
-    found = played(play, tried, chosen)
-
-    def reached(line: tuple[str, str], lr: float) -> float:
-        value: float = found[f"{_key(*line, TRIAL, lr, rounds)}, held out"][MEASURED[line[0]]]
-        return value
-
-    return {line: max(RATES, key=partial(reached, line)) for line in lines}
+    return best_rates(play, tries, lambda line, row: float(row[MEASURED[line[0]]]), chosen)
 
 
 def _held_out(path: Path) -> Path:

@@ -1,12 +1,15 @@
-"""The methods that exchange knowledge beside their floors, on the embedded digits, in the settings of their learning tests.
+"""The methods that exchange knowledge beside their floors, in the settings of their learning tests.
 
     python benchmarks/floors_table.py [--lines a,b] [--seeds 5] [--workers 2] [--cache FILE] [--write]
+    NESTLING_DATA=FOLDER python benchmarks/floors_table.py --data fashion-mnist [--lines a,b] [--workers 2] [--write]
+
+On the embedded digits, or on another data set with as many rows for clients and as many public ones.
 
 A line is a method in a setting that is meant for it (few classes a client, few rows a client, equal mixes and unlike networks); its
 floor is the same clients, networks and local epochs without what the method adds. Every line, the floors too, has the best of four
 learning rates, its setting's times 0.25, 0.5, 1 and 2, by the mean of three seeds that are not in the table: with one such seed a floor
-can get a rate that suits it badly, and everything is above it. `--write` puts the table into docs/results.md and the lines into
-docs/methods/floors.json.
+can get a rate that suits it badly, and everything is above it. Runs that the cache already holds are not played again. `--write` puts
+the table into docs/results.md and the lines into docs/methods/floors.json.
 """
 
 from __future__ import annotations
@@ -15,14 +18,13 @@ import json
 import statistics
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tables import DOCS, options, played, spread, write
+from tables import DOCS, best_rates, options, played, spread, write
 
 import nestling
-from nestling import Experiment, Named
+from nestling import Data, Experiment, Named
 
 # The learning tests' settings stand with the tests.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +35,10 @@ from tests.methods.mixed import SETTING
 from tests.methods.test_draftfed import SCARCE
 from tests.methods.test_feddf import LEARNING as FEDDF
 from tests.methods.test_fedet import LEARNING as FEDET
+
+SIZES = {"mnist12k": 10_000, "fashion-mnist": 60_000, "cifar-10": 50_000}
+"""The training rows of a data set: shares of public rows are shares of the first one's."""
+DIGITS = next(iter(SIZES))
 
 FACTORS, TRIALS = (0.25, 0.5, 1.0, 2.0), (100, 101, 102)
 
@@ -111,26 +117,28 @@ LINES = (
 
 
 def main() -> None:
-    chosen = options(__doc__ or "", "floors_table.json", "titles of lines", seeds=5)
+    chosen = options(__doc__ or "", "floors_table.json", "titles of lines", data=tuple(SIZES), seeds=5)
+    data = chosen.data
     if chosen.write and chosen.lines:
         raise SystemExit("--write is for the whole table: leave --lines out")
     lines = lines_of(chosen.lines)
-    trials = {_key(line, seed, factor): (line, seed, factor) for line in lines for factor in FACTORS for seed in TRIALS}
-    tried = played(play, trials, chosen)
-
-    def reached(line: Line, factor: float) -> float:
-        return sum(float(tried[_key(line, seed, factor)][line.measure]) for seed in TRIALS)
-
-    factors = {line.title: max(FACTORS, key=partial(reached, line)) for line in lines}
-    seeds = range(chosen.seeds)
-    wanted = {_key(line, seed, factors[line.title]): (line, seed, factors[line.title]) for line in lines for seed in seeds}
-    found = played(play, wanted, chosen)
-    rows = {line.title: [found[_key(line, seed, factors[line.title])] for seed in seeds] for line in lines}
+    tries = {
+        line.title: {factor: {_key(line, s, factor, data): (line, s, factor, data) for s in TRIALS} for factor in FACTORS}
+        for line in lines
+    }
+    measures = {line.title: line.measure for line in lines}
+    factors = best_rates(play, tries, lambda title, row: float(row[measures[title]]), chosen)
+    wanted = {
+        line.title: {_key(line, s, factors[line.title], data): (line, s, factors[line.title], data) for s in range(chosen.seeds)}
+        for line in lines
+    }
+    found = played(play, {name: given for runs in wanted.values() for name, given in runs.items()}, chosen)
+    rows = {title: [found[name] for name in runs] for title, runs in wanted.items()}
     text = table(lines, rows, factors)
     print(text)
     if chosen.write:
-        write("floors", text)
-        _write_rows(lines, rows)
+        write("floors" if data == DIGITS else f"floors, {data}", text)
+        _write_rows(lines, rows, data)
 
 
 def lines_of(chosen: str) -> list[Line]:
@@ -141,9 +149,9 @@ def lines_of(chosen: str) -> list[Line]:
     return [line for line in LINES if line.title in titles]
 
 
-def play(line: Line, seed: int, factor: float) -> dict[str, Any]:
+def play(line: Line, seed: int, factor: float, data: str) -> dict[str, Any]:
     """One run."""
-    summary = nestling.run(experiment(line, seed, factor)).summary
+    summary = nestling.run(experiment(line, seed, factor, data)).summary
     return {
         "personal": summary["personal_accuracy"]["last"],
         "global": summary["global_accuracy"]["last"],
@@ -151,10 +159,11 @@ def play(line: Line, seed: int, factor: float) -> dict[str, Any]:
     }
 
 
-def experiment(line: Line, seed: int, factor: float) -> Experiment:
+def experiment(line: Line, seed: int, factor: float, data: str = DIGITS) -> Experiment:
     """The experiment of one line."""
     found = tested(line.method, seed, **SETTINGS[line.setting])
-    return found.with_changes(train=replace(found.train, lr=factor * found.train.lr))
+    split = replace(found.split, public=found.split.public * SIZES[DIGITS] / SIZES[data])
+    return found.with_changes(train=replace(found.train, lr=factor * found.train.lr), data=Data(data), split=split)
 
 
 def table(lines: list[Line], rows: dict[str, list[dict[str, Any]]], factors: dict[str, float]) -> str:
@@ -187,14 +196,17 @@ def _over(line: Line, rows: dict[str, list[dict[str, Any]]]) -> list[float]:
     return [a[line.measure] - b[line.measure] for a, b in zip(rows[line.title], rows[line.floor], strict=True)]
 
 
-def _write_rows(lines: list[Line], rows: dict[str, list[dict[str, Any]]]) -> None:
-    """What the methods' pages show: every line of a method that has a floor."""
-    kept: dict[str, list[dict[str, Any]]] = {}
+def _write_rows(lines: list[Line], rows: dict[str, list[dict[str, Any]]], data: str) -> None:
+    """What the methods' pages show: every line of a method that has a floor, data set by data set."""
+    page = DOCS / "methods" / "floors.json"
+    known: dict[str, list[dict[str, Any]]] = json.loads(page.read_text()) if page.exists() else {}
+    kept = {name: [line for line in told if line["data"] != data] for name, told in known.items()}
     for line in (line for line in lines if line.floor):
         own, over = [row[line.measure] for row in rows[line.title]], _over(line, rows)
         floor, by, seeds = _above(line, rows)
         found = {
             "line": line.title,
+            "data": data,
             "setting": line.setting,
             "accuracy": f"{line.measure} {spread(own)}",
             "over": floor,
@@ -202,11 +214,11 @@ def _write_rows(lines: list[Line], rows: dict[str, list[dict[str, Any]]]) -> Non
         }
         clearly = statistics.mean(over) > statistics.stdev(over)
         kept.setdefault(line.method.name, []).append({**found, "in how many seeds": seeds, "clearly": clearly})
-    (DOCS / "methods" / "floors.json").write_text(json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False) + "\n")
+    page.write_text(json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False) + "\n")
 
 
-def _key(line: Line, seed: int, factor: float) -> str:
-    return f"{line.title} {seed}, rate times {factor:g}"
+def _key(line: Line, seed: int, factor: float, data: str) -> str:
+    return f"{line.title} {seed}, rate times {factor:g}{'' if data == DIGITS else f' on {data}'}"
 
 
 if __name__ == "__main__":

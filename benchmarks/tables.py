@@ -21,9 +21,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 Row = dict[str, Any]
 
 
-def options(what: str, cache: str, lines: str, rounds: int = 0, mixes: Sequence[str] = (), seeds: int = 3) -> argparse.Namespace:
+def options(what: str, cache: str, lines: str, rounds: int = 0, data: Sequence[str] = (), seeds: int = 3) -> argparse.Namespace:
     """--lines --seeds --workers --cache --write, and where a table has another length at will --rounds and --device, where it has
-    several fleets --mix; `lines` says what they are."""
+    several data sets --data; `lines` says what they are."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", default="", help=f"separated by commas (default: all): {lines}")
     parser.add_argument("--seeds", type=int, default=seeds)
@@ -33,8 +33,8 @@ def options(what: str, cache: str, lines: str, rounds: int = 0, mixes: Sequence[
     if rounds:
         parser.add_argument("--rounds", type=int, default=rounds)
         parser.add_argument("--device", default="cpu", help="cpu: one run a worker, in-process; cuda: the cohort engine")
-    if mixes:
-        parser.add_argument("--mix", default=mixes[0], choices=mixes)
+    if data:
+        parser.add_argument("--data", default=data[0], choices=data)
     return parser.parse_args()
 
 
@@ -60,6 +60,23 @@ def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], ch
     if lost := [name for name in wanted if name not in known]:
         raise SystemExit(f"{len(lost)} runs failed: {', '.join(lost)}")
     return {name: known[name] for name in wanted}
+
+
+def best_rates(
+    play: Callable[..., Row],
+    tries: Mapping[Hashable, Mapping[float, Mapping[str, tuple[Hashable, ...]]]],
+    score: Callable[[Any, Row], float],
+    chosen: argparse.Namespace,
+) -> dict[Any, float]:
+    """The learning rate of every line: the one whose runs score best in the mean. `tries` says line by line and rate by rate which runs
+    they are, by name, and what `play` is called with."""
+    runs = {name: given for rates in tries.values() for named in rates.values() for name, given in named.items()}
+    found = played(play, runs, chosen)
+
+    def reached(line: Hashable, rate: float) -> float:
+        return statistics.mean(score(line, found[name]) for name in tries[line][rate])
+
+    return {line: max(rates, key=lambda rate, line=line: reached(line, rate)) for line, rates in tries.items()}  # type: ignore[misc]
 
 
 def engine_on(device: str) -> EngineConfig:

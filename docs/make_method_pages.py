@@ -114,13 +114,13 @@ def _measured(row: dict[str, Any] | None, floors: list[dict[str, Any]]) -> str:
         columns = ("network", *row["columns"])
         parts += [f"{row['setting']}: see [the results](../results.md).", "", *_table(columns, [[row["network"], row["cells"]]])]
     if floors:
-        told = "Beside its floor (the same clients, networks and local epochs without what it adds), on the embedded digits:"
+        told = "Beside its floor (the same clients, networks and local epochs without what it adds):"
         verdict = (
             ""
             if any(line["clearly"] for line in floors)
             else " Nowhere by more than the seeds' spread: we could not make it pay."
         )
-        cells = ("line", "setting", "accuracy", "over", "by", "in how many seeds")
+        cells = ("line", "data", "setting", "accuracy", "over", "by", "in how many seeds")
         parts += [*([""] if parts else []), f"{told} see [the results](../results.md).{verdict}", ""]
         parts += _table(cells, [[str(line[cell]) for cell in cells] for line in floors])
     return "\n".join(parts) or "No measured row yet."
