@@ -51,7 +51,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return _convert_union(arguments, value, path)
     if origin is typing.Literal:
         if value not in arguments:
-            raise unknown("value", value, map(str, arguments), field=path)
+            raise unknown(path.rpartition(".")[2] or "value", value, map(str, arguments), field=path)
         return value
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return value if isinstance(value, hint) else from_table(hint, value, path)

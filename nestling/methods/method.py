@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import kept, made, put_back, state_of
+from nestling.settings import check_settings
 from nestling.training.client import Client
 from nestling.training.phase import Phase
 from nestling.views import Contribution, State, merge
-from nestling.views.flat import only, pack
+from nestling.views.flat import only
 from nestling.world import Device, Model, Piece, World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Info:
-    """What a method is: on its class as `nestling methods` says it, by default; of one that is set (`Method.as_set`) as it is then."""
+    """What a method is: on its class as `nestling methods` says it, by default; of one that is set (`Method.as_set`) as it is then.
+    Title and paper are those that its docstring begins with."""
 
-    title: str
     family: str  # baseline | width | depth | sparse | low-rank | public data | data-free | representation | fusion
     heterogeneity: str
-    auxiliary: str  # data beyond the clients' own: none | server proxy (unlabelled) | …
-    global_model: bool
-    paper: str
     evidence: str  # official code read | from paper | from memory | ours
+    group: str = ""  # with which others it makes a fair column (see `nestling.fair`); empty: with all of them
+    auxiliary: str = "none"  # data beyond the clients' own: none | server proxy (unlabelled) | …
+    global_model: bool = True
     own_networks: bool = False  # whether tiers may bring a network of their own
     personal: bool = False  # whether two clients of one tier end up with different models
-    group: str = ""  # with which others it makes a fair column (see `nestling.fair`); empty: with all of them
     model: str = ""  # the network it takes where the user names none (empty: the data's default)
+    title: str = ""
+    paper: str = ""
+
+    @staticmethod
+    def of_own_networks(family: str, heterogeneity: str, evidence: str, group: str, auxiliary: str = "none") -> Info:
+        """That of a method whose clients each have a network of their own and no model is everybody's."""
+        return Info(family, heterogeneity, evidence, group, auxiliary, False, True, True)
+
+
+_BEGINNING = re.compile(r"(?P<title>[^:(,.]+?)(?:[:,][^(]*?)? \((?P<authors>[^\"]+?), \"[^\"]+\"(?:, (?P<where>[^);]+))?")
+"""How docstrings begin: FedProto (Tan et al., "FedProto: …", AAAI 2022)."""
+
+
+def _named(info: Info, docstring: str) -> Info:
+    """With title and paper of a docstring, where it tells them and `info` does not."""
+    found = _BEGINNING.match(" ".join(docstring.split()))
+    if found is None:
+        return info
+    *others, last = found["authors"].split(", ")
+    authors = last if not others else f"{others[0]} & {last}" if len(others) == 1 else f"{others[0]} et al."
+    paper = ", ".join(part for part in (authors, found["where"]) if part)
+    return replace(info, title=info.title or found["title"], paper=info.paper or paper)
 
 
 @dataclass(eq=False)
@@ -64,6 +90,14 @@ class Method:
     info: ClassVar[Info]
     shares_weights: ClassVar[bool] = False  # whether clients train from weights that the server keeps for all of them
     world: World
+    _made: tuple[int, dict[Any, Any]] = (-1, {})
+
+    def __init_subclass__(cls) -> None:
+        if "info" in vars(cls):
+            cls.info = _named(cls.info, cls.__doc__ or "")
+
+    def __post_init__(self) -> None:
+        check_settings(self, "method")
 
     @property
     def as_set(self) -> Info:
@@ -141,12 +175,24 @@ class Method:
         """The one global model, for methods that have one."""
         return None
 
+    def once(self, round: int, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes, made once a round: devices of which the key is the same get the same object."""
+        if self._made[0] != round:
+            self._made = (round, {})
+        known = self._made[1]
+        if key not in known:
+            known[key] = make()
+        found: T = known[key]
+        return found
+
     def state(self) -> dict[str, State]:
-        """The server's state by name, for checkpoints."""
-        return {}
+        """The server's state by name, for checkpoints: the fields that are `kept`."""
+        return state_of(self)
 
     def restore(self, state: Mapping[str, State]) -> None:
         """Puts a checkpoint's state back (after `setup`)."""
+        self._made = (-1, {})
+        put_back(self, state)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
@@ -168,27 +214,23 @@ class SharedWeights(Method):
     """Base of the methods that send views of one global state and merge what returns by the weighted mean over views."""
 
     shares_weights: ClassVar[bool] = True
-    world: World = field(init=False, repr=False, compare=False)
-    weights: State = field(init=False, repr=False, compare=False)
-    _sent: tuple[State, dict[bytes, Message]] = field(init=False, repr=False, compare=False)
+    world: World = made()
+    weights: State = kept()
 
     def setup(self, world: World) -> None:
         world.refuse_own_networks(self.info.title)
         self.world = world
         self.weights = world.main.initial.copy()
-        self._sent = (self.weights, {})
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         """The device's part of the weights; devices with the same part get the same message."""
         if piece.view.masks:
             return Message({"weights": piece.view.extract(self.weights)})
-        if self._sent[0] is not self.weights:
-            self._sent = (self.weights, {})
-        messages, key = self._sent[1], piece.view.key()
-        if key not in messages:
-            whole = key == self.world.main.full.key()
-            messages[key] = Message({"weights": self.weights if whole else piece.view.extract(self.weights)})
-        return messages[key]
+        return self.once(round, piece.view.key(), lambda: self._part(piece))
+
+    def _part(self, piece: Piece) -> Message:
+        whole = piece.view.key() == self.world.main.full.key()
+        return Message({"weights": self.weights if whole else piece.view.extract(self.weights)})
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])
@@ -212,9 +254,3 @@ class SharedWeights(Method):
 
     def global_model(self) -> Model:
         return Model(self.world.main, self.world.main.full, self.weights)
-
-    def state(self) -> dict[str, State]:
-        return {"weights": self.weights}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.weights = pack(state["weights"])

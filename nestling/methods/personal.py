@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Method
 from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
@@ -31,8 +32,8 @@ class Personal(Method):
     A client's network is the one that fits its device at rest; it does not shrink when memory is short for a while.
     """
 
-    world: World = field(init=False, repr=False, compare=False)
-    pieces: dict[str, Piece] = field(init=False, repr=False, compare=False)
+    world: World = made()
+    pieces: dict[str, Piece] = made()
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         """A tier's network as the method needs it, for methods that need it otherwise than it is."""

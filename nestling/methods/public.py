@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.personal import Personal
 from nestling.schema import require
 from nestling.seeds import derive, stream
@@ -35,9 +36,9 @@ class PublicExchange(Personal):
 
     align: int = 5000
 
-    known: State = field(init=False, repr=False, compare=False)
-    about: int = field(init=False, repr=False, compare=False)  # the round whose rows `known` is about
-    _messages: dict[Any, Message] = field(init=False, repr=False, compare=False)
+    known: State = made()
+    about: int = made()  # the round whose rows `known` is about
+    _messages: dict[Any, Message] = made()
 
     def __post_init__(self) -> None:
         require(self.align >= 1, "at least one public row a round", "method.align")

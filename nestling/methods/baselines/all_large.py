@@ -19,14 +19,7 @@ class AllLarge(SharedWeights):
     """
 
     info = Info(
-        title="All-Large",
-        family="baseline",
-        heterogeneity="ignored: the full model on every device",
-        auxiliary="none",
-        global_model=True,
-        paper="Chen et al. (FlexFL), 2024",
-        evidence="official code read",
-        group="A",
+        "baseline", "ignored: the full model on every device", "official code read", "A", paper="Chen et al. (FlexFL), 2024"
     )
 
     def piece(self, device: Device, round: int) -> Piece:

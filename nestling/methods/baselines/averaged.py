@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from nestling.devices.fit import RATIOS
 from nestling.message import Message
 from nestling.methods.allocation import Ladder, ladder
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Method, Reply, Share
 from nestling.schema import require
 from nestling.training.client import Client
@@ -46,21 +47,18 @@ class Averaged(Method):
     cut: str = "width"
     weighting: str = "uniform"
 
-    world: World = field(init=False, repr=False, compare=False)
-    reference: Reference = field(init=False, repr=False, compare=False)
-    states: dict[str, State] = field(init=False, repr=False, compare=False)
-    _ladder: Ladder | None = field(init=False, repr=False, compare=False)
-    _sent: dict[bytes, Message] = field(init=False, repr=False, compare=False)
+    world: World = made()
+    reference: Reference = made()
+    states: dict[str, State] = made()
+    _ladder: Ladder | None = made()
+    _sent: dict[bytes, Message] = made()
 
     info = Info(
-        title="HeteroAvg",
-        family="baseline",
-        heterogeneity="width or depth: averaged by name, or among equals",
-        auxiliary="none",
-        global_model=True,
+        "baseline",
+        "width or depth: averaged by name, or among equals",
+        "official code read",
+        "B",
         paper="Chan et al. (InCo), ICLR 2024",
-        evidence="official code read",
-        group="B",
     )
 
     def __post_init__(self) -> None:

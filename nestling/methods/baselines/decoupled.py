@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nestling.devices.fit import exceeded
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Method, Reply
 from nestling.schema import require
 from nestling.seeds import stream
@@ -33,22 +34,14 @@ class Decoupled(Method):
 
     holders: str = "able"
 
-    world: World = field(init=False, repr=False, compare=False)
-    weights: dict[str, State] = field(init=False, repr=False, compare=False)
-    level: dict[str, str] = field(init=False, repr=False, compare=False)
-    _able: dict[str, list[str]] = field(init=False, repr=False, compare=False)
-    _given: tuple[int, dict[int, str]] = field(init=False, repr=False, compare=False)
+    world: World = made()
+    weights: dict[str, State] = made()
+    level: dict[str, str] = made()
+    _able: dict[str, list[str]] = made()
+    _given: tuple[int, dict[int, str]] = made()
 
     info = Info(
-        title="Decoupled",
-        family="baseline",
-        heterogeneity="any: levels never meet",
-        auxiliary="none",
-        global_model=True,
-        paper="Chen et al. (FlexFL), 2024",
-        evidence="official code read",
-        own_networks=True,
-        group="A",
+        "baseline", "any: levels never meet", "official code read", "A", own_networks=True, paper="Chen et al. (FlexFL), 2024"
     )
 
     def __post_init__(self) -> None:

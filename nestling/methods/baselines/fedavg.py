@@ -18,15 +18,7 @@ class FedAvg(SharedWeights):
     Differs from the paper: nothing; the common network is the part of the reference that all tiers can train.
     """
 
-    info = Info(
-        title="FedAvg",
-        family="baseline",
-        heterogeneity="none: the smallest device decides",
-        auxiliary="none",
-        global_model=True,
-        paper="McMahan et al., AISTATS 2017",
-        evidence="from paper",
-    )
+    info = Info("baseline", "none: the smallest device decides", "from paper")
 
     def piece(self, device: Device, round: int) -> Piece:
         return self.world.smallest

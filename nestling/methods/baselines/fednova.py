@@ -45,16 +45,7 @@ class FedNova(Averaged):
     weighting: str = "samples"
     mu: float = 0.0
 
-    info = Info(
-        title="FedNova",
-        family="baseline",
-        heterogeneity="width or depth: averaged by name, or among equals",
-        auxiliary="none",
-        global_model=True,
-        paper="Wang et al., NeurIPS 2020",
-        evidence="from paper",
-        group="B",
-    )
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
 
     def __post_init__(self) -> None:
         super().__post_init__()

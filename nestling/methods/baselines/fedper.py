@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.baselines.averaged import Averaged
+from nestling.methods.kept import made
 from nestling.methods.method import Info
 from nestling.schema import require
 from nestling.training.client import Client
@@ -37,19 +38,16 @@ class FedPer(Averaged):
     weighting: str = "samples"
     personal: int | tuple[str, ...] = 1
 
-    _names: frozenset[str] = field(init=False, repr=False, compare=False)
-    _pieces: dict[tuple[str, bytes], Piece] = field(init=False, repr=False, compare=False)
+    _names: frozenset[str] = made()
+    _pieces: dict[tuple[str, bytes], Piece] = made()
 
     info = Info(
-        title="FedPer",
-        family="baseline",
-        heterogeneity="width or depth: the base averaged by name, heads personal",
-        auxiliary="none",
+        "baseline",
+        "width or depth: the base averaged by name, heads personal",
+        "from paper",
+        "C",
         global_model=False,
-        paper="Arivazhagan et al., 2019",
-        evidence="from paper",
         personal=True,
-        group="C",
     )
 
     def __post_init__(self) -> None:

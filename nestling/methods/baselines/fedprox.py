@@ -33,16 +33,7 @@ class FedProx(Averaged):
     weighting: str = "samples"
     mu: float = 0.01
 
-    info = Info(
-        title="FedProx",
-        family="baseline",
-        heterogeneity="width or depth: averaged by name, or among equals",
-        auxiliary="none",
-        global_model=True,
-        paper="Li et al., MLSys 2020",
-        evidence="official code read",
-        group="B",
-    )
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "official code read", "B")
 
     def __post_init__(self) -> None:
         super().__post_init__()

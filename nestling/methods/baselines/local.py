@@ -34,15 +34,14 @@ class Local(Personal):
     size: int = 0
 
     info = Info(
-        title="Local",
-        family="baseline",
-        heterogeneity="any: networks never meet",
-        auxiliary="none",
+        "baseline",
+        "any: networks never meet",
+        "ours",
         global_model=False,
-        paper="–",
-        evidence="ours",
         own_networks=True,
         personal=True,
+        title="Local",
+        paper="–",
     )
 
     def __post_init__(self) -> None:

@@ -50,16 +50,7 @@ class Moon(Averaged):
     temperature: float = 0.5
     projection: int = 0
 
-    info = Info(
-        title="MOON",
-        family="baseline",
-        heterogeneity="width or depth: averaged by name, or among equals",
-        auxiliary="none",
-        global_model=True,
-        paper="Li et al., CVPR 2021",
-        evidence="from paper",
-        group="B",
-    )
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
 
     def __post_init__(self) -> None:
         super().__post_init__()

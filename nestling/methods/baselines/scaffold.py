@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.baselines.averaged import Averaged, by_group, of_groups, parameters_of
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.schema import require
 from nestling.training.client import Client
@@ -51,20 +52,11 @@ class Scaffold(Averaged):
     server_lr: float = 1.0
     control: str = "auto"
 
-    controls: dict[str, State] = field(init=False, repr=False, compare=False)
-    _zeros: State = field(init=False, repr=False, compare=False)
-    _views: dict[bytes, View] = field(init=False, repr=False, compare=False)
+    controls: dict[str, State] = made()
+    _zeros: State = made()
+    _views: dict[bytes, View] = made()
 
-    info = Info(
-        title="SCAFFOLD",
-        family="baseline",
-        heterogeneity="width or depth: averaged by name, or among equals",
-        auxiliary="none",
-        global_model=True,
-        paper="Karimireddy et al., ICML 2020",
-        evidence="from paper",
-        group="B",
-    )
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Method, Reply
 from nestling.seeds import torch_seeded
 from nestling.training.distiller import Forward, logits_of, whole
@@ -27,10 +28,10 @@ from nestling.world import Device, Model, Piece, World
 class PerArchitecture(Method):
     """Base of methods that keep one state an architecture: clients' weights travel down and up."""
 
-    world: World = field(init=False, repr=False, compare=False)
-    references: dict[str, Reference] = field(init=False, repr=False, compare=False)
-    weights: dict[str, State] = field(init=False, repr=False, compare=False)
-    _sent: dict[tuple[str, bytes], tuple[State, Message]] = field(init=False, repr=False, compare=False)
+    world: World = made()
+    references: dict[str, Reference] = made()
+    weights: dict[str, State] = made()
+    _sent: dict[tuple[str, bytes], tuple[State, Message]] = made()
 
     def setup(self, world: World) -> None:
         self.world = world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.distill import drafts
 from nestling.methods.distill.drafts import DIVISORS, FIRST, LAST, LOGITS, Pool, taps_of
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import Personal, keep_weights
 from nestling.methods.public import drawn
@@ -81,21 +82,21 @@ class DraftFed(Personal):
     batch: int = 128
     lr: float = 0.0
 
-    networks: dict[tuple[str, bytes], Network] = field(init=False, repr=False, compare=False)
-    targets: dict[str, State] = field(init=False, repr=False, compare=False)
-    _sent: dict[str, Message] = field(init=False, repr=False, compare=False)
+    networks: dict[tuple[str, bytes], Network] = made()
+    targets: dict[str, State] = made()
+    _sent: dict[str, Message] = made()
 
     info = Info(
-        title="DraftFed",
-        family="public data",
-        heterogeneity="any convolutional networks",
+        "public data",
+        "any convolutional networks",
+        "from paper",
+        "D",
         auxiliary="public set, unlabelled",
         global_model=False,
-        paper="DraftFed",
-        evidence="from paper",
         own_networks=True,
         personal=True,
-        group="D",
+        title="DraftFed",
+        paper="DraftFed",
     )
 
     def __post_init__(self) -> None:

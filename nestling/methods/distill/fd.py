@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import STATISTICS, TellsByClass, class_means, gap, look, spread
 from nestling.schema import require
@@ -52,21 +53,12 @@ class FD(TellsByClass):
     temperature: float = 1.0
     others: bool = True
 
-    total: Tensor = field(init=False, repr=False, compare=False)
-    tellers: Tensor = field(init=False, repr=False, compare=False)
-    records: Records = field(init=False, repr=False, compare=False)
+    total: Tensor = made()
+    tellers: Tensor = made()
+    records: Records = made()
 
-    info = Info(
-        title="FD",
-        family="data-free",
-        heterogeneity="any: only mean logits of classes travel",
-        auxiliary="none",
-        global_model=False,
-        paper="Jeong et al., 2018",
-        evidence="reimplementation (HtFLlib) read; the paper from memory",
-        own_networks=True,
-        personal=True,
-        group="F",
+    info = Info.of_own_networks(
+        "data-free", "any: only mean logits of classes travel", "reimplementation (HtFLlib) read; the paper from memory", "F"
     )
 
     def __post_init__(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.methods.distill.architectures import PerArchitecture, held_parts, noise_inputs, said_of, whole_and_parts
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.proxy import labelled_proxy
 from nestling.schema import require
@@ -61,19 +62,16 @@ class FedDF(PerArchitecture):
     drop_worst: bool = False
     compat: str = "paper"
 
-    inputs: Tensor | None = field(init=False, repr=False, compare=False)
-    judged: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False)
+    inputs: Tensor | None = made()
+    judged: tuple[Tensor, Tensor] | None = made()
 
     info = Info(
-        title="FedDF",
-        family="public data",
-        heterogeneity="any: averaged within an architecture, distilled between them",
+        "public data",
+        "any: averaged within an architecture, distilled between them",
+        "official code read",
+        "D",
         auxiliary="server proxy, unlabelled, and a labelled validation set",
-        global_model=True,
-        paper="Lin et al., NeurIPS 2020",
-        evidence="official code read",
         own_networks=True,
-        group="D",
     )
 
     def __post_init__(self) -> None:

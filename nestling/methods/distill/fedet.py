@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nestling.errors import InputError
 from nestling.methods.distill.architectures import PerArchitecture, said_of
 from nestling.methods.heads import head_of, with_head
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import common_features, own_pieces
 from nestling.models.embedding import with_features
@@ -60,21 +61,18 @@ class FedET(PerArchitecture):
     features: int = 0
     weighting: str = "uniform"
 
-    wide: int = field(init=False, repr=False, compare=False)
-    pieces: dict[str, Piece] = field(init=False, repr=False, compare=False)
-    server: Reference = field(init=False, repr=False, compare=False)
-    head: Reference = field(init=False, repr=False, compare=False)
+    wide: int = made()
+    pieces: dict[str, Piece] = made()
+    server: Reference = made()
+    head: Reference = made()
 
     info = Info(
-        title="Fed-ET",
-        family="public data",
-        heterogeneity="any: averaged within an architecture; all share the head's shape",
+        "public data",
+        "any: averaged within an architecture; all share the head's shape",
+        "from memory",
+        "D",
         auxiliary="server proxy, unlabelled",
-        global_model=True,
-        paper="Cho et al., IJCAI 2022",
-        evidence="from memory",
         own_networks=True,
-        group="D",
     )
 
     def __post_init__(self) -> None:

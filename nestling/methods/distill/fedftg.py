@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nestling.message import Message
 from nestling.methods.distill.generated import Asked, asked, check_generator, kinds, learner, make_generator, noise
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.models.generators import codes, diversity
@@ -63,18 +64,15 @@ class FedFTG(SharedAverage):
     nz: int = 100
     channels: int = 8
 
-    generator: State = field(init=False, repr=False, compare=False)
-    network: nn.Module = field(init=False, repr=False, compare=False)
+    generator: State = made()
+    network: nn.Module = made()
 
     info = Info(
-        title="FedFTG",
-        family="data-free",
-        heterogeneity="width: nested parts that fit each device (none in the paper)",
+        "data-free",
+        "width: nested parts that fit each device (none in the paper)",
+        "official code read",
+        "E",
         auxiliary="none (label counts, and the server's generator)",
-        global_model=True,
-        paper="Zhang et al., CVPR 2022",
-        evidence="official code read",
-        group="E",
     )
 
     def __post_init__(self) -> None:

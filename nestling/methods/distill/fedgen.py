@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nestling.message import Message
 from nestling.methods.heads import columns_of, head_of, with_head
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import Personal, common_features, keep_weights
 from nestling.models.embedding import with_features
@@ -95,25 +96,22 @@ class FedGen(Personal):
     latent: int = 0
     compat: str = "paper"
 
-    weights: State = field(init=False, repr=False, compare=False)
-    generator: State = field(init=False, repr=False, compare=False)
-    seen: Tensor = field(init=False, repr=False, compare=False)
-    network: nn.Module = field(init=False, repr=False, compare=False)
-    wide: int = field(init=False, repr=False, compare=False)
-    full: bool = field(init=False, repr=False, compare=False)
-    _sent: dict[bytes, Message] = field(init=False, repr=False, compare=False)
+    weights: State = made()
+    generator: State = made()
+    seen: Tensor = made()
+    network: nn.Module = made()
+    wide: int = made()
+    full: bool = made()
+    _sent: dict[bytes, Message] = made()
 
     info = Info(
-        title="FedGen",
-        family="data-free",
-        heterogeneity="any: a common classifier, or parts of one network",
+        "data-free",
+        "any: a common classifier, or parts of one network",
+        "official code read",
+        "E",
         auxiliary="none (label counts, and a generator of features)",
-        global_model=True,
-        paper="Zhu et al., ICML 2021",
-        evidence="official code read",
         own_networks=True,
         personal=True,
-        group="E",
     )
 
     def __post_init__(self) -> None:

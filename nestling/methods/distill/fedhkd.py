@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
 
@@ -16,6 +16,7 @@ from nestling.devices.fit import RATIOS
 from nestling.message import Message
 from nestling.methods.allocation import Ladder, ladder
 from nestling.methods.distill import gaussian
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, gap, look, spread
 from nestling.models.embedding import with_embedding
@@ -79,21 +80,12 @@ class FedHKD(ByClass):
     least: int = 5
     compat: str = "paper"
 
-    weights: State = field(init=False, repr=False, compare=False)
-    _ladder: Ladder = field(init=False, repr=False, compare=False)
-    _messages: dict[bytes, Message] = field(init=False, repr=False, compare=False)
+    weights: State = made()
+    _ladder: Ladder = made()
+    _messages: dict[bytes, Message] = made()
 
-    info = Info(
-        title="FedHKD",
-        family="data-free",
-        heterogeneity="any: networks never meet, features have one size (or width, with weights)",
-        auxiliary="none",
-        global_model=False,
-        paper="Chen et al., ICLR 2023",
-        evidence="official code read",
-        own_networks=True,
-        personal=True,
-        group="F",
+    info = Info.of_own_networks(
+        "data-free", "any: networks never meet, features have one size (or width, with weights)", "official code read", "F"
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.distill.pair import MEME, Pair, Pairs, meme_of, with_meme
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import Personal
 from nestling.models.taps import Taps, watching
@@ -77,19 +78,15 @@ class FedKD(Pairs):
     hidden: float = 1.0
     soft: float = 1.0
 
-    _sent: Message | None = field(init=False, repr=False, compare=False)
+    _sent: Message | None = made()
 
     info = Info(
-        title="FedKD",
-        family="data-free",
-        heterogeneity="any: own networks never meet, a small one is shared",
-        auxiliary="none",
-        global_model=True,
-        paper="Wu et al., Nature Communications 2022",
-        evidence="reimplementation (HtFLlib) read; the paper from memory",
+        "data-free",
+        "any: own networks never meet, a small one is shared",
+        "reimplementation (HtFLlib) read; the paper from memory",
+        "E",
         own_networks=True,
         personal=True,
-        group="E",
     )
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import own_weights
 from nestling.methods.public import PublicExchange, epochs_for
@@ -51,19 +52,14 @@ class FedMD(PublicExchange):
     digest_batch: int = 256
     digest_lr: float = 1e-3
 
-    told: Records = field(init=False, repr=False, compare=False)
+    told: Records = made()
 
-    info = Info(
-        title="FedMD",
-        family="public data",
-        heterogeneity="any: only logits travel",
+    info = Info.of_own_networks(
+        "public data",
+        "any: only logits travel",
+        "official code read",
+        "D",
         auxiliary="public inputs on every client, labelled for the start",
-        global_model=False,
-        paper="Li & Wang, NeurIPS 2019 workshop",
-        evidence="official code read",
-        own_networks=True,
-        personal=True,
-        group="D",
     )
 
     def __post_init__(self) -> None:

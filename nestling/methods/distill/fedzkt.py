@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nestling.message import Message
 from nestling.methods.baselines.averaged import parameters_of
 from nestling.methods.distill.generated import Asked, asked, check_generator, kinds, learner, make_generator, noise
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Method, Reply
 from nestling.schema import require
 from nestling.seeds import torch_seeded
@@ -69,24 +70,21 @@ class FedZKT(Method):
     nz: int = 100
     channels: int = 8
 
-    world: World = field(init=False, repr=False, compare=False)
-    weights: State = field(init=False, repr=False, compare=False)
-    generator: State = field(init=False, repr=False, compare=False)
-    network: nn.Module = field(init=False, repr=False, compare=False)
-    records: Records = field(init=False, repr=False, compare=False)
-    _first: dict[str, Message] = field(init=False, repr=False, compare=False)
+    world: World = made()
+    weights: State = made()
+    generator: State = made()
+    network: nn.Module = made()
+    records: Records = made()
+    _first: dict[str, Message] = made()
 
     info = Info(
-        title="FedZKT",
-        family="data-free",
-        heterogeneity="any: unlike networks and parts",
+        "data-free",
+        "any: unlike networks and parts",
+        "from paper (abstract) and memory",
+        "E",
         auxiliary="none (the server's generator)",
-        global_model=True,
-        paper="Zhang et al., ICDCS 2022",
-        evidence="from paper (abstract) and memory",
         own_networks=True,
         personal=True,
-        group="E",
     )
 
     def __post_init__(self) -> None:

@@ -39,16 +39,12 @@ class FML(Pairs):
     beta: float = 0.5
 
     info = Info(
-        title="FML",
-        family="data-free",
-        heterogeneity="any: own networks never meet, a small one is shared",
-        auxiliary="none",
-        global_model=True,
-        paper="Shen et al., 2020",
-        evidence="reimplementation (HtFLlib) read; the paper from memory",
+        "data-free",
+        "any: own networks never meet, a small one is shared",
+        "reimplementation (HtFLlib) read; the paper from memory",
+        "E",
         own_networks=True,
         personal=True,
-        group="E",
     )
 
     def __post_init__(self) -> None:

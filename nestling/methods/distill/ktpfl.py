@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.public import PublicExchange
 from nestling.schema import require
@@ -65,19 +66,14 @@ class KTpFL(PublicExchange):
     weight: float = 0.1
     compat: str = "paper"
 
-    coefficients: Coefficients = field(init=False, repr=False, compare=False)
+    coefficients: Coefficients = made()
 
-    info = Info(
-        title="KT-pFL",
-        family="public data",
-        heterogeneity="any: only predictions travel",
+    info = Info.of_own_networks(
+        "public data",
+        "any: only predictions travel",
+        "official code read",
+        "D",
         auxiliary="public inputs on every client, unlabelled",
-        global_model=False,
-        paper="Zhang et al., NeurIPS 2021",
-        evidence="official code read",
-        own_networks=True,
-        personal=True,
-        group="D",
     )
 
     def __post_init__(self) -> None:

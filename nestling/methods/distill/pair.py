@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Reply
 from nestling.methods.personal import WEIGHTS, Personal
 from nestling.models.taps import Taps
@@ -53,8 +54,8 @@ class Pairs(Personal):
     ratio: float = 0.0
     weighting: str = "samples"
 
-    shared: Reference = field(init=False, repr=False, compare=False)
-    weights: State = field(init=False, repr=False, compare=False)
+    shared: Reference = made()
+    weights: State = made()
 
     def __post_init__(self) -> None:
         require(0 <= self.ratio <= 1, "must be in [0, 1] (0: as the smallest tier has room for)", "method.ratio")

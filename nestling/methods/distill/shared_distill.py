@@ -54,15 +54,14 @@ class SharedDistill(PerArchitecture):
     inner: float = 1.0
 
     info = Info(
-        title="Shared-distill",
-        family="fusion",
-        heterogeneity="any: nested parts and unlike networks",
+        "fusion",
+        "any: nested parts and unlike networks",
+        "from paper (abstract only); the design is ours",
+        "D",
         auxiliary="server proxy, unlabelled",
-        global_model=True,
-        paper="TinyML model-heterogeneous FL (abstract)",
-        evidence="from paper (abstract only); the design is ours",
         own_networks=True,
-        group="D",
+        title="Shared-distill",
+        paper="TinyML model-heterogeneous FL (abstract)",
     )
 
     def __post_init__(self) -> None:

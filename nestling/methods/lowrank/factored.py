@@ -11,6 +11,7 @@ from typing import ClassVar
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.allocation import Ladder
+from nestling.methods.kept import made
 from nestling.methods.method import SharedWeights
 from nestling.models.factorised import factorable, factorise, frobenius_decay, to_factors
 from nestling.schema import require
@@ -39,9 +40,9 @@ class Factored(SharedWeights):
     linear: bool = False
     leave_out: bool = True
 
-    factors: Reference = field(init=False, repr=False, compare=False)
-    ladder: Ladder = field(init=False, repr=False, compare=False)
-    able: frozenset[str] = field(init=False, repr=False, compare=False)
+    factors: Reference = made()
+    ladder: Ladder = made()
+    able: frozenset[str] = made()
     _factors: tuple[State, State] | None = field(init=False, repr=False, compare=False, default=None)
 
     form: ClassVar[str]

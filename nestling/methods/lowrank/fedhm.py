@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
 from nestling.methods.lowrank.factored import Factored, layers_of
 from nestling.methods.method import Info, Reply
@@ -54,19 +55,10 @@ class FedHM(Factored):
     virtual: bool = True
     compat: str = "paper"
 
-    ratio_of: dict[tuple[str, bytes], float] = field(init=False, repr=False, compare=False)
+    ratio_of: dict[tuple[str, bytes], float] = made()
 
     form = "separable"
-    info = Info(
-        title="FedHM",
-        family="low-rank",
-        heterogeneity="rank: truncated factors of every layer",
-        auxiliary="none",
-        global_model=True,
-        paper="Yao et al., 2021",
-        evidence="official code read",
-        group="A",
-    )
+    info = Info("low-rank", "rank: truncated factors of every layer", "official code read", "A")
 
     def __post_init__(self) -> None:
         super().__post_init__()

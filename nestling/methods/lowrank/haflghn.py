@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.allocation import Ladder
+from nestling.methods.kept import made
 from nestling.methods.lowrank.factored import able_tiers, choose_among
 from nestling.methods.method import Info, Method, Reply
 from nestling.models.hypernetwork import Generated, HyperNetwork
@@ -50,21 +51,18 @@ class HAFLGHN(Method):
     fine_tune: int = 0
     leave_out: bool = True
 
-    world: World = field(init=False, repr=False, compare=False)
-    weights: State = field(init=False, repr=False, compare=False)
-    pieces: dict[str, Piece] = field(init=False, repr=False, compare=False)
-    able: frozenset[str] = field(init=False, repr=False, compare=False)
+    world: World = made()
+    weights: State = made()
+    pieces: dict[str, Piece] = made()
+    able: frozenset[str] = made()
 
     info = Info(
-        title="HAFL-GHN",
-        family="hyper-network",
-        heterogeneity="any: unlike networks and parts",
-        auxiliary="none",
+        "hyper-network",
+        "any: unlike networks and parts",
+        "from paper (abstract), GHN internals from published code",
+        "G",
         global_model=False,
-        paper="Litany et al., 2022",
-        evidence="from paper (abstract), GHN internals from published code",
         own_networks=True,
-        group="G",
     )
 
     def __post_init__(self) -> None:

@@ -56,16 +56,7 @@ class PriSM(Factored):
     clip: float = 5.0
 
     form = "columns"
-    info = Info(
-        title="PriSM",
-        family="low-rank",
-        heterogeneity="rank: drawn singular components",
-        auxiliary="none",
-        global_model=True,
-        paper="Niu et al., TMLR 2023",
-        evidence="official code read",
-        group="A",
-    )
+    info = Info("low-rank", "rank: drawn singular components", "official code read", "A")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Reply
 from nestling.methods.personal import Personal, common_features, keep_weights
 from nestling.models.embedding import with_features
@@ -151,9 +152,9 @@ class ByClass(TellsByClass):
 
     size: int = 0
 
-    wide: int = field(init=False, repr=False, compare=False)
-    table: Table = field(init=False, repr=False, compare=False)
-    _sent: Message | None = field(init=False, repr=False, compare=False)
+    wide: int = made()
+    table: Table = made()
+    _sent: Message | None = made()
 
     def __post_init__(self) -> None:
         require(self.size >= 0, "must not be negative (0: as the network with the fewest)", "method.size")

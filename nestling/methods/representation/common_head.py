@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from nestling.message import Message
 from nestling.methods.heads import common_head, with_head
+from nestling.methods.kept import made
 from nestling.methods.personal import Personal
 from nestling.training.client import Client
 from nestling.views import State
@@ -29,7 +30,7 @@ class CommonHead(Personal):
 
     predict: str = "common"
 
-    head: State = field(init=False, repr=False, compare=False)
+    head: State = made()
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 

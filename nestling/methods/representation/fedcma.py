@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nestling.message import Message
 from nestling.methods.heads import head_of
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, look, spread
 from nestling.models.embedding import BOUNDS, with_features
@@ -62,19 +63,18 @@ class FedCMA(ByClass):
     weighting: str = "samples"
     compat: str = "paper"
 
-    head: State = field(init=False, repr=False, compare=False)
+    head: State = made()
 
     info = Info(
-        title="Fed-CMA",
-        family="representation",
-        heterogeneity="any: bodies are personal, features and classifier have one form",
-        auxiliary="none",
+        "representation",
+        "any: bodies are personal, features and classifier have one form",
+        "fork of the official code read; the paper from its abstract",
+        "F",
         global_model=False,
-        paper="Fed-CMA (abstract)",
-        evidence="fork of the official code read; the paper from its abstract",
         own_networks=True,
         personal=True,
-        group="F",
+        title="Fed-CMA",
+        paper="Fed-CMA (abstract)",
     )
 
     def __post_init__(self) -> None:

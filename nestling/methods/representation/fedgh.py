@@ -47,17 +47,11 @@ class FedGH(CommonHead, ByClass):
     server_lr: float = 0.01
     server_batch: int = 10
 
-    info = Info(
-        title="FedGH",
-        family="representation",
-        heterogeneity="any: bodies are personal, features and classifier have one form",
-        auxiliary="none",
-        global_model=False,
-        paper="Yi et al., ACM MM 2023",
-        evidence="reimplementation (HtFLlib) read; the paper from memory",
-        own_networks=True,
-        personal=True,
-        group="F",
+    info = Info.of_own_networks(
+        "representation",
+        "any: bodies are personal, features and classifier have one form",
+        "reimplementation (HtFLlib) read; the paper from memory",
+        "F",
     )
 
     def __post_init__(self) -> None:

@@ -43,17 +43,12 @@ class FedHeNN(PublicExchange):
     align: int = 1000
     eta: float = 0.01
 
-    info = Info(
-        title="FedHeNN",
-        family="representation",
-        heterogeneity="any: only kernels travel",
+    info = Info.of_own_networks(
+        "representation",
+        "any: only kernels travel",
+        "official code read",
+        "D",
         auxiliary="public inputs on every client, unlabelled",
-        global_model=False,
-        paper="Makhija et al., ICML 2022",
-        evidence="official code read",
-        own_networks=True,
-        personal=True,
-        group="D",
     )
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.baselines.averaged import Averaged, parameters_of
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.schema import require
 from nestling.seeds import derive, stream
@@ -69,18 +70,15 @@ class FedIN(Averaged):
     noise_in: str = "training"
     entry: str = ""
 
-    pairs: list[tuple[int, State]] = field(init=False, repr=False, compare=False)
+    pairs: list[tuple[int, State]] = made()
 
     info = Info(
-        title="FedIN",
-        family="representation",
-        heterogeneity="depth: averaged by name, or among equals",
-        auxiliary="none",
-        global_model=True,
-        paper="Chan et al. (FedIN)",
-        evidence="from paper",
-        group="B",
+        "representation",
+        "depth: averaged by name, or among equals",
+        "from paper",
+        "B",
         model="tinyresnet",
+        paper="Chan et al. (FedIN)",
     )
 
     def __post_init__(self) -> None:

@@ -48,18 +48,7 @@ class FedProto(ByClass):
     weighting: str = "samples"
     predict: str = "prototype"
 
-    info = Info(
-        title="FedProto",
-        family="representation",
-        heterogeneity="any: networks never meet, features have one size",
-        auxiliary="none",
-        global_model=False,
-        paper="Tan et al., AAAI 2022",
-        evidence="official code read",
-        own_networks=True,
-        personal=True,
-        group="F",
-    )
+    info = Info.of_own_networks("representation", "any: networks never meet, features have one size", "official code read", "F")
 
     def __post_init__(self) -> None:
         super().__post_init__()

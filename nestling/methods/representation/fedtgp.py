@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import Table
 from nestling.methods.representation.fedproto import FedProto
@@ -67,20 +68,14 @@ class FedTGP(FedProto):
     server_batch: int = 10
     hidden: int = 0
 
-    network: Prototypes = field(init=False, repr=False, compare=False)
-    trained: State = field(init=False, repr=False, compare=False)
+    network: Prototypes = made()
+    trained: State = made()
 
-    info = Info(
-        title="FedTGP",
-        family="representation",
-        heterogeneity="any: networks never meet, features have one size",
-        auxiliary="none",
-        global_model=False,
-        paper="Zhang et al., AAAI 2024",
-        evidence="the authors' code (HtFLlib) read; the paper from memory",
-        own_networks=True,
-        personal=True,
-        group="F",
+    info = Info.of_own_networks(
+        "representation",
+        "any: networks never meet, features have one size",
+        "the authors' code (HtFLlib) read; the paper from memory",
+        "F",
     )
 
     def __post_init__(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from nestling.message import Message
 from nestling.methods.heads import head_of, mean_head
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.personal import common_features, keep_weights
 from nestling.methods.representation.class_means import WEIGHTINGS
@@ -44,19 +45,13 @@ class LGFedAvg(CommonHead):
     size: int = 0
     weighting: str = "samples"
 
-    wide: int = field(init=False, repr=False, compare=False)
+    wide: int = made()
 
-    info = Info(
-        title="LG-FedAvg",
-        family="representation",
-        heterogeneity="any: bodies are personal, features and classifier have one form",
-        auxiliary="none",
-        global_model=False,
-        paper="Liang et al., 2020",
-        evidence="reimplementation (HtFLlib) read; the paper from memory",
-        own_networks=True,
-        personal=True,
-        group="F",
+    info = Info.of_own_networks(
+        "representation",
+        "any: bodies are personal, features and classifier have one form",
+        "reimplementation (HtFLlib) read; the paper from memory",
+        "F",
     )
 
     def __post_init__(self) -> None:

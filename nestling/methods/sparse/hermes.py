@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.sparse.gate import PrunesItself
 from nestling.schema import require
@@ -52,19 +53,17 @@ class Hermes(PrunesItself):
     overlap: str = "all"
     rewind: bool = False
 
-    records: Records = field(init=False, repr=False, compare=False)
+    records: Records = made()
 
     shares_weights: ClassVar[bool] = False  # clients go on from models of their own
     info = Info(
-        title="Hermes",
-        family="sparse",
-        heterogeneity="structured masks: channels, one set a client",
+        "sparse",
+        "structured masks: channels, one set a client",
+        "from paper (abstract) and memory",
+        "C",
         auxiliary="none (clients hold out rows of their own)",
         global_model=False,
-        paper="Li et al., MobiCom 2021",
-        evidence="from paper (abstract) and memory",
         personal=True,
-        group="C",
     )
 
     def __post_init__(self) -> None:

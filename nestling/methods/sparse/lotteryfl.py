@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.sparse.gate import PrunesItself
 from nestling.schema import require
@@ -57,18 +58,15 @@ class LotteryFL(PrunesItself):
     compat: str = "paper"
     send_mask: bool = True
 
-    records: Records = field(init=False, repr=False, compare=False)
+    records: Records = made()
 
     info = Info(
-        title="LotteryFL",
-        family="sparse",
-        heterogeneity="unstructured masks, one a client",
+        "sparse",
+        "unstructured masks, one a client",
+        "official code read",
+        "C",
         auxiliary="none (clients hold out rows of their own)",
-        global_model=True,
-        paper="Li et al., SEC 2021",
-        evidence="official code read",
         personal=True,
-        group="C",
     )
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.schedule import in_rounds
 from nestling.methods.sparse.adjust import adjust, squared_gradients, weight_seconds
@@ -61,20 +62,18 @@ class PruneFL(SharedWeights):
     seconds: dict[str, float] = field(default_factory=dict)
     constant: float = 0.0
 
-    masks: State = field(init=False, repr=False, compare=False)
-    _pieces: tuple[State, dict[bytes, Piece]] = field(init=False, repr=False, compare=False)
-    _last: tuple[State, State, dict[tuple[bytes, bool], Message]] = field(init=False, repr=False, compare=False)
-    started: bool = field(init=False, repr=False, compare=False)
+    masks: State = made()
+    _pieces: tuple[State, dict[bytes, Piece]] = made()
+    _last: tuple[State, State, dict[tuple[bytes, bool], Message]] = made()
+    started: bool = made()
 
     info = Info(
-        title="PruneFL",
-        family="sparse",
-        heterogeneity="none: one adaptive mask for all",
+        "sparse",
+        "none: one adaptive mask for all",
+        "official code read",
+        "C",
         auxiliary="server proxy (labelled)",
-        global_model=True,
         paper="Jiang et al., TNNLS 2022",
-        evidence="official code read",
-        group="C",
     )
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.methods.allocation import Ladder, ladder
+from nestling.methods.kept import made
 from nestling.methods.method import Reply, SharedWeights
 from nestling.models import ExitNet
 from nestling.training.objectives import Net
@@ -22,7 +23,7 @@ from nestling.world import Device, Model, Piece, World
 class ByDepth(SharedWeights):
     """Base: a device trains the deepest view that fits it, and every tensor becomes the plain mean over those that have it."""
 
-    ladder: Ladder = field(init=False, repr=False, compare=False)
+    ladder: Ladder = made()
 
     def setup(self, world: World) -> None:
         super().setup(world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.schedule import in_rounds
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
@@ -52,20 +53,10 @@ class DepthFL(ByDepth):
     alpha: float = 0.1
     exits: str = "all"
 
-    dynamics: State = field(init=False, repr=False, compare=False)
-    ensemble: Reference = field(init=False, repr=False, compare=False)
+    dynamics: State = made()
+    ensemble: Reference = made()
 
-    info = Info(
-        title="DepthFL",
-        family="depth",
-        heterogeneity="depth: the first stages, an exit each",
-        auxiliary="none",
-        global_model=True,
-        paper="Kim et al., ICLR 2023",
-        evidence="author-contributed code read",
-        group="B",
-        model="tinyexits",
-    )
+    info = Info("depth", "depth: the first stages, an exit each", "author-contributed code read", "B", model="tinyexits")
 
     def __post_init__(self) -> None:
         require(self.ramp > 0, "must be above 0", "method.ramp", "give a round, or a share of the run below 1")

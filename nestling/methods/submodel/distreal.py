@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.proxy import Proxy, labelled_proxy
 from nestling.methods.submodel.dropout_search import Vector, front, pymoo, search
@@ -61,17 +62,14 @@ class Distreal(SharedWeights):
     rescale: bool = False
 
     vectors: list[Vector] = field(init=False, repr=False, compare=False, default_factory=list)
-    told: Records = field(init=False, repr=False, compare=False)
+    told: Records = made()
 
     info = Info(
-        title="DISTREAL",
-        family="width",
-        heterogeneity="arithmetic: random filters for every batch",
+        "width",
+        "arithmetic: random filters for every batch",
+        "from memory",
+        "A",
         auxiliary="server proxy (labelled), before the first round",
-        global_model=True,
-        paper="Rapp et al., AAAI 2022",
-        evidence="from memory",
-        group="A",
     )
 
     def __post_init__(self) -> None:

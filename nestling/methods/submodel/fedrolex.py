@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.heterofl import HeteroFL
 from nestling.schema import require
@@ -36,19 +37,10 @@ class FedRolex(HeteroFL):
 
     compat: str = "paper"
 
-    steps: int = field(init=False, repr=False, compare=False)
-    _windows: tuple[int, dict[bytes, Piece]] = field(init=False, repr=False, compare=False)
+    steps: int = made()
+    _windows: tuple[int, dict[bytes, Piece]] = made()
 
-    info = Info(
-        title="FedRolex",
-        family="width",
-        heterogeneity="width: rolling windows",
-        auxiliary="none",
-        global_model=True,
-        paper="Alam et al., NeurIPS 2022",
-        evidence="official code read",
-        group="A",
-    )
+    info = Info("width", "width: rolling windows", "official code read", "A")
 
     def __post_init__(self) -> None:
         require(self.compat in COMPATS, f"unknown value {self.compat!r}", "method.compat", f"allowed: {', '.join(COMPATS)}")

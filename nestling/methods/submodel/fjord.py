@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.allocation import Ladder, ladder
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.models.norm import WidthNorm, used_rows
 from nestling.schema import require
@@ -58,17 +59,13 @@ class FjORD(SharedWeights):
     alpha: float = 1.0
     temperature: float = 1.0
 
-    rungs: Ladder = field(init=False, repr=False, compare=False)
+    rungs: Ladder = made()
 
     info = Info(
-        title="FjORD",
-        family="width",
-        heterogeneity="width: nested prefixes, drawn anew for every batch",
-        auxiliary="none",
-        global_model=True,
-        paper="Horváth et al., NeurIPS 2021",
-        evidence="author-contributed code read; alpha and temperature from memory",
-        group="A",
+        "width",
+        "width: nested prefixes, drawn anew for every batch",
+        "author-contributed code read; alpha and temperature from memory",
+        "A",
     )
 
     def __post_init__(self) -> None:

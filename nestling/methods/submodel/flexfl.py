@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.proxy import labelled_proxy
 from nestling.methods.submodel.apoz import UNITS, Scale, measure, units_of
@@ -83,20 +84,17 @@ class FlexFL(SharedWeights):
     selection: str = "levels"
     compat: str = "paper"
 
-    scale: Scale = field(init=False, repr=False, compare=False)
-    pool: Pool = field(init=False, repr=False, compare=False)
+    scale: Scale = made()
+    pool: Pool = made()
     _dispatched: tuple[int, dict[int, int]] = field(init=False, repr=False, compare=False, default=(0, {}))
     _first: dict[int, State] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     info = Info(
-        title="FlexFL",
-        family="width",
-        heterogeneity="width: nested, a ratio for every unit; cut further on the device",
+        "width",
+        "width: nested, a ratio for every unit; cut further on the device",
+        "official code read",
+        "A",
         auxiliary="server proxy (labelled), before the first round",
-        global_model=True,
-        paper="Chen et al., 2024",
-        evidence="official code read",
-        group="A",
     )
 
     def __post_init__(self) -> None:

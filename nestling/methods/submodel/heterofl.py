@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
 from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.submodel.scaler import dividing, narrowed, scaled
@@ -43,18 +44,9 @@ class HeteroFL(SharedWeights):
     mask_labels: bool = True
     scaler: bool = True
 
-    output: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    output: tuple[str, ...] = made()
 
-    info = Info(
-        title="HeteroFL",
-        family="width",
-        heterogeneity="width: nested prefixes",
-        auxiliary="none",
-        global_model=True,
-        paper="Diao et al., ICLR 2021",
-        evidence="official code read",
-        group="A",
-    )
+    info = Info("width", "width: nested prefixes", "official code read", "A")
 
     @property
     def blocks(self) -> tuple[str, ...]:

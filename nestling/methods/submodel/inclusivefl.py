@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.labels import output_layer
 from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.by_depth import ByDepth
@@ -41,22 +42,12 @@ class InclusiveFL(ByDepth):
     beta: float = 0.2
     local_one: bool = False
 
-    columns: list[list[str]] = field(init=False, repr=False, compare=False)
-    shared: list[View] = field(init=False, repr=False, compare=False)
-    own: list[State] = field(init=False, repr=False, compare=False)
-    _whole: dict[int, tuple[Message, Message]] = field(init=False, repr=False, compare=False)
+    columns: list[list[str]] = made()
+    shared: list[View] = made()
+    own: list[State] = made()
+    _whole: dict[int, tuple[Message, Message]] = made()
 
-    info = Info(
-        title="InclusiveFL",
-        family="depth",
-        heterogeneity="depth: the first layers, a classifier a group",
-        auxiliary="none",
-        global_model=True,
-        paper="Liu et al., KDD 2022",
-        evidence="official code read",
-        group="B",
-        model="tinyresnet",
-    )
+    info = Info("depth", "depth: the first layers, a classifier a group", "official code read", "B", model="tinyresnet")
 
     def __post_init__(self) -> None:
         require(0 <= self.beta <= 1, "must be in [0, 1]", "method.beta")

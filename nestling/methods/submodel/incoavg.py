@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nestling.errors import InputError
+from nestling.methods.kept import made
 from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.schema import require
@@ -44,19 +45,9 @@ class InCoAvg(ByDepth):
     most: float = 5.0
     clip: float = 0.1
 
-    pairs: dict[str, str] = field(init=False, repr=False, compare=False)
+    pairs: dict[str, str] = made()
 
-    info = Info(
-        title="InCoAvg",
-        family="depth",
-        heterogeneity="depth: the first blocks of every stage",
-        auxiliary="none",
-        global_model=True,
-        paper="Chan et al., ICLR 2024",
-        evidence="official code read",
-        group="B",
-        model="tinyresnet",
-    )
+    info = Info("depth", "depth: the first blocks of every stage", "official code read", "B", model="tinyresnet")
 
     def __post_init__(self) -> None:
         require(self.compat in ("paper", "code"), f"unknown compat {self.compat!r}", "method.compat", "allowed: paper, code")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.methods.submodel.scaler import scaled
@@ -53,19 +54,9 @@ class ScaleFL(ByDepth):
     kd_start: float = 0.25
     scaler: bool = True
 
-    width_of: dict[bytes, float] = field(init=False, repr=False, compare=False)
+    width_of: dict[bytes, float] = made()
 
-    info = Info(
-        title="ScaleFL",
-        family="depth",
-        heterogeneity="width and depth: prefixes of channels and exits",
-        auxiliary="none",
-        global_model=True,
-        paper="Ilhan et al., CVPR 2023",
-        evidence="official code read",
-        group="A",
-        model="tinyexits",
-    )
+    info = Info("depth", "width and depth: prefixes of channels and exits", "official code read", "A", model="tinyexits")
 
     def __post_init__(self) -> None:
         self.widths, self.depths = tuple(self.widths), tuple(self.depths)

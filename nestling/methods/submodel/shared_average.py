@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
 from nestling.message import Message
+from nestling.methods.kept import made
 from nestling.methods.method import Info, SharedWeights
 from nestling.schema import require
 from nestling.training.client import Client
@@ -42,17 +43,15 @@ class SharedAverage(SharedWeights):
     nested: bool = True
     inner: float = 1.0
 
-    masks: dict[str, Tensor] = field(init=False, repr=False, compare=False)
+    masks: dict[str, Tensor] = made()
 
     info = Info(
+        "fusion",
+        "width: nested parts that fit each device",
+        "from paper (abstract only); the design is ours",
+        "A",
         title="Shared-average",
-        family="fusion",
-        heterogeneity="width: nested parts that fit each device",
-        auxiliary="none",
-        global_model=True,
         paper="TinyML model-heterogeneous FL (abstract)",
-        evidence="from paper (abstract only); the design is ours",
-        group="A",
     )
 
     def __post_init__(self) -> None:
