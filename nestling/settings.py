@@ -39,7 +39,7 @@ class Bounds:
 
 NotNegative = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, open_low=True)]
-Share = Annotated[float, Bounds(0, 1)]
+UnitShare = Annotated[float, Bounds(0, 1)]
 NonZeroShare = Annotated[float, Bounds(0, 1, open_low=True)]
 ShareBelowOne = Annotated[float, Bounds(0, 1, open_high=True)]
 BetweenZeroAndOne = Annotated[float, Bounds(0, 1, open_low=True, open_high=True)]

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from nestling.errors import InputError
-from nestling.views import Reference, View
-from nestling.world import Device, Piece, Plan, World
+from nestling.methods.api import Device, Piece, Reference, View, World
+from nestling.world import Plan
 
 
 @dataclass

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.views import Reference, State, View
+from nestling.methods.api import Piece, Reference, State, View
 from nestling.views.flat import pack
-from nestling.world import Piece
 
 LEAVES = ("weight", "bias")
 

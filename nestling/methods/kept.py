@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,16 +23,14 @@ def made() -> Any:
 
 
 def kept() -> Any:
-    """A field that `setup` makes and the server keeps: a state, some states by name or in a row, a tensor, a number or a flag."""
+    """A field that `setup` makes and the server keeps: a state, some states by name or in a row, a tensor, a number, a flag, or a
+    dataclass of these."""
     return dataclasses.field(init=False, repr=False, compare=False, metadata={"kept": True})
 
 
 def state_of(method: Any) -> dict[str, State]:
     """What is kept, by the names of its fields."""
-    found: dict[str, State] = {}
-    for name in _kept(type(method)):
-        found |= _written(name, getattr(method, name))
-    return found
+    return _join(_written(name, getattr(method, name)) for name in _kept(type(method)))
 
 
 def put_back(method: Any, state: Mapping[str, State]) -> None:
@@ -52,9 +50,15 @@ def _written(name: str, value: Any) -> dict[str, State]:
         return {name: {_ALONE: value if isinstance(value, Tensor) else torch.tensor(value, dtype=_TYPES[type(value)])}}
     if isinstance(value, list):
         return {f"{name} {number}": state for number, state in enumerate(value)}
+    if dataclasses.is_dataclass(value):
+        return _join(_written(f"{name} {own.name}", getattr(value, own.name)) for own in dataclasses.fields(value))
     if any(isinstance(part, Mapping) for part in value.values()):
         return {f"{name} {key}": state for key, state in value.items()}
     return {name: value} if value else {}
+
+
+def _join(parts: Iterable[dict[str, State]]) -> dict[str, State]:
+    return {name: state for part in parts for name, state in part.items()}
 
 
 _TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -65,6 +69,11 @@ def _read(hint: Any, name: str, state: Mapping[str, State], now: Any) -> Any:
         return state[name][_ALONE].to(now.device)
     if hint in _TYPES:
         return hint(state[name][_ALONE].item())
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return hint(
+            **{f.name: _read(hints[f.name], f"{name} {f.name}", state, getattr(now, f.name)) for f in dataclasses.fields(hint)}
+        )
     own = {key.removeprefix(f"{name} "): part for key, part in state.items() if key.startswith(f"{name} ")}
     if typing.get_origin(hint) is list:
         return [_like(own.get(str(number), {}), part) for number, part in enumerate(now)]

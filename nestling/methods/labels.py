@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.training.client import Client
-from nestling.views import Reference
+from nestling.methods.api import Client, Reference
 
 
 def held_classes(client: Client) -> Tensor:

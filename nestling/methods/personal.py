@@ -10,14 +10,11 @@ from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Message, Method, Model, Piece, State, World
 from nestling.methods.kept import made
-from nestling.methods.method import Method
 from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
-from nestling.training.client import Client
-from nestling.views import State
-from nestling.world import Device, Model, Piece, Plan, World, ratio_view
+from nestling.world import Plan, ratio_view
 
 WEIGHTS = "weights/"
 

@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from nestling.errors import InputError
+from nestling.methods.api import World
 from nestling.schema import require
 from nestling.seeds import stream
-from nestling.world import World
 
 TRIED, FEWEST = 0.8, 5
 """The share of the proxy that networks are trained on (they are judged on the rest), and the fewest rows of one."""

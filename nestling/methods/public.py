@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Message, State, World
+from nestling.methods.kept import kept
 from nestling.methods.personal import Personal
-from nestling.schema import require
 from nestling.seeds import derive, stream
-from nestling.training.client import Client
-from nestling.views import State
-from nestling.world import World
+from nestling.settings import Count
 
 
 @dataclass
@@ -34,14 +29,10 @@ class PublicExchange(Personal):
     align: how many public rows a round is about, drawn anew for every round (all of them where there are fewer).
     """
 
-    align: int = 5000
+    align: Count = 5000
 
-    known: State = made()
-    about: int = made()  # the round whose rows `known` is about
-    _messages: dict[Any, Message] = made()
-
-    def __post_init__(self) -> None:
-        require(self.align >= 1, "at least one public row a round", "method.align")
+    known: State = kept()
+    about: int = kept()  # the round whose rows `known` is about
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -57,7 +48,7 @@ class PublicExchange(Personal):
 
     def know(self, known: State, round: int) -> None:
         """The server makes this of the replies of a round; it is about the rows of the next."""
-        self.known, self.about, self._messages = known, round + 1, {}
+        self.known, self.about = known, round + 1
 
     def facts(self, round: int) -> dict[str, int]:
         """Which rows a message of the round is about, and which its reply."""
@@ -71,12 +62,6 @@ class PublicExchange(Personal):
         """How many rows a reply is about."""
         assert self.world.public is not None
         return min(self.align, len(self.world.public))
-
-    def state(self) -> dict[str, State]:
-        return {"known": self.known, "about": {"round": torch.tensor(self.about)}}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.know(dict(state["known"]), int(state["about"]["round"]) - 1)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 

@@ -6,23 +6,30 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from nestling.devices.fit import RATIOS
-from nestling.message import Message
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.kept import made
-from nestling.methods.method import Info, Method, Reply, Share
-from nestling.schema import require
-from nestling.training.client import Client
-from nestling.views import Contribution, Reference, State, merge, prefix
+from nestling.methods.api import (
+    Client,
+    Contribution,
+    Device,
+    Info,
+    Message,
+    Method,
+    Model,
+    Piece,
+    Reference,
+    Reply,
+    Share,
+    State,
+    World,
+)
+from nestling.methods.kept import kept, made
+from nestling.views import merge, prefix
 from nestling.views.depth import depth_views
-from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
-
-ALLOWED = {"averaging": ("layer", "group"), "cut": ("width", "depth"), "weighting": ("uniform", "samples")}
 
 
 @dataclass
@@ -43,15 +50,14 @@ class Averaged(Method):
     """
 
     shares_weights: ClassVar[bool] = True
-    averaging: str = "layer"
-    cut: str = "width"
-    weighting: str = "uniform"
+    averaging: Literal["layer", "group"] = "layer"
+    cut: Literal["width", "depth"] = "width"
+    weighting: Literal["uniform", "samples"] = "uniform"
 
     world: World = made()
     reference: Reference = made()
-    states: dict[str, State] = made()
+    weights: dict[str, State] = kept()
     _ladder: Ladder | None = made()
-    _sent: dict[bytes, Message] = made()
 
     info = Info(
         "baseline",
@@ -60,11 +66,6 @@ class Averaged(Method):
         "B",
         paper="Chan et al. (InCo), ICLR 2024",
     )
-
-    def __post_init__(self) -> None:
-        for name, allowed in ALLOWED.items():
-            value = getattr(self, name)
-            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
 
     @property
     def as_set(self) -> Info:
@@ -76,8 +77,7 @@ class Averaged(Method):
         world.refuse_own_networks(self.info.title)
         self.world, self.reference = world, self.network(world)
         self._ladder = self._make_ladder()
-        self.states = {} if self.averaging == "group" else {"": self.reference.initial.copy()}
-        self._sent = {}
+        self.weights = {} if self.averaging == "group" else {"": self.reference.initial.copy()}
 
     def network(self, world: World) -> Reference:
         """The network that clients hold pieces of."""
@@ -100,14 +100,11 @@ class Averaged(Method):
 
     def state_of(self, group: str) -> State:
         """A group's weights, in the reference's shape."""
-        return self.states.get(group, self.reference.initial)
+        return self.weights.get(group, self.reference.initial)
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         """The device's piece of its group's weights; devices with the same piece get the same message."""
-        key = piece.view.key()
-        if key not in self._sent:
-            self._sent[key] = self.message(piece)
-        return self._sent[key]
+        return self.once(round, piece.view.key(), lambda: self.message(piece))
 
     def message(self, piece: Piece) -> Message:
         """What goes to the holders of a piece."""
@@ -116,7 +113,6 @@ class Averaged(Method):
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         for group, own in self._by_group(replies).items():
             self.merge_group(group, own)
-        self._sent = {}
 
     def _by_group(self, replies: Sequence[Reply]) -> dict[str, list[Reply]]:
         groups: dict[str, list[Reply]] = defaultdict(list)
@@ -129,14 +125,14 @@ class Averaged(Method):
         return {g: Share(self.state_of(g), trained, [self.contribution(r) for r in own]) for g, own in groups.items()}
 
     def shared_weights(self) -> dict[str, State]:
-        return dict(self.states)
+        return dict(self.weights)
 
     def take_weights(self, weights: Mapping[str, State]) -> None:
-        self.states, self._sent = {**self.states, **weights}, {}
+        self.weights = {**self.weights, **weights}
 
     def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
         """Fuses the replies of clients that are averaged with one another."""
-        self.states[group] = merge(self.state_of(group), [self.contribution(reply) for reply in replies])
+        self.weights[group] = merge(self.state_of(group), [self.contribution(reply) for reply in replies])
 
     def contribution(self, reply: Reply, part: str = "weights") -> Contribution:
         """A reply's part of the mean."""
@@ -157,22 +153,6 @@ class Averaged(Method):
 
     def _model(self, piece: Piece) -> Model:
         return Model(piece.reference, piece.view, piece.view.extract(self.state_of(self.group_of(piece))))
-
-    def state(self) -> dict[str, State]:
-        return by_group("weights", self.states)
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.states, self._sent = of_groups("weights", state), {}
-
-
-def by_group(kind: str, states: Mapping[str, State]) -> dict[str, State]:
-    """The groups' states under the names that a checkpoint has them by."""
-    return {f"{kind} {group}".strip(): state for group, state in states.items()}
-
-
-def of_groups(kind: str, state: Mapping[str, State]) -> dict[str, State]:
-    """What `by_group` named."""
-    return {name[len(kind) + 1 :]: pack(tensors) for name, tensors in state.items() if name.split(" ")[0] == kind}
 
 
 def parameters_of(client: Client, tensors: Mapping[str, Tensor]) -> State:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nestling.devices.fit import exceeded
-from nestling.message import Message
+from nestling.methods.api import Contribution, Device, Info, Message, Method, Model, Piece, Reply, State, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Method, Reply
 from nestling.schema import require
 from nestling.seeds import stream
-from nestling.views import Contribution, State, merge
-from nestling.world import Device, Model, Piece, Plan, World
+from nestling.views import merge
+from nestling.world import Plan
 
 HOLDERS = ("able", "own")
 

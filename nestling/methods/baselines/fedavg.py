@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nestling.methods.method import Info, SharedWeights
-from nestling.world import Device, Model, Piece
+from nestling.methods.api import Device, Info, Model, Piece, SharedWeights
 
 
 @dataclass

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Contribution, Info, Message, Phase, Piece, Reply, State, View
 from nestling.methods.baselines.averaged import Averaged, parameters_of
-from nestling.methods.method import Info, Reply
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.objectives import cross_entropy, proximal
-from nestling.training.phase import Phase
-from nestling.views import Contribution, State, View, merge
+from nestling.views import merge
 from nestling.views.flat import pack
-from nestling.world import Piece
 
 
 @dataclass

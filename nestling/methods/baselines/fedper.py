@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Model, Piece, Reference, State, View, World
 from nestling.methods.baselines.averaged import Averaged
 from nestling.methods.kept import made
-from nestling.methods.method import Info
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.memory import keep, recall
-from nestling.views import Reference, State, View, keep_private
-from nestling.world import Device, Model, Piece, World
+from nestling.views import keep_private
 
 
 @dataclass

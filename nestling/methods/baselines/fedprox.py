@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
-from nestling.message import Message
+from nestling.methods.api import Client, Info, Message, Phase
 from nestling.methods.baselines.averaged import Averaged, parameters_of
-from nestling.methods.method import Info
-from nestling.schema import require
-from nestling.training.client import Client
+from nestling.settings import NotNegative
 from nestling.training.objectives import proximal
-from nestling.training.phase import Phase
 
 
 @dataclass
@@ -30,14 +28,10 @@ class FedProx(Averaged):
     weighting: "samples" (n_k, as FedAvg), or "uniform" as in the published tables of layer-wise averaging.
     """
 
-    weighting: str = "samples"
-    mu: float = 0.01
+    weighting: Literal["uniform", "samples"] = "samples"
+    mu: NotNegative = 0.01
 
     info = Info("baseline", "width or depth: averaged by name, or among equals", "official code read", "B")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.mu >= 0, "must not be negative", "method.mu")
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nestling.message import Message
-from nestling.methods.method import Info, Reply
+from nestling.methods.api import Device, Info, Message, Piece, Reply
 from nestling.methods.personal import Personal
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
 from nestling.schema import require
-from nestling.world import Device, Piece
 
 
 @dataclass

@@ -11,17 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Info, Message, Phase, Reference, World
 from nestling.methods.baselines.averaged import Averaged
-from nestling.methods.method import Info
 from nestling.schema import require
 from nestling.seeds import torch_seeded
-from nestling.training.client import Client
 from nestling.training.memory import keep, recall
 from nestling.training.objectives import Batch, Given, Net, see
-from nestling.training.phase import Phase
-from nestling.views import Reference
-from nestling.world import World
 
 
 @dataclass

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.message import Message
-from nestling.methods.baselines.averaged import Averaged, by_group, of_groups, parameters_of
-from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, State, View, World
+from nestling.methods.baselines.averaged import Averaged, parameters_of
+from nestling.methods.kept import kept, made
 from nestling.schema import require
-from nestling.training.client import Client
+from nestling.settings import Positive
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.memory import drop, keep, recall
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
-from nestling.training.phase import Phase
-from nestling.views import Contribution, State, View, keep_private, merge
+from nestling.views import keep_private, merge
 from nestling.views.flat import pack
-from nestling.world import Device, Piece, World
-
-CONTROLS = ("auto", "steps", "gradient")
 
 
 @dataclass
@@ -48,21 +44,15 @@ class Scaffold(Averaged):
                the paper, whose clients hold equally much. Controls are always averaged uniformly.
     """
 
-    weighting: str = "samples"
-    server_lr: float = 1.0
-    control: str = "auto"
+    weighting: Literal["uniform", "samples"] = "samples"
+    server_lr: Positive = 1.0
+    control: Literal["auto", "steps", "gradient"] = "auto"
 
-    controls: dict[str, State] = made()
+    controls: dict[str, State] = kept()
     _zeros: State = made()
     _views: dict[bytes, View] = made()
 
     info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.server_lr > 0, "must be above 0", "method.server_lr")
-        fix = f"allowed: {', '.join(CONTROLS)}"
-        require(self.control in CONTROLS, f"unknown control {self.control!r}", "method.control", fix)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -100,8 +90,8 @@ class Scaffold(Averaged):
         old, control = self.state_of(group), self._control_of(group)
         super().merge_group(group, replies)
         if self.server_lr != 1:
-            new, trained = self.states[group], self.reference.parameters
-            self.states[group] = pack({n: t.lerp(new[n], self.server_lr) if n in trained else new[n] for n, t in old.items()})
+            new, trained = self.weights[group], self.reference.parameters
+            self.weights[group] = pack({n: t.lerp(new[n], self.server_lr) if n in trained else new[n] for n, t in old.items()})
         change = merge(self._zeros, [Contribution(self._trained(r.piece.view), r.message["control"]) for r in replies])
         share = min(1.0, len(replies) / self._members(group))
         self.controls[group] = pack({name: c + share * change[name] for name, c in control.items()})
@@ -110,13 +100,6 @@ class Scaffold(Averaged):
         """How many devices are averaged with one another when nothing else uses their memory."""
         pieces = {tier: self.piece(Device(0, tier, plan.piece, 0), 0) for tier, plan in self.world.plans.items()}
         return sum(self.world.fleet.count_of(tier) for tier, piece in pieces.items() if self.group_of(piece) == group) or 1
-
-    def state(self) -> dict[str, State]:
-        return {**super().state(), **by_group("control", self.controls)}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self.controls = of_groups("control", state)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Contribution, Device, Message, Method, Model, Piece, Reference, Reply, State, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import Method, Reply
 from nestling.seeds import torch_seeded
 from nestling.training.distiller import Forward, logits_of, whole
-from nestling.views import Contribution, Reference, State, View, merge
+from nestling.views import merge
 from nestling.views.nested import forward
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

@@ -10,20 +10,15 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World
 from nestling.methods.distill import drafts
 from nestling.methods.distill.drafts import DIVISORS, FIRST, LAST, LOGITS, Pool, taps_of
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.personal import Personal, keep_weights
 from nestling.methods.public import drawn
 from nestling.models.taps import Taps
 from nestling.schema import require
 from nestling.seeds import derive
-from nestling.training.client import Client
-from nestling.training.phase import Phase
-from nestling.views import State
-from nestling.world import Device, Piece, World
 
 ORDERS = ("local-draft", "draft-local")
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestling.methods.api import Reference, State, View
 from nestling.models.taps import Taps, find_taps, watching
 from nestling.training.objectives import Batch, Given, Net
-from nestling.views import Reference, State, View
 
 FIRST, LAST, LOGITS = "first", "last", "logits"
 MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}

@@ -10,17 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import STATISTICS, TellsByClass, class_means, gap, look, spread
 from nestling.schema import require
 from nestling.store import Records
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, divergence
-from nestling.training.phase import Phase
-from nestling.views import State
-from nestling.world import Device, Piece, World
 
 DISTANCES = ("kl", "mse")
 LOGITS = "logits"

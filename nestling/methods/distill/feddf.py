@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError
+from nestling.methods.api import Info, Reference, Reply, State, View, World
 from nestling.methods.distill.architectures import PerArchitecture, held_parts, noise_inputs, said_of, whole_and_parts
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.proxy import labelled_proxy
 from nestling.schema import require
 from nestling.training.distiller import WEIGHTINGS, Distillation, distil, logits_of, proxy, teacher_shares
 from nestling.training.optimisers import Optim
-from nestling.views import Reference, State, View
-from nestling.world import World
 
 SOURCES = ("public", "noise")
 COMPAT = ("paper", "code")

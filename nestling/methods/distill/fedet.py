@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError
+from nestling.methods.api import Contribution, Device, Info, Model, Piece, Reference, Reply, State, World
 from nestling.methods.distill.architectures import PerArchitecture, said_of
 from nestling.methods.heads import head_of, with_head
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.personal import common_features, own_pieces
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
@@ -23,9 +23,8 @@ from nestling.seeds import torch_seeded
 from nestling.training.distiller import Distillation, distil, proxy, teacher_shares, whole
 from nestling.training.objectives import divergence
 from nestling.training.optimisers import Optim
-from nestling.views import Contribution, Reference, State, merge
+from nestling.views import merge
 from nestling.views.flat import layout_of
-from nestling.world import Device, Model, Piece, World
 
 Consensus = tuple[Tensor, Tensor, Tensor]
 """Per input: the label that the teachers agree on, the logits of those who do not, and whether there are any."""

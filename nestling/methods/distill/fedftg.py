@@ -10,22 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.message import Message
+from nestling.methods.api import Client, Info, Message, Piece, Reply, State, World
 from nestling.methods.distill.generated import Asked, asked, check_generator, kinds, learner, make_generator, noise
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.models.generators import codes, diversity
 from nestling.schema import require
 from nestling.seeds import torch_seeded
-from nestling.training.client import Client
 from nestling.training.distiller import Student
 from nestling.training.objectives import divergence
 from nestling.training.optimisers import Optim
-from nestling.views import State
 from nestling.views.flat import pack
 from nestling.views.nested import forward
-from nestling.world import Piece, World
 
 
 @dataclass

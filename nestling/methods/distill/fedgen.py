@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.message import Message
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, World
 from nestling.methods.heads import columns_of, head_of, with_head
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.personal import Personal, common_features, keep_weights
 from nestling.models.embedding import with_features
 from nestling.models.generators import diversity
@@ -23,16 +22,13 @@ from nestling.models.latent_generator import LatentGenerator, generated
 from nestling.models.taps import Taps
 from nestling.schema import require
 from nestling.seeds import derive, torch_seeded
-from nestling.training.client import Client
 from nestling.training.distiller import Student
 from nestling.training.noise import uniform
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
-from nestling.training.phase import Phase
 from nestling.training.recorder import Recorder
-from nestling.views import Contribution, State, merge
+from nestling.views import merge
 from nestling.views.flat import only, pack
-from nestling.world import Device, Model, Piece, World
 
 ALLOWED = {"share": ("auto", "full", "head"), "compat": ("paper", "code")}
 

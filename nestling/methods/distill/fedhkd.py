@@ -13,21 +13,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.devices.fit import RATIOS
-from nestling.message import Message
 from nestling.methods.allocation import Ladder, ladder
+from nestling.methods.api import (
+    Client,
+    Contribution,
+    Device,
+    Info,
+    Message,
+    Model,
+    Phase,
+    Piece,
+    Reference,
+    Reply,
+    State,
+    View,
+    World,
+)
 from nestling.methods.distill import gaussian
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, gap, look, spread
 from nestling.models.embedding import with_embedding
 from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation, see
-from nestling.training.phase import Phase
-from nestling.views import Contribution, Reference, State, View, merge, prefix
+from nestling.views import merge, prefix
 from nestling.views.flat import only, pack
-from nestling.world import Device, Model, Piece, World
 
 ALLOWED = {"variant": ("hyper", "weights"), "protect": ("features", "both"), "compat": ("paper", "code")}
 EMBEDDING = 32

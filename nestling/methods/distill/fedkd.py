@@ -13,17 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Piece, Reply, State, World
 from nestling.methods.distill.pair import MEME, Pair, Pairs, meme_of, with_meme
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.personal import Personal
 from nestling.models.taps import Taps, watching
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, Objective, divergence
-from nestling.views import Contribution, State
-from nestling.world import Device, Piece, World
 
 LEFT, RIGHT = "left", "right"
 

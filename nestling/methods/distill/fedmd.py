@@ -10,19 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.personal import own_weights
 from nestling.methods.public import PublicExchange, epochs_for
-from nestling.schema import require
+from nestling.settings import Count, Positive, Whole
 from nestling.store import Records
-from nestling.training.client import Client
 from nestling.training.distiller import combine, logits_of
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
-from nestling.training.phase import Phase
-from nestling.world import Device, Piece, World
 
 
 @dataclass
@@ -47,10 +43,10 @@ class FedMD(PublicExchange):
     digest_lr:    its learning rate (Adam).
     """
 
-    pretrain: int = 20
-    digest: int = 20
-    digest_batch: int = 256
-    digest_lr: float = 1e-3
+    pretrain: Whole = 20
+    digest: Whole = 20
+    digest_batch: Count = 256
+    digest_lr: Positive = 1e-3
 
     told: Records = made()
 
@@ -61,13 +57,6 @@ class FedMD(PublicExchange):
         "D",
         auxiliary="public inputs on every client, labelled for the start",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.pretrain >= 0, "must not be negative (0 leaves public labels out)", "method.pretrain")
-        require(self.digest >= 0, "must not be negative (0 leaves the consensus out)", "method.digest")
-        require(self.digest_batch >= 1, "at least one row a batch", "method.digest_batch")
-        require(self.digest_lr > 0, "must be above 0", "method.digest_lr")
 
     @property
     def as_set(self) -> Info:
@@ -86,10 +75,11 @@ class FedMD(PublicExchange):
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         # Who has answered has had the labels and used them; a device that vanished may not have.
         new = bool(self.pretrain) and not self.told.get(device.id)
-        if (round, new) not in self._messages:
-            parts = {"consensus": self.known} if self.known else {}
-            self._messages[round, new] = Message({**parts, **({"labels": self._labels()} if new else {})}, self.facts(round))
-        return self._messages[round, new]
+        return self.once(round, new, lambda: self._message(round, new))
+
+    def _message(self, round: int, new: bool) -> Message:
+        parts = {"consensus": self.known} if self.known else {}
+        return Message({**parts, **({"labels": self._labels()} if new else {})}, self.facts(round))
 
     def _labels(self) -> dict[str, Tensor]:
         assert self.world.public_labels is not None

@@ -10,22 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Method, Model, Phase, Piece, Reply, State, World
 from nestling.methods.baselines.averaged import parameters_of
 from nestling.methods.distill.generated import Asked, asked, check_generator, kinds, learner, make_generator, noise
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Method, Reply
 from nestling.schema import require
 from nestling.seeds import torch_seeded
 from nestling.store import Records
-from nestling.training.client import Client
 from nestling.training.distiller import Student, whole
 from nestling.training.objectives import distillation, proximal
 from nestling.training.optimisers import Optim
-from nestling.training.phase import Phase
-from nestling.views import State
 from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
 
 LOSSES = ("sl", "kl", "logit-l1")
 

@@ -8,10 +8,9 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from nestling.methods.api import Client, Info
 from nestling.methods.distill.pair import Pairs
-from nestling.methods.method import Info
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, Objective, divergence
 
 

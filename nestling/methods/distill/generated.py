@@ -8,14 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.method import Reply
+from nestling.methods.api import Reply, State, World
 from nestling.models.generators import generator
 from nestling.schema import require
 from nestling.seeds import torch_seeded
 from nestling.training.distiller import Forward, Student, whole
 from nestling.training.optimisers import Optim
-from nestling.views import State
-from nestling.world import World
 
 Asked = Callable[[Tensor], Tensor]
 """A network whose weights are fixed: inputs → logits, with a gradient for the inputs."""

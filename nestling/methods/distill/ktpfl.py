@@ -11,18 +11,14 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.public import PublicExchange
 from nestling.schema import require
 from nestling.store import Records
-from nestling.training.client import Client
 from nestling.training.distiller import Distillation, Student, distil, logits_of
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
-from nestling.training.phase import Phase
-from nestling.world import Device, Piece, World
 
 SHARPEN, STEP = 5.0, 0.01
 """The released code's factor in front of its softmax, and the mean size of its step."""

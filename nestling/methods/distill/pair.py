@@ -11,18 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.message import Message
+from nestling.methods.api import Client, Contribution, Device, Message, Model, Phase, Piece, Reference, Reply, State, World
 from nestling.methods.kept import made
-from nestling.methods.method import Reply
 from nestling.methods.personal import WEIGHTS, Personal
 from nestling.models.taps import Taps
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.objectives import Objective
-from nestling.training.phase import Phase
-from nestling.views import Contribution, Reference, State, merge
+from nestling.views import merge
 from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World, ratio_cost, ratio_view
+from nestling.world import ratio_cost, ratio_view
 
 MEME = "meme"
 WEIGHTINGS = ("samples", "uniform")

@@ -9,18 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Info, Message, Phase, Piece, Reference, Reply, State
 from nestling.methods.distill.architectures import PerArchitecture, held_parts, noise_inputs, said_of, whole_and_parts
-from nestling.methods.method import Info, Reply
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.distiller import WEIGHTINGS, Distillation, combine, distil, logits_of, proxy
 from nestling.training.inner import with_inner
 from nestling.training.optimisers import Optim
-from nestling.training.phase import Phase
-from nestling.views import Reference, State, to_spec
+from nestling.views import to_spec
 from nestling.views.nested import prepare
-from nestling.world import Piece
 
 
 @dataclass

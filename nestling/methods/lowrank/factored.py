@@ -9,18 +9,14 @@ from functools import partial
 from typing import ClassVar
 
 from nestling.errors import InputError
-from nestling.message import Message
 from nestling.methods.allocation import Ladder
+from nestling.methods.api import Client, Device, Message, Model, Phase, Piece, Reference, SharedWeights, State, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import SharedWeights
 from nestling.models.factorised import factorable, factorise, frobenius_decay, to_factors
 from nestling.schema import require
 from nestling.seeds import stream
-from nestling.training.client import Client
-from nestling.training.phase import Phase
-from nestling.views import Reference, State, View, by_index
+from nestling.views import by_index
 from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
 
 FACTORS = "main/factors"
 """The reference whose views are the clients' networks of factors: the components of a layer are an axis like any other."""

@@ -8,19 +8,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply
 from nestling.methods.kept import made
 from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
 from nestling.methods.lowrank.factored import Factored, layers_of
-from nestling.methods.method import Info, Reply
 from nestling.models.factorised import full_rank, to_dense
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.objectives import present_cross_entropy
-from nestling.training.phase import Phase
-from nestling.views import Contribution, merge
+from nestling.views import merge
 from nestling.views.flat import pack
-from nestling.world import Device, Piece
 
 
 @dataclass

@@ -9,19 +9,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nestling.message import Message
 from nestling.methods.allocation import Ladder
+from nestling.methods.api import (
+    Client,
+    Contribution,
+    Device,
+    Info,
+    Message,
+    Method,
+    Model,
+    Phase,
+    Piece,
+    Reference,
+    Reply,
+    State,
+    World,
+)
 from nestling.methods.kept import made
 from nestling.methods.lowrank.factored import able_tiers, choose_among
-from nestling.methods.method import Info, Method, Reply
 from nestling.models.hypernetwork import Generated, HyperNetwork
 from nestling.schema import require
 from nestling.seeds import torch_seeded
-from nestling.training.client import Client
-from nestling.training.phase import Phase
-from nestling.views import Contribution, Reference, State, keep_private, merge
+from nestling.views import keep_private, merge
 from nestling.views.flat import only, pack
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

@@ -8,17 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nestling.message import Message
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, Share, View
 from nestling.methods.lowrank.factored import Factored, layers_of
-from nestling.methods.method import Info, Reply, Share
 from nestling.models.factorised import full_rank, singular_values, to_dense
 from nestling.schema import require
 from nestling.seeds import stream
-from nestling.training.client import Client
-from nestling.training.phase import Phase
-from nestling.views import Contribution, View, by_index, merge
+from nestling.views import by_index, merge
 from nestling.views.flat import pack
-from nestling.world import Device, Piece
 
 SAMPLINGS = ("power", "softmax", "uniform", "top")
 

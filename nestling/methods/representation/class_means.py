@@ -16,20 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.message import Message
-from nestling.methods.kept import made
-from nestling.methods.method import Reply
+from nestling.methods.api import Client, Device, Message, Piece, Reply, State, World
+from nestling.methods.kept import kept, made
 from nestling.methods.personal import Personal, common_features, keep_weights
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps, watching
-from nestling.schema import require
-from nestling.training.client import Client
+from nestling.settings import Whole
 from nestling.training.objectives import Given
-from nestling.views import State
-from nestling.world import Device, Piece, World
 
 STATISTICS, COUNTS = "statistics", "counts"
-WEIGHTINGS = ("samples", "uniform")
 _LOOK = 256  # rows that a client looks at in one go
 
 
@@ -150,14 +145,10 @@ class ByClass(TellsByClass):
     size: how many features (0: as many as the network with the fewest has).
     """
 
-    size: int = 0
+    size: Whole = 0
 
     wide: int = made()
-    table: Table = made()
-    _sent: Message | None = made()
-
-    def __post_init__(self) -> None:
-        require(self.size >= 0, "must not be negative (0: as the network with the fewest)", "method.size")
+    table: Table = kept()
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return with_features(module, taps, self.wide)
@@ -170,21 +161,12 @@ class ByClass(TellsByClass):
     def know_nothing(self, world: World) -> None:
         """Makes the table for a new run."""
         self.table = Table.empty(self.shapes(world.classes), world.classes, world.place)
-        self._sent = None
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        if self._sent is None:
-            self._sent = self.table.message()
-        return self._sent
+        return self.once(round, STATISTICS, self.table.message)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
-        self.table, self._sent = self.table.told(replies), None
-
-    def state(self) -> dict[str, State]:
-        return {STATISTICS: self.table.rows, "known": {"classes": self.table.known}}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.table, self._sent = Table(dict(state[STATISTICS]), state["known"]["classes"]), None
+        self.table = self.table.told(replies)
 
 
 @torch.no_grad()

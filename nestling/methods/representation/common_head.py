@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Message, Model, Piece, State, World
 from nestling.methods.heads import common_head, with_head
 from nestling.methods.kept import made
 from nestling.methods.personal import Personal
-from nestling.training.client import Client
-from nestling.views import State
 from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
 
 HEAD = "classifier"
 PREDICTIONS = ("common", "own")

@@ -10,19 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World
 from nestling.methods.heads import head_of
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, look, spread
 from nestling.models.embedding import BOUNDS, with_features
 from nestling.models.taps import Taps
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, see
-from nestling.training.phase import Phase
-from nestling.views import State
-from nestling.world import Device, Piece, World
 
 HEAD = "classifier"
 _CODE = 0.9  # the released code's EMA keeps 1 − 0.9·λ

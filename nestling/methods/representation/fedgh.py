@@ -9,16 +9,14 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.method import Info, Reply
+from nestling.methods.api import Client, Info, Reply, State
 from nestling.methods.representation.class_means import ByClass, class_means, look
 from nestling.methods.representation.common_head import PREDICTIONS, CommonHead
 from nestling.methods.representation.prototypes import gathered, passes
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.distiller import Student
 from nestling.training.objectives import Batch
 from nestling.training.optimisers import Optim
-from nestling.views import State
 from nestling.views.flat import pack
 
 

@@ -10,15 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nestling.message import Message
-from nestling.methods.method import Info, Reply
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply
 from nestling.methods.public import PublicExchange
 from nestling.models.taps import watching
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
-from nestling.training.phase import Phase
-from nestling.world import Device, Piece
 
 
 @dataclass

@@ -12,19 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World
 from nestling.methods.baselines.averaged import Averaged, parameters_of
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.schema import require
 from nestling.seeds import derive, stream
-from nestling.training.client import Client
 from nestling.training.noise import normal
 from nestling.training.objectives import Batch, Given, Net, Objective, cross_entropy, proximal
-from nestling.training.phase import Phase
-from nestling.views import State
 from nestling.views.middle import Middle, changed, features, middle_of, through
-from nestling.world import Device, Piece, World
 
 RULES = ("simplified", "exact", "sum")
 NOISE_IN = ("training", "message")

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.message import Message
-from nestling.methods.method import Info, Reply
-from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, gap, look, spread
-from nestling.schema import require
-from nestling.training.client import Client
+from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Reply, State
+from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, gap, look, spread
+from nestling.settings import NotNegative
 from nestling.training.objectives import Batch, Given, Net, see
-from nestling.training.phase import Phase
-from nestling.views import State
-from nestling.world import Device, Model
-
-PREDICTIONS = ("prototype", "head")
 
 
 @dataclass
@@ -44,18 +38,11 @@ class FedProto(ByClass):
                 The former is the linear layer 2⟨f, c⟩ − |c|² in the head's place. The other one is reported beside it.
     """
 
-    lam: float = 1.0
-    weighting: str = "samples"
-    predict: str = "prototype"
+    lam: NotNegative = 1.0
+    weighting: Literal["samples", "uniform"] = "samples"
+    predict: Literal["prototype", "head"] = "prototype"
 
     info = Info.of_own_networks("representation", "any: networks never meet, features have one size", "official code read", "F")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.lam >= 0, "must not be negative", "method.lam")
-        for name, allowed in (("weighting", WEIGHTINGS), ("predict", PREDICTIONS)):
-            value = getattr(self, name)
-            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         return {"features": (self.wide,)}
@@ -65,13 +52,14 @@ class FedProto(ByClass):
         return self.weighting == "samples"
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
-        self.table, self._sent = self.table.told(replies, self.weighting), None
+        self.table = self.table.told(replies, self.weighting)
 
     def model_for(self, device: Device) -> Model:
         return self._deciding_by(self.predict, device)
 
     def other_models(self, device: Device) -> dict[str, Model]:
-        return {f"by {way}": self._deciding_by(way, device) for way in PREDICTIONS if way != self.predict}
+        other = "head" if self.predict == "prototype" else "prototype"
+        return {f"by {other}": self._deciding_by(other, device)}
 
     def _deciding_by(self, way: str, device: Device) -> Model:
         model = super().model_for(device)

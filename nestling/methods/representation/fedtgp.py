@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestling.methods.api import Info, Reply, State, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.representation.class_means import Table
 from nestling.methods.representation.fedproto import FedProto
 from nestling.methods.representation.prototypes import gathered, passes
@@ -20,8 +20,6 @@ from nestling.seeds import torch_seeded
 from nestling.training.distiller import Student
 from nestling.training.objectives import Batch
 from nestling.training.optimisers import Optim
-from nestling.views import State
-from nestling.world import World
 
 
 class Prototypes(nn.Module):

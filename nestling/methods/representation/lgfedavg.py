@@ -7,18 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from nestling.message import Message
+from nestling.methods.api import Client, Info, Message, Piece, Reply, World
 from nestling.methods.heads import head_of, mean_head
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.personal import common_features, keep_weights
 from nestling.methods.representation.class_means import WEIGHTINGS
 from nestling.methods.representation.common_head import HEAD, PREDICTIONS, CommonHead
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
 from nestling.schema import require
-from nestling.training.client import Client
-from nestling.world import Piece, World
 
 
 @dataclass

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from nestling.methods.method import Reply
+from nestling.methods.api import Reply
 from nestling.methods.representation.class_means import STATISTICS
 from nestling.training.distiller import rows_of
 

@@ -8,13 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from nestling.methods.api import Phase, Reference, State, World
 from nestling.seeds import torch_seeded
 from nestling.training.objectives import Batch, Net
-from nestling.training.phase import Phase
 from nestling.training.trainer import batches
-from nestling.views import Reference, State
 from nestling.views.sparse import lowest_off, prunable
-from nestling.world import Plan, World
+from nestling.world import Plan
 
 
 def adjust(

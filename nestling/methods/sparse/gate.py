@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
-from nestling.methods.method import SharedWeights
+from nestling.methods.api import Client, Message, Phase, SharedWeights
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.distiller import logits_of
 from nestling.training.objectives import Batch, Given, Net
-from nestling.training.phase import GradientRule, Phase
+from nestling.training.phase import GradientRule
 
 _FIRST = "first row in use"
 

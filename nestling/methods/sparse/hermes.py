@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reply, State, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.sparse.gate import PrunesItself
 from nestling.schema import require
 from nestling.store import Records
-from nestling.training.client import Client
-from nestling.training.phase import Phase
-from nestling.views import State, View, from_spec, to_spec
+from nestling.views import from_spec, to_spec
 from nestling.views.sparse import channel_norms, inside_of, overwritten, strongest, whole_widths
-from nestling.world import Device, Model, Piece, World
 
 _CHANNELS, _COUNT, _WEIGHT = "channels", "prunings", "weight."
 

@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.sparse.gate import PrunesItself
 from nestling.schema import require
 from nestling.store import Records
-from nestling.training.client import Client
-from nestling.training.phase import Phase
 from nestling.training.rules import frozen_near_zero, masked_gradients
-from nestling.views import Contribution, State, View, masked
+from nestling.views import masked
 from nestling.views.sparse import like_survivors, masks_of, prunable, prune_lowest, restored, survivors
-from nestling.world import Device, Model, Piece, World
 
 _MASK, _BEFORE, _OWN, _COUNT, _CHANNELS = "mask.", "before.", "own.", "prunings", "channels"
 

@@ -8,21 +8,31 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import (
+    Client,
+    Contribution,
+    Device,
+    Info,
+    Message,
+    Phase,
+    Piece,
+    Reply,
+    SharedWeights,
+    State,
+    View,
+    World,
+)
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.schedule import in_rounds
 from nestling.methods.sparse.adjust import adjust, squared_gradients, weight_seconds
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.distiller import logits_of
-from nestling.training.phase import Phase, Train
+from nestling.training.phase import Train
 from nestling.training.rules import masked_gradients
 from nestling.training.trainer import train
-from nestling.views import Contribution, State, View, masked, merge
+from nestling.views import masked, merge
 from nestling.views.flat import pack
 from nestling.views.sparse import flagged, like_survivors, masks_of, prunable, restored, survivors
-from nestling.world import Device, Piece, World
 
 
 @dataclass

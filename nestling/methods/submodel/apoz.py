@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nestling.errors import InputError
-from nestling.views import Axes, Reference, View, by_index
+from nestling.methods.api import Reference, View
+from nestling.views import Axes, by_index
 
 UNITS = ("stages", "axes")
 LEAST = 0.01

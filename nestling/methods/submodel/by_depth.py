@@ -10,13 +10,11 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.methods.allocation import Ladder, ladder
+from nestling.methods.api import Contribution, Device, Model, Piece, Reference, Reply, SharedWeights, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import Reply, SharedWeights
 from nestling.models import ExitNet
 from nestling.training.objectives import Net
-from nestling.views import Contribution, Reference, View
 from nestling.views.depth import depth_views
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

@@ -11,19 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reference, Reply, State, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.schedule import in_rounds
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation
-from nestling.training.phase import Phase
-from nestling.views import Reference, State, View
 from nestling.views.depth import depth_views
 from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

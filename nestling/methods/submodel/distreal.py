@@ -14,22 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reference, Reply, SharedWeights, State, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.proxy import Proxy, labelled_proxy
 from nestling.methods.submodel.dropout_search import Vector, front, pymoo, search
 from nestling.schema import require
 from nestling.seeds import stream
 from nestling.store import Records
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net
-from nestling.training.phase import Phase, Train
+from nestling.training.phase import Train
 from nestling.training.trainer import train
-from nestling.views import Axes, Reference, State, View, by_index, to_spec
+from nestling.views import Axes, by_index, to_spec
 from nestling.views.nested import prepare
 from nestling.views.picked import Picker, picker
-from nestling.world import Device, Piece, World
 
 
 @dataclass

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from nestling.methods.api import Device, Info, Model, Piece, Reply, State, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.heterofl import HeteroFL
 from nestling.schema import require
-from nestling.views import State, rolled
-from nestling.world import Device, Model, Piece, World
+from nestling.views import rolled
 
 COMPATS = ("paper", "code")
 

@@ -12,19 +12,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
 from nestling.methods.allocation import Ladder, ladder
+from nestling.methods.api import (
+    Client,
+    Contribution,
+    Device,
+    Info,
+    Message,
+    Model,
+    Phase,
+    Piece,
+    Reference,
+    Reply,
+    SharedWeights,
+    View,
+    World,
+)
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.models.norm import WidthNorm, used_rows
 from nestling.schema import require
 from nestling.seeds import stream
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation
-from nestling.training.phase import Phase
-from nestling.views import Contribution, Reference, View
 from nestling.views.nested import Channels, by_zeros, forward, narrow, prepare
-from nestling.world import Device, Model, Piece, World, ratio_view
+from nestling.world import ratio_view
 
 Inner = Callable[[Net, Batch, Given], Tensor]
 """The logits of the width that was drawn for a batch."""

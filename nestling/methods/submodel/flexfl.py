@@ -14,24 +14,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.message import Message
+from nestling.methods.api import (
+    Client,
+    Device,
+    Info,
+    Message,
+    Model,
+    Phase,
+    Piece,
+    Reference,
+    Reply,
+    SharedWeights,
+    State,
+    View,
+    World,
+)
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.proxy import labelled_proxy
 from nestling.methods.submodel.apoz import UNITS, Scale, measure, units_of
 from nestling.methods.submodel.pool import Pool, Rung, params, trains, whole
 from nestling.schema import require
 from nestling.seeds import torch_seeded
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
-from nestling.training.phase import Phase
 from nestling.training.trainer import train
-from nestling.views import Reference, State, View
 from nestling.views.flat import pack
 from nestling.views.nested import forward, prepare, within
 from nestling.views.view import take
-from nestling.world import Device, Model, Piece, World
 
 LEVELS = (0.25, 0.5, 1.0)
 PRETRAIN = Phase(optim=Optim("adam", 1e-3), batch=50)

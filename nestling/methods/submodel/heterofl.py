@@ -7,17 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, SharedWeights, World
 from nestling.methods.kept import made
 from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
-from nestling.methods.method import Info, Reply, SharedWeights
 from nestling.methods.submodel.scaler import dividing, narrowed, scaled
 from nestling.seeds import stream
-from nestling.training.client import Client
 from nestling.training.objectives import cross_entropy, present_cross_entropy
-from nestling.training.phase import Phase
-from nestling.views import Contribution
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

@@ -9,17 +9,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Contribution, Device, Info, Message, Model, Piece, Reference, Reply, State, View, World
 from nestling.methods.kept import made
 from nestling.methods.labels import output_layer
-from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.models import ExitNet
 from nestling.schema import require
-from nestling.views import Contribution, Reference, State, View, merge, without
+from nestling.views import merge, without
 from nestling.views.depth import columns, depth_views, kept
 from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

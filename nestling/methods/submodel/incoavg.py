@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError
+from nestling.methods.api import Info, Reference, Reply, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, Reply
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.schema import require
-from nestling.views import Reference
 from nestling.views.depth import residual_stages
 from nestling.views.flat import pack
-from nestling.world import World
 
 _SMALL = 1e-7
 

@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 
 from nestling.methods.allocation import Ladder
+from nestling.methods.api import Device, Piece, View, World
 from nestling.seeds import stream
-from nestling.views import View
-from nestling.world import Device, Piece, Plan, World
+from nestling.world import Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,18 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reference, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.methods.submodel.scaler import scaled
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, distillation
-from nestling.training.phase import Hook, Phase, divide
-from nestling.views import Reference, View, prefix
+from nestling.training.phase import Hook, divide
+from nestling.views import prefix
 from nestling.views.depth import depth_views
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from nestling.methods.api import Model, Reference, View
 from nestling.training.phase import Hook, divide
-from nestling.views import Reference, View
-from nestling.world import Model
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 

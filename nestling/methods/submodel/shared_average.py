@@ -8,17 +8,13 @@ from functools import partial
 
 from torch import Tensor
 
-from nestling.message import Message
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, SharedWeights, View, World
 from nestling.methods.kept import made
-from nestling.methods.method import Info, SharedWeights
 from nestling.schema import require
-from nestling.training.client import Client
 from nestling.training.inner import with_inner
-from nestling.training.phase import Phase
 from nestling.training.rules import masked_gradients
-from nestling.views import View, to_spec
+from nestling.views import to_spec
 from nestling.views.nested import common_head, nested_masks, own_masks, prepare
-from nestling.world import Device, Piece, World
 
 
 @dataclass
