@@ -35,7 +35,8 @@ from nestling.fleet.engine import Patience
 from nestling.fleet.mqtt_device import MqttDevice, Unwanted
 from nestling.fleet.processes import free_port
 from nestling.fleet.serving import enliven
-from nestling.rounds import Federation, play
+from nestling.federation import Federation
+from nestling.rounds import play
 from nestling.tiny.data import pack
 from nestling.tiny.job import Done
 from nestling.tiny.orders import Orders

@@ -16,6 +16,7 @@ from typing import Any
 
 from nestling.fair import GROUPS
 from nestling.methods import METHODS, Method, method_class
+from nestling.settings import allowed
 
 HERE = Path(__file__).resolve().parent / "methods"
 FIELDS = ("Idea:", "Loss:", "Travels:", "Merge:", "Differs")
@@ -99,8 +100,11 @@ def _settings(method: type[Method], meanings: dict[str, str]) -> list[str]:
     own = [f for f in dataclasses.fields(method) if f.init]  # type: ignore[arg-type]
     if not own:
         return ["None of its own."]
-    rows = [f"| `method.{f.name}` | `{_default(f)}` | {meanings.get(f.name, '').replace('|', chr(92) + '|')} |" for f in own]
-    return ["| setting | default | |", "|---|---|---|", *rows]
+    rows = [
+        f"| `method.{f.name}` | `{_default(f)}` | {allowed(method, f.name)} | {meanings.get(f.name, '').replace('|', chr(92) + '|')} |"
+        for f in own
+    ]
+    return ["| setting | default | allowed | |", "|---|---|---|---|", *rows]
 
 
 def _default(field: dataclasses.Field[object]) -> str:

@@ -18,14 +18,14 @@ from nestling.analysis import STAGES, agreement, centred_gram, embed, gram_point
 from nestling.analysis.maps import WITHOUT_SKLEARN
 from nestling.errors import InputError
 from nestling.evaluation import ready
+from nestling.federation import Federation
 from nestling.files import write_atomic
-from nestling.rounds import Federation
+from nestling.runfiles import ANALYSIS
 from nestling.running import Result, opened
 from nestling.schema import require
 from nestling.seeds import stream
 from nestling.world import Device, World
 
-NAME = "analysis.json"
 MAPPED = ("features", "logits", "first", "last")
 MOST_POINTS = 600
 """A map holds at most about this many points, so that it can be read, and a page be opened."""
@@ -57,9 +57,9 @@ def write_analysis(run: Result | str | Path, *, clients: int = 10, rows: int = 2
             raise InputError("the run has no folder to write to", field="run", fix="call analyse, or run with out=...")
         found = analyse(result, clients=clients, rows=rows, step=step)
         try:
-            write_atomic(result.folder / NAME, json.dumps(found))
+            write_atomic(result.folder / ANALYSIS, json.dumps(found))
         except OSError as error:
-            raise InputError(f"cannot be written: {error.strerror}", field=str(result.folder / NAME)) from error
+            raise InputError(f"cannot be written: {error.strerror}", field=str(result.folder / ANALYSIS)) from error
     return found
 
 

@@ -16,9 +16,9 @@ from nestling.engines import choose_where, make_engine
 from nestling.errors import InputError
 from nestling.evaluation import Bench, panel
 from nestling.experiment import Experiment, Named, fleet_of
+from nestling.federation import Federation
 from nestling.methods import Method
 from nestling.models import MODELS, build
-from nestling.rounds import Federation
 from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore

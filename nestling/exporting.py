@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from nestling.devices.units import show_bytes
 from nestling.errors import InputError, unknown
 from nestling.evaluation import Bench, ready
+from nestling.federation import Federation
 from nestling.files import write_atomic, writing
-from nestling.rounds import Federation
 from nestling.running import Result, opened
 from nestling.seeds import stream
 from nestling.tiny.export import c_source, onnx_file, reference, tflite

@@ -39,20 +39,27 @@ def check_place(path: Path, field: str = "--out") -> None:
             raise InputError(f"cannot write in {parent}: {why}", field=field, fix="name a folder you may write in")
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Writes beside the file, flushes to disk and renames: a reader, or a crash, sees the old file or the new one, never half."""
+def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, flush: bool = True, replace: bool = True) -> None:
+    """Writes beside the file, flushes to disk and renames: a reader, or a crash, sees the old file or the new one, never half.
+
+    `mode` is who may read it, and nobody else could while it was written; without `flush` it is not waited for the disk; without
+    `replace` a file that exists is an error.
+    """
     raw = data.encode() if isinstance(data, str) else data
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(raw)
             file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
+            if flush:
+                os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        if replace:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)  # fails where the file exists, unlike a rename
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def read_toml(path: str | Path, field: str | None = None) -> dict[str, Any]:

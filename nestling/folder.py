@@ -7,21 +7,19 @@ round), boards.jsonl (where there are boards: a line for every job that one did)
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
 from nestling.events import EventFile
 from nestling.files import check_place, write_atomic, writing
-
-METRICS, BOARDS = "metrics.jsonl", "boards.jsonl"
+from nestling.runfiles import BOARDS, EXPERIMENT, METRICS, lines_of
 
 
 class RunFolder:
@@ -46,27 +44,18 @@ class RunFolder:
     def start(self, round: int) -> None:
         """Cuts the log back to the round the run stands at, and opens it."""
         for name in (METRICS, BOARDS):
-            kept = [line for line in self._lines(name) if line["round"] <= round]
+            kept = [line for line in lines_of(self.path / name) if line["round"] <= round]
             if kept or name == METRICS:
                 write_atomic(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = EventFile(self.path / "tensorboard", purge_from=round + 1)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The rounds logged so far; a line cut short by a crash is left out."""
-        return self._lines(METRICS)
+        return lines_of(self.path / METRICS)
 
     def boards(self) -> list[dict[str, Any]]:
         """What boards did so far, likewise."""
-        return self._lines(BOARDS)
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.path / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        rows = []
-        for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
-        return rows
+        return lines_of(self.path / BOARDS)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Adds a round."""
@@ -75,10 +64,12 @@ class RunFolder:
         assert self._events is not None
         self._events.scalars(dict(_scalars(metrics)), step=metrics["round"])
 
-    def log_boards(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Adds what boards did."""
+    def log_boards(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds what boards did; a run without boards has no such file."""
+        if not rows:
+            return
         with open(self.path / BOARDS, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(dict(row)) + "\n" for row in rows)
 
     def write(self, name: str, data: str | bytes) -> None:
         """A whole file, or none."""
@@ -136,8 +127,8 @@ def create(path: Path, files: dict[str, str]) -> RunFolder:
 
 def reopen(path: Path, field: str = "--resume") -> RunFolder:
     """The folder of an earlier run."""
-    if not (path / "experiment.toml").is_file():
-        raise InputError(f"{path} is not a run folder", field=field, fix="name a folder that holds experiment.toml")
+    if not (path / EXPERIMENT).is_file():
+        raise InputError(f"{path} is not a run folder", field=field, fix=f"name a folder that holds {EXPERIMENT}")
     return RunFolder(path)
 
 

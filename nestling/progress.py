@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nestling.experiment import Experiment
+from nestling.federation import Metrics
 from nestling.report.tables import terminal_table
-from nestling.rounds import Metrics
 from nestling.running import Result, Watcher, emptiness
 
 

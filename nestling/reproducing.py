@@ -17,6 +17,7 @@ from nestling.errors import InputError, unknown
 from nestling.experiment import Experiment, overridden
 from nestling.files import check_place, read_toml, write_atomic, writing
 from nestling.folder import RunFolder
+from nestling.runfiles import FEDERATION, SUMMARY
 from nestling.running import Watcher
 from nestling.schema import from_table, require
 
@@ -170,7 +171,7 @@ def _go_on(experiment: Experiment, folder: Path, overrides: tuple[str, ...], wat
         return
     if _fixed(Experiment.read(asked)) != _fixed(experiment):
         raise InputError(f"the run in {folder} is of another experiment", field="--set", fix="give --runs another folder")
-    done = RunFolder(folder).read_json("summary.json") or {}
+    done = RunFolder(folder).read_json(SUMMARY) or {}
     if done.get("rounds_done", 0) < experiment.rounds:
         kept = tuple(o for o in overrides if o.split("=")[0].strip().split(".")[0] in FREE)
         running.resume(folder, watcher=watcher, overrides=kept)
@@ -189,7 +190,7 @@ def outcome_of(paper: Paper, line: str, seed: int, folder: Path, overrides: tupl
     if not rows:
         return found
     # A run that was stopped has no summary yet, but has said how it began.
-    made = RunFolder(folder).read_json("summary.json") or RunFolder(folder).read_json("federation.json") or {}
+    made = RunFolder(folder).read_json(SUMMARY) or RunFolder(folder).read_json(FEDERATION) or {}
     engine = made.get("engine", {})
     found.done, found.minutes = rows[-1]["round"], _minutes(rows)
     found.last, found.best = (tested[-1][1], max(value for _, value in tested)) if tested else (None, None)

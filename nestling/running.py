@@ -26,9 +26,11 @@ from nestling.engines import ENGINES
 from nestling.engines.engine import account
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.federation import Federation, Metrics
 from nestling.folder import RunFolder
 from nestling.report.page import write_report
-from nestling.rounds import Federation, Metrics, play
+from nestling.rounds import play
+from nestling.runfiles import EXPERIMENT, FEDERATION, SUMMARY, counted
 from nestling.store import ClientStore
 from nestling.training.client import Task
 from nestling.training.terms import shares, weak
@@ -94,7 +96,7 @@ def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple
         with one_thread():
             settled, federation = restored(home, overrides)
             if overrides:
-                home.write("experiment.toml", settled.to_toml())
+                home.write(EXPERIMENT, settled.to_toml())
             return carry_on(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
     finally:
         home.close()
@@ -110,7 +112,7 @@ def opened(path: str | Path) -> Iterator[Result]:
             raise InputError(f"the run in {home.path} has not finished a round", field="RUN", fix="go on with it: --resume")
         # How the clients were trained does not matter here, and what trained them may be missing on this machine.
         federation = restored(home, ("engine.name=auto", "engine.device=auto"))[1]
-        yield Result(home.read_json("summary.json") or {}, home.metrics(), home.path, federation)
+        yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
 
@@ -118,7 +120,7 @@ def opened(path: str | Path) -> Iterator[Result]:
 def restored(home: RunFolder, overrides: tuple[str, ...], own: Experiment | None = None) -> tuple[Experiment, Federation]:
     """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of `own`: a method or a network that
     was given as an object."""
-    experiment = Experiment.read(home.path / "experiment.toml", overrides).with_objects_of(own)
+    experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
     saved = checkpoint.load(home.path)
     store = ClientStore(home.path / "clients")
     store.resume(saved[1].round if saved else 0)
@@ -141,7 +143,8 @@ def carry_on(
 ) -> Result:
     """Plays the rounds that are left and writes what comes of them, with a checkpoint as soon as `every` seconds have passed since the
     last one. A `fresh` folder that has none yet is taken away again when the run fails."""
-    federation.on_client, federation.on_refusal = watcher.client, watcher.refusal
+    boards: list[Mapping[str, Any]] = []
+    federation.on_client, federation.on_refusal, federation.on_board = watcher.client, watcher.refusal, boards.append
     done = federation.totals.round
     metrics: list[Metrics] = []
     try:
@@ -153,19 +156,16 @@ def carry_on(
             for note in federation.notes:
                 watcher.note(note)
             federation.engine.open(experiment.make_method(), site_of(federation))
-            saved, told = -math.inf, 0
+            saver, told = _Saver(home, federation, every), 0
             # What exists by now stays: the collector need not walk through it again and again.
             gc.freeze()
-            for row in play(federation):
+            for row in play(federation, saver.waits):
                 metrics.append(row)
                 if home:
                     home.log(row)
-                    _log_boards(home, federation)
-                    due = time.monotonic() - saved >= every or row["round"] == experiment.rounds
-                    if due and not federation.ahead:
-                        _save(home, federation)
-                        saved, due = time.monotonic(), False
-                    federation.settle = due
+                    home.log_boards(boards)
+                    saver.save_if_due()
+                boards.clear()
                 _note_refusal(federation)
                 for note in federation.engine.notes[told:]:
                     watcher.note(note)
@@ -216,57 +216,51 @@ def _weak_terms(experiment: Experiment, federation: Federation, number: int) -> 
     return []
 
 
-def _log_boards(home: RunFolder, federation: Federation) -> None:
-    """What boards did since the last round, where there are any."""
-    facts = getattr(federation.engine, "facts", [])
-    if facts:
-        home.log_boards(facts)
-        facts.clear()
+class _Saver:
+    """Writes checkpoints, `every` seconds after the last one and after the last round, as soon as no round is under way."""
 
+    def __init__(self, home: RunFolder | None, federation: Federation, every: float) -> None:
+        self.home, self.federation, self.every = home, federation, every
+        self.last, self.due = -math.inf, False
 
-def _save(home: RunFolder, federation: Federation) -> None:
-    federation.world.store.sync()
-    checkpoint.save(home.path, federation.state(), federation.totals)
-    federation.world.store.covered(federation.totals.round)
+    def waits(self) -> bool:
+        """Whether it waits for the rounds under way to be done."""
+        return self.due
+
+    def save_if_due(self) -> None:
+        federation, totals = self.federation, self.federation.totals
+        self.due = time.monotonic() - self.last >= self.every or totals.round == federation.rounds
+        if self.due and not federation.ahead and self.home is not None:
+            federation.world.store.sync()
+            checkpoint.save(self.home.path, federation.state(), totals)
+            federation.world.store.covered(totals.round)
+            self.last, self.due = time.monotonic(), False
 
 
 def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:
     model = federation.shown.global_model()
     if model is not None:
         home.write("global.safetensors", save({name: t.detach().cpu().contiguous().clone() for name, t in model.state.items()}))
-    home.write("summary.json", json.dumps(summary, indent=1))
+    home.write(SUMMARY, json.dumps(summary, indent=1))
     write_report(home.path)
 
 
 def summarise(experiment: Experiment, federation: Federation, metrics: list[Metrics]) -> dict[str, Any]:
     """The content of `summary.json`."""
-    totals = federation.totals
     rows = [m for m in metrics if m["global_accuracy"] is not None]
-    kinds = ("global_accuracy", "personal_accuracy")
-    tiers = federation.world.plans
     empty = sum(not _merged(row) for row in metrics)
     found: dict[str, Any] = {
         "method": experiment.method.name,
         "title": federation.method.as_set.title,
         "seed": experiment.seed,
         "rounds": experiment.rounds,
-        "rounds_done": totals.round,
         "data": experiment.data.name,
         "model": experiment.model.name,
         "norm": norm_of(experiment),
         "global_model": federation.method.as_set.global_model,
         "group": federation.method.as_set.group,
-        **{kind: _last_best([(m["round"], m[kind]) for m in rows]) for kind in kinds},
-        "by_tier": {t: {k: _last_best([(m["round"], m["by_tier"][t][k]) for m in rows]) for k in kinds} for t in tiers},
+        **counted(metrics, federation.world.plans),
         **({"others": rows[-1]["others"]} if rows and "others" in rows[-1] else {}),
-        "bytes_up": totals.bytes_up,
-        "bytes_down": totals.bytes_down,
-        "seconds": sum(m["seconds"] for m in metrics),
-        "clock_seconds": totals.clock_seconds,
-        "energy_joules": totals.energy_joules,
-        "refused": totals.refused,
-        "late": totals.late,
-        "dropped": totals.dropped,
         "empty_rounds": empty,
         "nothing_merged": bool(metrics) and empty == len(metrics),
         "engine": {
@@ -299,15 +293,7 @@ def emptiness(summary: Mapping[str, Any]) -> str:
 def _first_files(experiment: Experiment, federation: Federation, description: dict[str, Any]) -> dict[str, str]:
     """What a run folder holds before the first round: all that is known by then, should the run never come to its summary."""
     made = {**description, "engine": account(federation.engine), "commit": _commit()}
-    return {"experiment.toml": experiment.to_toml(), "federation.json": json.dumps(made, indent=1)}
-
-
-def _last_best(points: list[tuple[int, float | None]]) -> dict[str, Any]:
-    known = [(value, round) for round, value in points if value is not None]
-    if not known:
-        return {"last": None, "best": None, "best_round": None}
-    best, when = max(known, key=lambda p: (p[0], -p[1]))
-    return {"last": known[-1][0], "best": best, "best_round": when}
+    return {EXPERIMENT: experiment.to_toml(), FEDERATION: json.dumps(made, indent=1)}
 
 
 def _module(model: Model | None) -> nn.Module | None:

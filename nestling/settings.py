@@ -51,7 +51,8 @@ Compat = Literal["paper", "code"]
 
 def check_settings(settings: Any, section: str) -> None:
     """Refuses a dataclass one of whose fields is not what its type allows, with an error that names `section` and the field."""
-    for name, hint in _hints(type(settings)).items():
+    cls: type = type(settings)
+    for name, hint in _hints(cls).items():
         _check(hint, getattr(settings, name), f"{section}.{name}")
 
 
@@ -75,9 +76,8 @@ def _words(hint: Any) -> str:
         return ", ".join(map(str, arguments))
     if typing.get_origin(hint) is Annotated:
         return " and ".join(str(bounds) for bounds in arguments[1:] if isinstance(bounds, Bounds))
-    if typing.get_origin(hint) is tuple and _words(arguments[0]):
-        return f"each {_words(arguments[0])}"
-    return ""
+    inside = _words(arguments[0]) if typing.get_origin(hint) is tuple else ""
+    return f"each {inside.removeprefix('each ')}" if inside else ""
 
 
 def _check(hint: Any, value: Any, field: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nestling
-from nestling import EngineConfig, FleetConfig, Train
+from nestling import EngineConfig, FleetConfig, SplitConfig, Train
 from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort
 from nestling.message import Message
@@ -201,3 +201,12 @@ def test_a_reply_that_is_refused_for_something_else_is_so_again() -> None:
     federation.engine.open(experiment.make_method(), site_of(federation))
     list(play(federation))
     assert told.keys() == {1, 3} and "not finite" in told[1] and "-1" in told[3]
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedproto"])
+def test_who_is_late_goes_on_from_what_it_had(method: str) -> None:
+    """A reply after the deadline does not count, and neither does what its client made of the round."""
+    made = small(method, fleet=FleetConfig(tiers=TIERS, deadline=1e-9), rounds=2, participants=0, split=SplitConfig(size=20))
+    result = nestling.run(made)
+    asked = [len(row["clients"]) for row in result.metrics]
+    assert [row["late"] for row in result.metrics] == asked and result.federation.world.store.clients() == []

@@ -38,7 +38,7 @@ from nestling import Named
 from nestling.assemble import assemble
 from nestling.models import ExitNet
 from nestling.models.parts import named
-from nestling.rounds import Federation
+from nestling.federation import Federation
 from nestling.views import State
 
 STAGES, TAKING_PART, ALPHA, RAMP = 4, 4, 0.1, 3

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from nestling import Named
 from nestling.assemble import assemble, site_of
-from nestling.rounds import Federation, play
+from nestling.federation import Federation
+from nestling.rounds import play
 
 RATES, CHANNELS = (1.0, 0.5, 0.25), (8, 16, 32)
 NORMS = {"none": "none", "bn": "batch", "gn": "group"}

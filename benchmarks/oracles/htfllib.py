@@ -26,7 +26,8 @@ from torch import Tensor
 
 from nestling import Named
 from nestling.assemble import assemble, site_of
-from nestling.rounds import Federation, play
+from nestling.federation import Federation
+from nestling.rounds import play
 
 
 @dataclass

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from nestling import Named
 from nestling.assemble import assemble
-from nestling.rounds import Federation
+from nestling.federation import Federation
 
 TAKING_PART = 4
 SIZES = (0.55, 0.56, 0.795, 0.82, 0.995, 1.0)

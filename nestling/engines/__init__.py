@@ -6,7 +6,7 @@ import torch
 
 from nestling.engines.cohort import Cohort
 from nestling.engines.cuda import CudaCohort, Settings
-from nestling.engines.engine import ClientError, Engine
+from nestling.engines.engine import BoardReport, ClientError, Engine, Event, Refusal
 from nestling.engines.inline import Inline
 from nestling.engines.pool import Pool, cores
 from nestling.errors import InputError, unknown
@@ -62,12 +62,15 @@ __all__ = [
     "DEVICES",
     "ENGINES",
     "PRECISIONS",
+    "BoardReport",
     "ClientError",
     "Cohort",
     "CudaCohort",
     "Engine",
+    "Event",
     "Inline",
     "Pool",
+    "Refusal",
     "Settings",
     "choose_where",
     "make_engine",

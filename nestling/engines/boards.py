@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.devices.fleet import Fleet
-from nestling.engines.engine import Engine, blame
+from nestling.engines.engine import BoardReport, Engine, Event, blame
 from nestling.errors import InputError
 from nestling.tiny import native
 from nestling.tiny.data import pack as pack_data
@@ -63,16 +63,13 @@ class _Waiting:
     job: Job
 
 
-class Boards:
-    """Boards beside another engine. `facts` has a row for every job that an emulated board did: what it took, and what the link went
-    through."""
-
-    lookahead = 0
+class Boards(Engine):
+    """Boards beside another engine. It reports every job that an emulated board did."""
 
     def __init__(self, base: Engine, fleet: Fleet, lab: Lab | None = None) -> None:
         self.base, self.fleet, self.lab = base, fleet, lab
         self.name, self.where = f"{base.name}, boards beside it", base.where
-        self.notes, self.facts = base.notes, list[dict[str, Any]]()
+        self.notes = base.notes
         self._blobs: OrderedDict[int, bytes] = OrderedDict()
         self._crew: ThreadPoolExecutor | None = None
         self._waiting: dict[Future[Report], _Waiting] = {}
@@ -86,15 +83,15 @@ class Boards:
             self.lab.open()
             self.notes.append(self.lab.describe())
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+    def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
         own = [task for task in tasks if self.fleet.tier_of(task.client).board]
         rest = [task for task in tasks if not self.fleet.tier_of(task.client).board]
         for task in own:
             outcome = self._go_on(task, working(self._method, task, self._site), None)
             if outcome is not None:
                 yield outcome
-        for outcome in self.base.run(rest) if rest else ():
-            yield outcome
+        for event in self.base.run(rest) if rest else ():
+            yield event
             yield from self._finished(block=False)
         while self._waiting:
             yield from self._finished(block=True)
@@ -108,7 +105,7 @@ class Boards:
         self._waiting.clear()
         self.base.close()
 
-    def _finished(self, block: bool) -> Iterator[Outcome]:
+    def _finished(self, block: bool) -> Iterator[Event]:
         """Goes on with the rounds whose boards have answered."""
         if self.lab is not None and self.lab.failure:
             raise RuntimeError(self.lab.failure)
@@ -116,7 +113,7 @@ class Boards:
             waited = self._waiting.pop(future)
             with self._blaming(waited.task):
                 report = future.result()
-                self._note(waited.task, report.facts)
+                yield from self._reported(waited.task, report.facts)
                 outcome = self._go_on(waited.task, waited.round, settle(waited.client, waited.job, report.done))
             if outcome is not None:
                 yield outcome
@@ -154,9 +151,9 @@ class Boards:
         self._blobs.move_to_end(client.id)
         return self._blobs[client.id]
 
-    def _note(self, task: Task, facts: dict[str, Any]) -> None:
+    def _reported(self, task: Task, facts: dict[str, Any]) -> Iterator[BoardReport]:
         if facts:
-            self.facts.append({"round": task.round, "tier": self.fleet.tier_of(task.client).name, **facts})
+            yield BoardReport({"round": task.round, "tier": self.fleet.tier_of(task.client).name, **facts})
         if facts.get("restarts"):
             times = "once" if facts["restarts"] == 1 else f"{facts['restarts']} times"
             self.notes.append(f"round {task.round}: the board of client {task.client} ({facts['board']}) started anew {times}")

@@ -15,14 +15,13 @@ from functools import partial
 from itertools import pairwise
 
 from nestling.engines.allocator import keep_freed_memory
-from nestling.engines.engine import blame
+from nestling.engines.engine import Engine, blame
 from nestling.engines.pool import Pool
 from nestling.training.client import ClientSide, Outcome, Site, Task
 from nestling.training.group import Group
 from nestling.training.stacked import CannotStack, train_stack
 from nestling.training.together import Losses, train_one_by_one, work_together
 from nestling.views import Reference, View
-from nestling.where import CPU
 from nestling.world import Piece, piece_cost
 
 HEIGHT = 32
@@ -32,10 +31,10 @@ SMALL_STEP = 1.5e7
 """Multiply-accumulates of a forward pass over one batch up to which a stack beats the plain loop on a CPU core."""
 
 
-class Cohort:
+class Cohort(Engine):
     """Stacks on the CPU, over `workers` processes (1: in this one)."""
 
-    name, lookahead, where = "cohort", 0, CPU
+    name = "cohort"
 
     def __init__(self, workers: int = 1) -> None:
         self.workers, self.notes = workers, list[str]()

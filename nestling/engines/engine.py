@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from nestling.training.client import ClientSide, Outcome, Site, Task
-from nestling.where import Where
+from nestling.where import CPU, Where
 
 
 class ClientError(RuntimeError):
     """A client's work failed; says which client in which round."""
 
 
-class Engine(Protocol):
-    """Runs tasks. Outcomes may come in any order; equal tasks give equal outcomes on every engine.
+@dataclass(frozen=True)
+class Refusal:
+    """An answer that does not count: whose, to which round, and why."""
+
+    client: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class BoardReport:
+    """What an emulated board did for a job, and what the link went through."""
+
+    facts: Mapping[str, Any]
+
+
+Event = Outcome | Refusal | BoardReport
+"""What an engine tells while it works."""
+
+
+class Engine:
+    """Runs tasks. Events may come in any order; equal tasks give equal outcomes on every engine.
 
     name:      what it is called where people read of it.
     where:     the device it computes on; it refuses data that lies on another.
@@ -25,18 +46,28 @@ class Engine(Protocol):
     """
 
     name: str
-    where: Where
+    where: Where = CPU
     notes: list[str]
-    lookahead: int
+    lookahead: int = 0
 
     def open(self, method: ClientSide, site: Site) -> None:
         """Gets ready to work for a site."""
+        raise NotImplementedError
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+    def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
         """Works on one round's tasks."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Gives everything back."""
+        raise NotImplementedError
+
+    def discard(self, client: int, round: int) -> None:
+        """A client's outcome was refused when it was looked at. Real devices keep what is theirs, and have to be told."""
+
+    def recorded(self) -> dict[str, object]:
+        """What of the work was recorded, for engines that record it."""
+        return {}
 
 
 def failed(task: Task, reason: object) -> ClientError:
@@ -54,5 +85,4 @@ def account(engine: Engine) -> dict[str, Any]:
     found = {"name": engine.name, "device": str(engine.where.device), "precision": engine.where.precision}
     if engine.where.device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(engine.where.device)
-    recorded = getattr(engine, "recorded", None)
-    return {**found, **(recorded() if recorded else {})}
+    return {**found, **engine.recorded()}

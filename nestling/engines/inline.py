@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from nestling.engines.allocator import keep_freed_memory
-from nestling.engines.engine import failed
+from nestling.engines.engine import Engine, failed
 from nestling.engines.precision import allow
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
 from nestling.where import CPU, Where
 
 
-class Inline:
+class Inline(Engine):
     """Runs every task where it stands. The plainest engine, and the one that all others must equal."""
 
-    name, lookahead = "inline", 0
+    name = "inline"
 
     def __init__(self, where: Where = CPU) -> None:
         self.where = where

@@ -24,11 +24,10 @@ import torch
 import torch.multiprocessing as mp
 
 from nestling.engines.allocator import keep_freed_memory
-from nestling.engines.engine import ClientError, failed
+from nestling.engines.engine import ClientError, Engine, failed
 from nestling.engines.shared_memory import Block, Channel, Packet, Page, Spare
 from nestling.message import Message, payload
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
-from nestling.where import CPU
 
 Do = Callable[[ClientSide, Sequence[Task], Site], "list[Outcome]"]
 """What a worker does with a chunk: a function of a module, since the worker imports it. It must not write to what the tasks hold, nor
@@ -57,10 +56,10 @@ def singly(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
     return [[task] for task in tasks]
 
 
-class Pool:
+class Pool(Engine):
     """`workers` processes (0: one a core) that do `do` with the chunks that `chunks` makes of a round."""
 
-    name, lookahead, where = "pool", 0, CPU
+    name = "pool"
 
     def __init__(self, workers: int = 0, do: Do = each, chunks: Cut = singly) -> None:
         self.workers = workers or cores()

@@ -23,23 +23,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestling.engines.engine import failed
+from nestling.engines.engine import Engine, failed
 from nestling.engines.pool import cores
 from nestling.errors import InputError
 from nestling.message import Message, payload
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
 from nestling.views import State
-from nestling.where import CPU
 
 DEPTH = 2
 """Tasks an actor has at a time: one at work, one waiting."""
 
 
-class Ray:
+class Ray(Engine):
     """`workers` actors (0: one a core of this machine, or of the whole cluster) on the cluster at `address` (empty: a local Ray that
     is started for the run, or the one that this process already uses)."""
 
-    name, lookahead, where = "ray", 0, CPU
+    name = "ray"
 
     def __init__(self, workers: int = 0, address: str = "") -> None:
         self.workers, self.address = workers, address

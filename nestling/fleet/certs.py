@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nestling.errors import InputError
-from nestling.files import writing
+from nestling.files import write_atomic, writing
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -203,19 +203,7 @@ def private_folder(path: Path) -> Path:
 
 def write_private(path: Path, data: bytes, force: bool = True) -> None:
     """A whole file that was never readable by others, not even while it was being written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if force:
-            os.replace(temporary, path)
-        else:
-            os.link(temporary, path)  # fails where the file exists, unlike a rename
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, data, mode=0o600, replace=force)
 
 
 def make_loopback_authority(folder: Path, days: int = DAYS) -> ServerFiles:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nestling.engines import Engine, Event, Refusal
 from nestling.errors import InputError
 from nestling.fleet.courier import Courier, Failure
 from nestling.fleet.greeter import Greeter
@@ -21,7 +22,6 @@ from nestling.fleet.roster import Roster
 from nestling.fleet.wire import Answer, Done, Failed, Job, Order, Parcel, key_of
 from nestling.message import Message
 from nestling.training.client import ClientSide, Outcome, Site, Task
-from nestling.where import CPU
 
 KEPT_TICKETS = 4096
 """How many letters of earlier rounds are still asked for, so that a late answer is recognised and not left lying."""
@@ -74,15 +74,14 @@ class _Letter:
     round: int
 
 
-class FleetEngine:
+class FleetEngine(Engine):
     """Gives the tasks of a round to real devices.
 
     counts:  what happened to letters: sent, answers, resent, failures, and refused by kind ("late", "foreign", "broken", ...).
-    refused: (client, round it answered to, reason) of the answers that were refused since somebody last looked.
     watch:   called whenever answers were looked for, and once a round waits for no more; see `progress`.
     """
 
-    name, lookahead, where = "fleet", 0, CPU
+    name = "fleet"
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class FleetEngine:
         self.clock, self.sleep = clock, sleep
         self.notes: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.refused: list[tuple[int, int, str]] = []
+        self._refused: list[Refusal] = []  # what was refused and not told yet
         self.watch: Callable[[], None] = lambda: None
         self._letters: OrderedDict[str, _Letter] = OrderedDict()  # by ticket
         self._wanted: dict[int, _Wanted] = {}
@@ -115,7 +114,7 @@ class FleetEngine:
         self._wanted.clear()
         self._letters.clear()
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+    def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
         self._round, self._done = (tasks[0].round if tasks else self._round), 0
         self._wanted = self._prepared(tasks)
         self._chosen = tuple(task.client for task in tasks)
@@ -127,6 +126,7 @@ class FleetEngine:
                 self._done += 1
                 self._heard = self.clock()
                 yield outcome
+            yield from self._told()
             self.watch()
             now = self.clock()
             if not self._wanted or (now - start >= self.patience.deadline and self._done >= needed):
@@ -340,8 +340,13 @@ class FleetEngine:
 
     def _refuse(self, clients: Sequence[int], kind: str, reason: str, round: int | None = None) -> None:
         self.counts[kind] += 1
-        self.refused += [(client, self._round if round is None else round, reason) for client in clients]
-        del self.refused[:-KEPT_REFUSALS]
+        self._refused += [Refusal(client, self._round if round is None else round, reason) for client in clients]
+        del self._refused[:-KEPT_REFUSALS]
+
+    def _told(self) -> Iterator[Refusal]:
+        """What was refused since this was last asked."""
+        told, self._refused = self._refused, []
+        yield from told
 
 
 def _short(value: object) -> str:

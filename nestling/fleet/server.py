@@ -34,6 +34,7 @@ from nestling.fleet.addresses import PORT, is_loopback
 from nestling.fleet.health import telling
 from nestling.fleet.processes import Keeper, Program, born, flower_command, flower_env, free_port, need_flower, stopped_by_signals
 from nestling.fleet.proxy import Config
+from nestling.runfiles import EXPERIMENT, METRICS
 
 log = logging.getLogger("nestling.fleet")
 
@@ -79,7 +80,7 @@ def serve(options: Options) -> dict[str, Any]:
     with writing(home_of(options.out)):
         home = certs.private_folder(home_of(options.out.absolute()))
     out = options.out.absolute()
-    lines = logs.written_to(out / logs.SERVER_LOG, needs=out / "experiment.toml")
+    lines = logs.written_to(out / logs.SERVER_LOG, needs=out / EXPERIMENT)
     with _alone(home), lines, Keeper() as keeper, stopped_by_signals():
         server = _Server(options, home, files, keeper)
         with telling(out, options.health, server.parts):
@@ -131,9 +132,9 @@ class _Server:
             certs.write_private(self.secret, secrets.token_bytes(32))
         if self.files and not (self.pair / "server.key").exists():
             certs.make_loopback_authority(self.pair, days=3650)
-        self._write("experiment.toml", self.options.experiment)
+        self._write(EXPERIMENT, self.options.experiment)
         settings = {
-            "experiment": str(self.home / "experiment.toml"),
+            "experiment": str(self.home / EXPERIMENT),
             "folder": str(self.options.out.absolute()),
             "min_clients": self.options.min_clients,
             "deadline": self.options.deadline,
@@ -350,7 +351,7 @@ class _Run:
         log.warning("%s; going on from round %d in %.0f s", why, rounds, delay)
 
     def _rounds(self) -> int:
-        path = self.out / "metrics.jsonl"
+        path = self.out / METRICS
         return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 

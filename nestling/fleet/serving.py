@@ -14,6 +14,7 @@ from nestling.assemble import assemble
 from nestling.describe import describe
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.federation import Federation, Metrics
 from nestling.fleet.courier import Courier
 from nestling.fleet.engine import FleetEngine, NoQuorum, Patience
 from nestling.fleet.greeter import Greeter
@@ -22,7 +23,7 @@ from nestling.fleet.status import DONE, GATHERING, MERGING, ROUND, STATUS, STOPP
 from nestling.fleet.wire import Parcel, Welcome
 from nestling.folder import RunFolder
 from nestling.message import Message
-from nestling.rounds import Federation, Metrics
+from nestling.runfiles import EXPERIMENT, FEDERATION
 from nestling.running import Result, Watcher, carry_on, one_thread, restored
 from nestling.store import ClientStore
 
@@ -58,7 +59,7 @@ def play(
             live.gather(min_clients, wait)
             description = describe(settled, federation)
             if home:
-                home.write("federation.json", json.dumps(description, indent=1))
+                home.write(FEDERATION, json.dumps(description, indent=1))
             result = carry_on(settled, federation, description, home, live.watcher(min_clients, wait), fresh=False, every=0.0)
             live.ended(DONE)
             return result
@@ -209,7 +210,7 @@ def welcome_of(run: str, experiment: Experiment, federation: Federation) -> byte
 
 def _begin(experiment: Experiment | None, path: Path | None) -> tuple[Experiment, Federation, RunFolder | None]:
     """The run in a folder as of its last checkpoint, or a new one."""
-    if path is not None and (path / "experiment.toml").exists():
+    if path is not None and (path / EXPERIMENT).exists():
         home = run_folder.reopen(path, field="--out").take(field="--out")
         return *restored(home, ("engine.name=inline", "engine.device=cpu"), experiment), home
     if experiment is None:
@@ -221,4 +222,4 @@ def _begin(experiment: Experiment | None, path: Path | None) -> tuple[Experiment
     settled, federation = assemble(experiment.with_changes(engine=engine), store)
     if path is None:
         return settled, federation, None
-    return settled, federation, run_folder.create(path, {"experiment.toml": settled.to_toml()}).take(field="--out")
+    return settled, federation, run_folder.create(path, {EXPERIMENT: settled.to_toml()}).take(field="--out")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
-from nestling.files import read_toml
+from nestling.files import read_toml, write_atomic
 from nestling.fleet import logs
+from nestling.runfiles import EXPERIMENT, FEDERATION, METRICS, SUMMARY, lines_of, object_in
 
 STATUS = "fleet.json"
 GATHERING, ROUND, MERGING, DONE, STOPPED = "gathering", "round", "merging", "done", "stopped"
@@ -46,22 +47,20 @@ class StatusFile:
             return
         self._written = when
         text = json.dumps({**table(), "refusals": list(self.refusals), "written": when, "pid": os.getpid()}, indent=1)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         # A full disk is told by what matters more: the checkpoint.
         with contextlib.suppress(OSError):
-            temporary.write_text(text)
-            os.replace(temporary, self.path)
+            write_atomic(self.path, text, flush=False)
 
 
 def snapshot(folder: Path, now: float | None = None, begun: bool = True) -> Table:
     """Everything that a run folder tells of its fleet. Where it is no run folder: an `InputError`, or, if it need not have `begun`,
     the same table with nothing in it."""
-    there = (folder / "experiment.toml").exists()
+    there = (folder / EXPERIMENT).exists()
     if begun and not there:
-        raise InputError(f"{folder} is not a run folder", field="RUN", fix="name one that holds experiment.toml, or a URL")
-    experiment = read_toml(folder / "experiment.toml", field="RUN") if there else {}
-    status, tiers = _json(folder / STATUS), _tiers(folder)
-    rows = _rows(folder / "metrics.jsonl")
+        raise InputError(f"{folder} is not a run folder", field="RUN", fix=f"name one that holds {EXPERIMENT}, or a URL")
+    experiment = read_toml(folder / EXPERIMENT, field="RUN") if there else {}
+    status, tiers = object_in(folder / STATUS), _tiers(folder)
+    rows = lines_of(folder / METRICS)
     clients = [_client(row, status) for row in status.get("clients", [])]
     return {
         "time": time.time() if now is None else now,
@@ -81,7 +80,7 @@ def snapshot(folder: Path, now: float | None = None, begun: bool = True) -> Tabl
         "totals": _totals(rows),
         "letters": status.get("letters", {}),
         "refusals": _refusals(folder, status),
-        "summary": (folder / "summary.json").exists(),
+        "summary": (folder / SUMMARY).exists(),
     }
 
 
@@ -153,23 +152,7 @@ def _epoch(text: str) -> float:
 
 
 def _tiers(folder: Path) -> dict[str, int]:
-    return {str(t["name"]): int(t.get("count") or 0) for t in _json(folder / "federation.json").get("tiers", []) if t.get("name")}
-
-
-def _rows(path: Path) -> list[Table]:
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
-
-
-def _json(path: Path) -> Table:
-    try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return {str(t["name"]): int(t.get("count") or 0) for t in object_in(folder / FEDERATION).get("tiers", []) if t.get("name")}
 
 
 def _name(value: Any) -> str:

@@ -17,10 +17,11 @@ from nestling.fleet import logs
 from nestling.fleet.certs import write_private
 from nestling.fleet.processes import LOG_BYTES, LOG_FILES, born
 from nestling.fleet.server import OUTCOME, PROCESS, RUN_LOG, SETTINGS
+from nestling.runfiles import EXPERIMENT
 
 if TYPE_CHECKING:
     from nestling.experiment import Experiment
-    from nestling.rounds import Metrics
+    from nestling.federation import Metrics
     from nestling.running import Watcher
 
 log = logging.getLogger("nestling.fleet.run")
@@ -34,7 +35,7 @@ def host(grid: Grid, home: str) -> None:
     write_private(folder / PROCESS, json.dumps({"pid": os.getpid(), "born": born(os.getpid())}).encode())
     _log_to(folder / "log" / RUN_LOG)
     lines = Path(settings["folder"]) / logs.SERVER_LOG
-    with logs.written_to(lines, needs=lines.parent / "experiment.toml"):
+    with logs.written_to(lines, needs=lines.parent / EXPERIMENT):
         outcome = _played(grid, settings)
     write_private(folder / OUTCOME, json.dumps(outcome).encode())
     if outcome["state"] != "done":

@@ -14,11 +14,11 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.federation import Metrics
 from nestling.fleet.engine import Patience
 from nestling.fleet.serving import play
 from nestling.flower.grid import GridCourier
 from nestling.methods import Method
-from nestling.rounds import Metrics
 from nestling.running import Result, Watcher
 
 Evaluate = Callable[[int, ArrayRecord], "MetricRecord | None"]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from nestling.errors import InputError
-from nestling.methods.api import Device, Piece, Reference, View, World
+from nestling.methods.api import Device, InputError, Piece, Reference, View, World
 from nestling.world import Plan
 
 

@@ -1,15 +1,19 @@
-"""The nouns that a method's file speaks of (see `docs/design.md`), in one place."""
+"""What a method's file speaks of (see `docs/design.md`): the nouns, the mean over views, and what marks a method's fields."""
 
 from __future__ import annotations
 
+from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.kept import kept, made
 from nestling.methods.method import Info, Method, Reply, Share, SharedWeights
+from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.phase import Phase
-from nestling.views import Contribution, Reference, State, View
+from nestling.views import Contribution, Reference, State, View, merge
+from nestling.views.flat import only, pack
 from nestling.world import Device, Model, Piece, World
 
 __all__ = [
-    "Client", "Contribution", "Device", "Info", "Message", "Method", "Model", "Phase", "Piece", "Reference", "Reply", "Share",
-    "SharedWeights", "State", "View", "World",
+    "Client", "Contribution", "Device", "Info", "InputError", "Message", "Method", "Model", "Phase", "Piece", "Reference", "Reply",
+    "Share", "SharedWeights", "State", "View", "World", "kept", "made", "merge", "only", "pack", "require",
 ]  # fmt: skip

@@ -8,9 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Piece, Reference, State, View
-from nestling.views.flat import pack
+from nestling.methods.api import InputError, Piece, Reference, State, View, pack
 
 LEAVES = ("weight", "bias")
 
@@ -31,8 +29,8 @@ def columns_of(reference: Reference, view: View, head: str) -> Tensor | None:
     name = f"{head}.weight"
     weight = reference.initial[name]
     places = torch.arange(weight.shape[1], device=weight.device).to(weight.dtype).expand_as(weight)
-    kept = view.extract({**reference.initial, name: places.contiguous()})[name][0].long()
-    return None if len(kept) == weight.shape[1] else kept
+    read = view.extract({**reference.initial, name: places.contiguous()})[name][0].long()
+    return None if len(read) == weight.shape[1] else read
 
 
 def common_head(pieces: Iterable[Piece]) -> State:

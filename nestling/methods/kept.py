@@ -30,12 +30,14 @@ def kept() -> Any:
 
 def state_of(method: Any) -> dict[str, State]:
     """What is kept, by the names of its fields."""
-    return _join(_written(name, getattr(method, name)) for name in _kept(type(method)))
+    cls: type = type(method)
+    return _join(_written(name, getattr(method, name)) for name in _kept(cls))
 
 
 def put_back(method: Any, state: Mapping[str, State]) -> None:
     """Gives the fields what `state_of` told of them."""
-    for name, hint in _kept(type(method)).items():
+    cls: type = type(method)
+    for name, hint in _kept(cls).items():
         setattr(method, name, _read(hint, name, state, getattr(method, name, None)))
 
 
@@ -69,7 +71,7 @@ def _read(hint: Any, name: str, state: Mapping[str, State], now: Any) -> Any:
         return state[name][_ALONE].to(now.device)
     if hint in _TYPES:
         return hint(state[name][_ALONE].item())
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         hints = typing.get_type_hints(hint)
         return hint(
             **{f.name: _read(hints[f.name], f"{name} {f.name}", state, getattr(now, f.name)) for f in dataclasses.fields(hint)}

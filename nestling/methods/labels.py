@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Reference
+from nestling.methods.api import Client, InputError, Reference
 
 
 def held_classes(client: Client) -> Tensor:
@@ -40,8 +39,5 @@ def output_layer(reference: Reference, classes: int) -> tuple[str, ...]:
 
 def counted_rows(held: Tensor, weights: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
     """For the named tensors, flags of the entries in rows of held classes (see `Contribution.present`)."""
-    return {name: _spread(held, weights[name]) for name in names if name in weights}
-
-
-def _spread(held: Tensor, tensor: Tensor) -> Tensor:
-    return held.reshape(-1, *[1] * (tensor.dim() - 1)).expand(tensor.shape)
+    present = {name: weights[name] for name in names if name in weights}
+    return {name: held.reshape(-1, *[1] * (t.dim() - 1)).expand(t.shape) for name, t in present.items()}

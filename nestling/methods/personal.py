@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.errors import InputError
-from nestling.methods.api import Client, Device, Message, Method, Model, Piece, State, World
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Device, InputError, Message, Method, Model, Piece, State, World, made
 from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
 from nestling.world import Plan, ratio_view

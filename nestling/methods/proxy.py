@@ -7,9 +7,7 @@ import math
 import numpy as np
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import World
-from nestling.schema import require
+from nestling.methods.api import InputError, World, require
 from nestling.seeds import stream
 
 TRIED, FEWEST = 0.8, 5

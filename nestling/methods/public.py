@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Message, State, World
-from nestling.methods.kept import kept
+from nestling.methods.api import Client, InputError, Message, State, World, kept
 from nestling.methods.personal import Personal
 from nestling.seeds import derive, stream
 from nestling.settings import Count

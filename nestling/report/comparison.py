@@ -11,11 +11,12 @@ from typing import Any
 
 from nestling.fair import unfair
 from nestling.report.charts import ACCURACY, BYTES, ROUNDS, chart
-from nestling.report.folder import Run, last_best, summarise, tier_block, traffic_totals
+from nestling.report.folder import Run, last_best, summarise, traffic_totals
 from nestling.report.markup import Cell, Column, esc, note, section, table
 from nestling.report.svg import Axis, Series
 from nestling.report.tables import tier_rows
 from nestling.report.words import DASH, duration, energy, number, percent, plural, traffic, whole
+from nestling.runfiles import tier_block
 
 # Where a run lies and what carries it out does not change what it finds.
 _NO_MATTER = ("seed", "data.path", "engine")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from nestling.errors import InputError
 from nestling.files import parse_toml
 from nestling.report.words import number
-
-Record = dict[str, Any]
+from nestling.runfiles import ANALYSIS, BOARDS, EXPERIMENT, FEDERATION, METRICS, SUMMARY, Record, counted, lines_of
 
 
 @dataclass(frozen=True)
@@ -41,26 +38,26 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "there is no such folder"
         raise InputError(what, field=str(folder), fix="give the folder that `nestling run` wrote")
-    metrics = _read_metrics(folder / "metrics.jsonl")
-    config_text = _text(folder / "experiment.toml")
+    metrics = _read_metrics(folder / METRICS)
+    config_text = _text(folder / EXPERIMENT)
     return Run(
         folder,
         config_text,
-        parse_toml(config_text, str(folder / "experiment.toml")),
+        parse_toml(config_text, str(folder / EXPERIMENT)),
         metrics,
-        _object(folder / "summary.json"),
-        _object(folder / "federation.json"),
-        _object(folder / "analysis.json"),
-        _read_boards(folder / "boards.jsonl"),
+        _object(folder / SUMMARY),
+        _object(folder / FEDERATION),
+        _object(folder / ANALYSIS),
+        lines_of(folder / BOARDS),
     )
 
 
 def summarise(run: Run) -> Record:
     """The run's summary in the form of summary.json, from metrics.jsonl where that file is missing or behind."""
-    counted = _count(run)
+    found = counted(run.metrics, tier_names(run))
     if run.summary and not is_behind(run):
-        return counted | {key: value for key, value in run.summary.items() if value is not None}
-    return {**_identity(run), **run.summary, **counted}
+        return found | {key: value for key, value in run.summary.items() if value is not None}
+    return {**_identity(run), **run.summary, **found}
 
 
 def is_behind(run: Run) -> bool:
@@ -89,13 +86,6 @@ def traffic_totals(run: Run) -> list[float]:
     return totals
 
 
-def tier_block(record: Mapping[str, Any], tier: str) -> Mapping[str, Any]:
-    """What a metrics record (or a summary) says of one tier."""
-    by_tier = record.get("by_tier")
-    block = by_tier.get(tier) if isinstance(by_tier, Mapping) else None
-    return block if isinstance(block, Mapping) else {}
-
-
 def tier_names(run: Run) -> list[str]:
     """Every tier the run speaks of: the federation's in its order, then any that only the metrics know."""
     names = {str(tier["name"]): None for tier in listed(run.federation, "tiers") if tier.get("name") is not None}
@@ -120,7 +110,7 @@ def mapping(block: object, key: str) -> Record:
 def _read_metrics(path: Path) -> list[Record]:
     if not path.is_file():
         raise InputError(
-            "the run folder has no metrics.jsonl",
+            f"the run folder has no {METRICS}",
             field=str(path.parent),
             fix="it appears with the first round; give the folder that `nestling run` wrote",
         )
@@ -147,15 +137,6 @@ def _read_metrics(path: Path) -> list[Record]:
         # A resumed run may write a round a second time: the later record is the one that counts.
         rounds[int(record["round"])] = record
     return [rounds[key] for key in sorted(rounds)]
-
-
-def _read_boards(path: Path) -> list[Record]:
-    found = []
-    for line in _text(path).splitlines():
-        with contextlib.suppress(ValueError, RecursionError):  # the last one may be half-written
-            record = json.loads(line)
-            found += [record] if isinstance(record, dict) else []
-    return found
 
 
 def _object(path: Path) -> Record:
@@ -203,36 +184,3 @@ def _identity(run: Run) -> Record:
             found[key] = run.config[key]
     name = mapping(run.federation, "model").get("name")
     return {"model": name, **found} if name else found
-
-
-def _count(run: Run) -> Record:
-    """The numbers of a summary, counted from the rounds there are."""
-    return {
-        "rounds_done": _last_round(run),
-        "global_accuracy": _trace([(r["round"], r.get("global_accuracy")) for r in run.metrics]),
-        "personal_accuracy": _trace([(r["round"], r.get("personal_accuracy")) for r in run.metrics]),
-        "by_tier": {
-            tier: {
-                key: _trace([(r["round"], tier_block(r, tier).get(key)) for r in run.metrics])
-                for key in ("global_accuracy", "personal_accuracy")
-            }
-            for tier in tier_names(run)
-        },
-        **{
-            key: sum(number(r.get(key)) or 0 for r in run.metrics)
-            for key in ("bytes_up", "bytes_down", "seconds", "refused", "late", "dropped")
-        },
-        **{
-            key: next((v for r in reversed(run.metrics) if (v := number(r.get(key))) is not None), None)
-            for key in ("clock_seconds", "energy_joules")
-        },
-    }
-
-
-def _trace(values: list[tuple[Any, Any]]) -> Record:
-    known = [(int(at), found) for at, value in values if (found := number(value)) is not None]
-    if not known:
-        return {"last": None, "best": None, "best_round": None}
-    # The earliest of equal bests: max keeps the first it meets.
-    best_round, best = max(known, key=lambda pair: pair[1])
-    return {"last": known[-1][1], "best": best, "best_round": best_round}

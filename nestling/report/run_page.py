@@ -9,11 +9,12 @@ from nestling.report.analysis_part import analysis_part
 from nestling.report.boards_part import boards_part
 from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
 from nestling.report.fleet_parts import device_part, fit_part, split_part
-from nestling.report.folder import Run, is_behind, last_best, listed, mapping, summarise, tier_block, traffic_totals
+from nestling.report.folder import Run, is_behind, last_best, listed, mapping, summarise, traffic_totals
 from nestling.report.markup import Cell, Column, empty, esc, folded, note, pairs, section, table
 from nestling.report.svg import INK, Series
 from nestling.report.tables import overall_row, tier_rows
 from nestling.report.words import DASH, decimal, duration, energy, number, percent, plural, traffic, whole
+from nestling.runfiles import tier_block
 
 Row = Mapping[str, Any]
 _MOST_ROUNDS_LISTED = 400

@@ -10,8 +10,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from nestling.report.folder import last_best, listed, mapping, read_run, summarise, tier_block
+from nestling.report.folder import last_best, listed, mapping, read_run, summarise
 from nestling.report.words import DASH, memory, number, percent, plural, whole
+from nestling.runfiles import tier_block
 
 # A figure is an estimate when anything it is worked out from is one.
 _SPEED = ("seconds", "time", "speed", "macs", "fp32")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 
+from nestling.runfiles import number as as_it_is
+
 DASH = "–"
 
 
 def number(value: object) -> float | None:
     """`value` as a finite float; None for null, text, booleans, and the NaN of a run that diverged."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
+    found = as_it_is(value)
+    return None if found is None else float(found)
 
 
 def percent(value: object, places: int = 1) -> str:

@@ -19,8 +19,8 @@ from nestling.engines import Cohort, Inline
 from nestling.engines.cohort import chunks
 from nestling.engines.cuda import CudaCohort, Settings, ways
 from nestling.engines.engine import ClientError
+from nestling.federation import Federation
 from nestling.methods import METHODS
-from nestling.rounds import Federation
 from nestling.training.client import ClientSide, Outcome, Site, Task
 from nestling.training.group import Group, groups, token
 from nestling.training.objectives import Batch, Given, Net, cross_entropy

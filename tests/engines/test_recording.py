@@ -21,8 +21,9 @@ from nestling.engines.cuda.cohort import MOST_SLOTS, _queues, _Result, height_fo
 from nestling.engines.cuda.slot import Slot
 from nestling.engines.cuda.ways import _machine
 from nestling.errors import InputError
+from nestling.federation import Federation
 from nestling.methods import METHODS
-from nestling.rounds import Federation, play
+from nestling.rounds import play
 from nestling.training.client import Task
 from nestling.training.group import Group
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
@@ -121,8 +122,7 @@ def test_work_that_comes_back_is_known_again(method: str, monkeypatch: pytest.Mo
         return [Losses(torch.zeros(len(g.clients)), [1] * len(g.clients), [1] * len(g.clients)) for g in found]
 
     monkeypatch.setattr(engine, "_train_all", only_look)
-    federation.settle = True  # one round at a time
-    rounds = play(federation)
+    rounds = play(federation, halt=lambda: True)  # one round at a time
     for _ in range(7):
         seen.append(set())
         next(rounds)

@@ -12,12 +12,13 @@ import torch
 from nestling import Evaluation, Experiment, Named, SplitConfig, Tier
 from nestling.assemble import assemble, site_of
 from nestling.experiment import FleetConfig
+from nestling.federation import Federation
 from nestling.fleet.courier import Courier, LoopCourier
 from nestling.fleet.engine import Patience
 from nestling.fleet.serving import enliven
 from nestling.fleet.wire import Member
 from nestling.fleet.worker import EXPERIMENT, Worker
-from nestling.rounds import Federation, play
+from nestling.rounds import play
 from nestling.store import ClientStore
 from tests.small import small
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from nestling.federation import Federation
 from nestling.fleet import worker as worker_module
 from nestling.fleet.courier import Failure, LoopCourier
 from nestling.fleet.engine import FleetEngine, NoQuorum, Patience
 from nestling.fleet.wire import Answer, kind_of
 from nestling.fleet.worker import Worker
 from nestling.message import Message
-from nestling.rounds import Federation, play
+from nestling.rounds import play
 from tests.fleet.loop import METHODS, inline, live, memory_of, over_the_loop, plain, same, six, state_of, workers_of
 
 PATIENCE = Patience(deadline=100.0, most=1000.0, resend=10.0, poll=1.0, refresh=2.0)

@@ -33,6 +33,7 @@ from fleet_gateway import (
 from nestling import Experiment, Named
 from nestling.assemble import assemble, site_of
 from nestling.errors import InputError
+from nestling.federation import Federation
 from nestling.fleet.courier import LoopCourier
 from nestling.fleet.engine import Patience
 from nestling.fleet.gateway import Device, Devices, Gateway, read_devices
@@ -40,7 +41,7 @@ from nestling.fleet.links import Facts, board_shape
 from nestling.fleet.serving import Live, enliven
 from nestling.fleet.wire import Answer, Done, Failed, Hello, Job, Order, Parcel, key_of
 from nestling.message import Message
-from nestling.rounds import Federation, play
+from nestling.rounds import play
 from nestling.running import Watcher
 from nestling.tiny import native, toolchain
 from nestling.tiny.job import Done as TinyDone

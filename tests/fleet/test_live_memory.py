@@ -8,10 +8,10 @@ import pytest
 
 from nestling import FleetConfig, Named, Tier
 from nestling.assemble import assemble
+from nestling.federation import Federation
 from nestling.fleet.roster import LiveFleet, Roster
 from nestling.fleet.wire import Member
 from nestling.methods import METHODS
-from nestling.rounds import Federation
 from tests.small import NETWORKS, small
 
 # The whole network trains on both devices; the third tier is there so that methods with one model a tier have a smaller one.

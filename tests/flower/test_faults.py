@@ -13,8 +13,9 @@ pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
 
 from nestling import Experiment, FleetConfig, checkpoint
 from nestling.assemble import assemble, site_of
+from nestling.federation import Federation
 from nestling.fleet.wire import Answer
-from nestling.rounds import Federation, play
+from nestling.rounds import play
 from tests.fleet.loop import same
 from tests.fleet.processes import SECONDS, fleet, until
 from tests.fleet.storm import memory_at, missed_in

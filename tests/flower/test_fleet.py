@@ -18,7 +18,7 @@ import nestling
 from nestling import Experiment, FleetConfig, Named, Tier, checkpoint
 from nestling.assemble import assemble
 from nestling.experiment import Data
-from nestling.rounds import Federation
+from nestling.federation import Federation
 from nestling.views import State
 from tests.fleet.loop import METHODS, same, six
 from tests.fleet.processes import Client, ProcessFleet, Server, fleet

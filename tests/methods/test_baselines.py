@@ -151,7 +151,7 @@ def test_fednova_is_its_formula() -> None:
     unequal = {"split": UNEQUAL, "train": SGD}
     table, plain = Table(FedNova(), **unequal), Table(Averaged(), **unequal)
     replies, theirs = table.play(range(4)), plain.play(range(4))
-    before = dict(table.method.states[""])
+    before = dict(table.method.weights[""])
     table.method.merge(replies, 1)
     name = "stages.1.conv.weight"
     d, a, weight = (torch.zeros_like(before[name], dtype=torch.float64) for _ in range(3))
@@ -161,7 +161,7 @@ def test_fednova_is_its_formula() -> None:
         a[where] += n * steps
         weight[where] += n
     expected = before[name].double() - (a / weight) * (d / weight)
-    assert torch.allclose(table.method.states[""][name].double(), expected, atol=1e-6)
+    assert torch.allclose(table.method.weights[""][name].double(), expected, atol=1e-6)
     assert len({reply.message.facts["effective_steps"] for reply in replies}) > 1
 
 
@@ -365,7 +365,7 @@ def test_moon_remembers_the_last_local_model() -> None:
 def test_moons_projection_head_is_a_network_of_its_own() -> None:
     table = Table(Moon(projection=24))
     replies = table.round(range(4))
-    shapes = {n: tuple(t.shape) for n, t in table.method.states[""].items() if n.startswith("head")}
+    shapes = {n: tuple(t.shape) for n, t in table.method.weights[""].items() if n.startswith("head")}
     features = table.world.main.module.head.in_features
     assert shapes["head.0.weight"] == (features, features) and shapes["head.3.weight"] == (10, 24)
     for reply in replies:
@@ -406,11 +406,11 @@ DEEP = {"model": Named("resnet14", {"channels": [4, 4, 8, 8, 8], "norm": "group"
 @pytest.mark.parametrize("name", BASELINES)
 def test_networks_may_be_cut_in_depth(name: str) -> None:
     table = Table(BASELINES[name](cut="depth"), **DEEP)
-    before = {n: t.clone() for n, t in table.method.states[""].items()}
+    before = {n: t.clone() for n, t in table.method.weights[""].items()}
     replies = table.round(table.tier("small"))
     view = replies[0].piece.view
     assert view.dropped and bool(view.keep.all())
-    after = table.method.states[""]
+    after = table.method.weights[""]
     assert any(not torch.equal(after[n], before[n]) for n in view.names)
     assert all(torch.equal(after[n], t) for n, t in before.items() if n not in view.names)
 
@@ -432,7 +432,7 @@ def test_personal_heads_differ_and_never_travel() -> None:
     assert not torch.equal(*heads)
     bases = [table.method.model_for(table.world.device(c)).state["stages.0.conv.weight"] for c in table.tier("small")]
     assert torch.equal(*bases)
-    assert torch.equal(table.method.states[""]["head.weight"], table.world.main.initial["head.weight"])
+    assert torch.equal(table.method.weights[""]["head.weight"], table.world.main.initial["head.weight"])
 
 
 def test_a_personal_part_goes_on_from_where_it_was() -> None:

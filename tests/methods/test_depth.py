@@ -19,6 +19,7 @@ from benchmarks import fashion_table
 from nestling import Data, EngineConfig, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.devices import make_fleet
+from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods import Method, Reply
 from nestling.methods.submodel.by_depth import exit_accuracies
@@ -27,7 +28,6 @@ from nestling.methods.submodel.inclusivefl import InclusiveFL
 from nestling.methods.submodel.incoavg import InCoAvg, correct, correcting
 from nestling.methods.submodel.scalefl import ScaleFL, _weighted_exits
 from nestling.models import build
-from nestling.rounds import Federation
 from nestling.seeds import torch_seeded
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.objectives import Batch, Net, distillation
@@ -468,7 +468,7 @@ def test_clients_as_one_stack_end_where_they_end_one_by_one(name: str) -> None:
 def test_a_run_in_stacks_ends_where_a_plain_one_does() -> None:
     plain = nestling.run(tiny(DepthFL())).federation.method.state()
     stacks = nestling.run(tiny(DepthFL(), engine=EngineConfig("cohort", workers=1))).federation.method.state()
-    assert all(same(plain[kind], stacks[kind], 1e-4) for kind in ("weights", "feddyn"))
+    assert all(same(plain[kind], stacks[kind], 1e-4) for kind in ("weights", "dynamics"))
 
 
 @pytest.mark.parametrize("name", FOUR)

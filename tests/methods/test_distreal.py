@@ -16,10 +16,11 @@ import torch.nn.functional as F
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
-from nestling.methods.submodel.distreal import Distreal, affordable, draws, dropped, narrowed
-from nestling.methods.submodel.dropout_search import front, search
+from nestling.federation import Federation
+from nestling.methods.submodel.distreal import Distreal
+from nestling.methods.submodel.dropout_search import affordable, front, search
+from nestling.methods.submodel.random_filters import draws, dropped, narrowed
 from nestling.models import build
-from nestling.rounds import Federation
 from nestling.training.client import Task, client_of
 from nestling.training.optimisers import Optim
 from nestling.training.phase import Phase

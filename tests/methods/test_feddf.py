@@ -14,9 +14,9 @@ from torch import Tensor
 import nestling
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble
+from nestling.federation import Federation
 from nestling.methods import Reply
 from nestling.methods.distill.feddf import FedDF
-from nestling.rounds import Federation
 from nestling.training.distiller import logits_of
 from nestling.views import Contribution, State, merge
 from tests.methods.learning import SEEDS, experiment, mean
@@ -46,7 +46,7 @@ def test_without_steps_it_is_the_average_of_every_architecture_bit_for_bit() -> 
     federation, replies = one_round(small(FedDF(steps=0), fleet=MIXED), [0, 1, 2, 3])
     expected = merged(replies, federation)
     federation.method.merge(replies, 1)
-    for name, state in federation.method.state().items():
+    for name, state in federation.method.weights.items():
         assert equal(dict(state), dict(expected[name])) and not equal(
             dict(state), dict(federation.world.references[name].initial)
         )
@@ -148,7 +148,7 @@ def test_a_distillation_that_spoils_the_mean_is_not_kept() -> None:
     expected = merged(replies, federation)
     federation.method._accuracy = lambda reference, view, state: -float(sum(t.float().norm() for t in state.values()))
     federation.method.merge(replies, 1)
-    for name, state in federation.method.state().items():
+    for name, state in federation.method.weights.items():
         assert equal(dict(state), dict(expected[name]))
 
 
@@ -184,7 +184,7 @@ def test_noise_is_other_noise_every_round_and_may_still_be_validated() -> None:
     method = result.federation.method
     assert isinstance(method, FedDF) and method.inputs is None and method.judged is not None
     plain = nestling.run(small(quick(steps=0))).federation.method
-    assert not equal(dict(method.weights["main"]), dict(plain.state()["main"]))
+    assert not equal(dict(method.weights["main"]), dict(plain.weights["main"]))
 
 
 def test_models_at_chance_are_dropped_from_the_average_too() -> None:
@@ -258,7 +258,7 @@ def test_stacks_of_clients_give_the_same() -> None:
 def test_running_statistics_follow_the_distilled_weights() -> None:
     tracked = Named("tinycnn", {"channels": [8, 16, 16], "norm": "tracked"})
     after = {
-        steps: nestling.run(small(quick(steps=steps, validation=0.0), model=tracked, rounds=1)).federation.method.state()
+        steps: nestling.run(small(quick(steps=steps, validation=0.0), model=tracked, rounds=1)).federation.method.weights
         for steps in (0, 12)
     }
     moving = [name for name in after[0]["main"] if name.endswith("running_mean")]

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, Tier
 from nestling.assemble import assemble, site_of
+from nestling.federation import Federation
 from nestling.message import payload
 from nestling.methods import Reply
-from nestling.methods.distill.fedgen import Classifier, FedGen, _drawn, shares, weighted
+from nestling.methods.distill.fedgen import FedGen
+from nestling.methods.distill.label_counts import shares
+from nestling.methods.distill.latent import Classifier, drawn, weighted
 from nestling.methods.heads import columns_of
 from nestling.models.latent_generator import LatentGenerator, generated
-from nestling.rounds import Federation
 from nestling.seeds import torch_seeded
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.noise import uniform
@@ -127,10 +129,10 @@ def test_the_generator_as_a_function_is_the_network() -> None:
 
 def test_labels_are_drawn_evenly_from_the_classes_that_exist() -> None:
     seen = torch.tensor([False, True, True, False, True])
-    drawn = _drawn(seen, uniform(torch.tensor(5), 0, (3000,)))
-    counts = torch.bincount(drawn, minlength=5)
+    labels = drawn(seen, uniform(torch.tensor(5), 0, (3000,)))
+    counts = torch.bincount(labels, minlength=5)
     assert counts[0] == counts[3] == 0 and counts[seen].min() > 900
-    assert _drawn(seen, torch.tensor([0.9999999])).item() == 4
+    assert drawn(seen, torch.tensor([0.9999999])).item() == 4
 
 
 # -- the client ----------------------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ def test_the_loss_by_hand() -> None:
     logits = module(batch.x)
     p = taught(uniform(key, 12, (6, 4)), batch.y).softmax(-1)
     kl = (p * (p.log() - logits.log_softmax(-1))).sum(-1).mean()
-    labels = _drawn(method.seen, uniform(key, 13, (8,)))
+    labels = drawn(method.seen, uniform(key, 13, (8,)))
     others = F.cross_entropy(taught(uniform(key, 14, (8, 4)), labels), labels)
     assert torch.allclose(loss, F.cross_entropy(logits, batch.y) + 1.0 * kl + 8 / 6 * 1.5 * others, rtol=1e-5)
 

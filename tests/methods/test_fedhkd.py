@@ -14,7 +14,8 @@ import nestling
 from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.assemble import assemble
 from nestling.methods.distill import gaussian
-from nestling.methods.distill.fedhkd import FedHKD, _taught, clipped
+from nestling.methods.distill.fedhkd import FedHKD
+from nestling.methods.distill.hyper_knowledge import clipped, taught
 from nestling.methods.representation.class_means import STATISTICS, class_means, look
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Net, see
@@ -191,7 +192,7 @@ def test_the_loss_is_that_of_the_formula(code: bool) -> None:
             gap = z - given["features"][label]
             far = far + (gap.square().mean() if code else gap.norm()) / 10
     wanted = F.cross_entropy(logits, batch.y) + 0.3 * torch.stack(wrong).mean() + 0.7 * far
-    loss = partial(_taught, lam=0.3, gamma=0.7, temperature=0.5, code=code, head=head)
+    loss = partial(taught, lam=0.3, gamma=0.7, temperature=0.5, code=code, head=head)
     assert torch.allclose(loss(Net(network, {}), batch, given), wanted, rtol=1e-5)
 
 

@@ -16,7 +16,8 @@ from nestling import FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.message import Message, faults
 from nestling.methods.baselines.fedavg import FedAvg
 from nestling.methods.baselines.local import Local
-from nestling.methods.distill.fedkd import LEFT, RIGHT, Bridged, FedKD, _mutual, factored, whole
+from nestling.methods.distill.factors import LEFT, RIGHT, factored, whole
+from nestling.methods.distill.fedkd import Bridged, FedKD, _mutual
 from nestling.methods.distill.fml import FML
 from nestling.methods.distill.pair import MEME
 from nestling.models import build

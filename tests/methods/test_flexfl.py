@@ -16,11 +16,12 @@ from torch import nn
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.assemble import assemble, site_of
+from nestling.federation import Federation
 from nestling.methods.submodel.apoz import Scale, measure, units_of
-from nestling.methods.submodel.flexfl import FlexFL, self_distilled
+from nestling.methods.submodel.flexfl import FlexFL
+from nestling.methods.submodel.inner_teachers import self_distilled
 from nestling.methods.submodel.pool import params
 from nestling.models import build
-from nestling.rounds import Federation
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.objectives import Batch, Net
 from nestling.views import Reference, State
@@ -79,7 +80,7 @@ def test_without_levels_every_tier_gets_the_largest_it_trains() -> None:
 
 def test_ablations_change_what_they_name() -> None:
     uniform = made(FlexFL(ratios="uniform", levels=LEVELS), split=SplitConfig(size=60, public=0.0)).method
-    assert len(set(uniform.scale.ratios(0.6))) == 1 and "apoz" not in uniform.state()
+    assert len(set(uniform.scale.ratios(0.6))) == 1 and "idle" not in uniform.state()
     assert all(rung.level for rung in made(FlexFL(adapt=0.0, **FAST)).method.pool.rungs)
     assert made(FlexFL(proxy=0.5, **FAST)).method.scale.apoz != made().method.scale.apoz
     assert len(set(made().method.scale.ratios(0.6))) > 1

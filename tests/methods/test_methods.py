@@ -15,9 +15,9 @@ import nestling
 from nestling import FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.describe import describe
+from nestling.federation import Federation
 from nestling.methods import METHODS, Reply, method_class
 from nestling.methods.submodel.heterofl import HeteroFL
-from nestling.rounds import Federation
 from nestling.training.objectives import Batch, Net, present_cross_entropy
 from nestling.views import State
 from nestling.views.nested import forward
@@ -360,11 +360,11 @@ def test_replies_that_are_not_finite_are_refused_and_counted() -> None:
 
 @pytest.mark.parametrize("samples", [0, -5, 2**41, "12", None, True, 3.5])
 def test_a_lie_about_the_number_of_samples_is_refused(samples: object) -> None:
+    from nestling.admission import wrong_count
     from nestling.message import Message
-    from nestling.rounds import _bad_facts
 
-    assert _bad_facts(Message({}, {"samples": samples})) is not None
-    assert _bad_facts(Message({}, {"samples": 12})) is None
+    assert wrong_count(Message({}, {"samples": samples})) is not None
+    assert wrong_count(Message({}, {"samples": 12})) is None
 
 
 def test_an_own_method_is_one_short_class() -> None:

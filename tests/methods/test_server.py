@@ -228,7 +228,7 @@ def equal_groups(a: dict[str, State], b: dict[str, State]) -> bool:
 def test_groups_have_moments_and_means_of_their_own(method: str) -> None:
     made = small(Named(method, {"averaging": "group"}), rounds=3, participants=4, server=Server("adam", average=2))
     federation = nestling.run(made).federation
-    groups = federation.method.states.keys()
+    groups = federation.method.weights.keys()
     assert len(groups) == 3
     assert set(federation.kept) == {f"server:{k}:{g}" for k in ("first", "second", "0", "1") for g in groups}
 

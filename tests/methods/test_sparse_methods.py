@@ -16,13 +16,13 @@ from torch import Tensor
 import nestling
 from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
+from nestling.federation import Federation
 from nestling.methods.baselines.fedavg import FedAvg
 from nestling.methods.method import Reply
 from nestling.methods.sparse.adjust import adjust, squared_gradients, weight_seconds, weight_uses
 from nestling.methods.sparse.hermes import Hermes
 from nestling.methods.sparse.lotteryfl import LotteryFL
 from nestling.methods.sparse.prunefl import PruneFL
-from nestling.rounds import Federation
 from nestling.training.client import Client, Outcome, Task, work
 from nestling.views import Contribution, masked, prefix, to_spec
 from nestling.views.sparse import prunable, prune_lowest, restored
@@ -101,9 +101,9 @@ def test_lottery_rewinds_to_the_initial_weights_and_pruned_ones_stay_zero(compat
     moved = {name: t + 1.0 for name, t in world.main.initial.items()}  # a global model far from the initial one
     federation.method.weights = moved
     device = world.device(0)
-    piece = federation.method.piece(device, 1)
-    sent = federation.method.send(device, piece, 1)
-    client = Client(0, 1, world.main, piece.view, site_of(federation), {}, {})
+    piece = federation.method.piece(device, 2)
+    sent = federation.method.send(device, piece, 2)
+    client = Client(0, 2, world.main, piece.view, site_of(federation), {}, {})
     weights = federation.method.start(client, sent)
     masks = prune_lowest(world.main.full, moved, prunable(world.main), 0.2)
     for name, tensor in weights.items():

@@ -280,7 +280,7 @@ def test_the_package_knows_of_nothing_but_files_errors_and_fairness() -> None:
             for name in names:
                 assert (
                     not name.startswith("nestling")
-                    or name in ("nestling.errors", "nestling.fair", "nestling.files")
+                    or name in ("nestling.errors", "nestling.fair", "nestling.files", "nestling.runfiles")
                     or name.startswith("nestling.report")
                 ), (
                     path.name,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from nestling.assemble import assemble, site_of
 from nestling.engines import ClientError
 from nestling.engines.boards import Boards
 from nestling.errors import InputError
-from nestling.rounds import Federation, play
+from nestling.federation import Federation
+from nestling.rounds import play
 from nestling.tiny import lab, toolchain
 from nestling.tiny.lab import Lab, Settings
 
@@ -140,9 +141,11 @@ def _alive(pid: int) -> bool:
 @needs_qemu
 def test_a_fifth_of_all_frames_spoilt() -> None:
     wanted = experiment((Tier(board="microbit", count=1), Tier(board="mps2-an386", ratio=0.5, count=1)), rounds=1)
-    with opened(wanted, noise=0.2) as (federation, engine, _):
+    with opened(wanted, noise=0.2) as (federation, _, _):
+        facts: list[Mapping[str, Any]] = []
+        federation.on_board = facts.append
         list(play(federation))
-        assert sum(fact["resent"] for fact in engine.facts) > 0
+        assert sum(fact["resent"] for fact in facts) > 0
         assert same(final(federation), final(nestling.run(on_host(wanted)).federation))
 
 
@@ -200,9 +203,11 @@ def test_boards_and_gateway_killed_on_the_way(tmp_path: Path) -> None:
 def test_boards_that_exist_nowhere() -> None:
     """Any map of memory, in Unicorn; installed by pip alone."""
     wanted = experiment((Tier(name="odd", board="unicorn:ram=12K,flash=96K,cpu=m4", ratio=0.5, count=1),), rounds=1)
-    with opened(wanted) as (federation, engine, _):
+    with opened(wanted) as (federation, _, _):
+        facts: list[Mapping[str, Any]] = []
+        federation.on_board = facts.append
         list(play(federation))
-        assert [fact["ram_there"] for fact in engine.facts] == [12 * 1024]
+        assert [fact["ram_there"] for fact in facts] == [12 * 1024]
         assert same(final(federation), final(nestling.run(on_host(wanted)).federation))
 
 

@@ -22,7 +22,7 @@ from nestling.engines.cuda.orders import drawn_on_device, host_table
 from nestling.engines.cuda.settings import Settings
 from nestling.engines.cuda.slot import Slot
 from nestling.engines.cuda.stack import StackProgram
-from nestling.engines.engine import blame
+from nestling.engines.engine import Engine, blame
 from nestling.engines.precision import allow
 from nestling.training.client import ClientSide, Outcome, Site, Task
 from nestling.training.group import Group
@@ -73,7 +73,7 @@ class Kind:
             yield from own
 
 
-class CudaCohort:
+class CudaCohort(Engine):
     """Everything of a round on one CUDA device."""
 
     name, lookahead = "cohort", 1

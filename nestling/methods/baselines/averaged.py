@@ -12,24 +12,10 @@ from torch import Tensor
 
 from nestling.devices.fit import RATIOS
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import (
-    Client,
-    Contribution,
-    Device,
-    Info,
-    Message,
-    Method,
-    Model,
-    Piece,
-    Reference,
-    Reply,
-    Share,
-    State,
-    World,
-)
-from nestling.methods.kept import kept, made
+from nestling.methods.api import Client, Contribution, Info, Message, Method, Reference, Reply, Share, State, kept, made
 from nestling.views import merge, prefix
 from nestling.views.depth import depth_views
+from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

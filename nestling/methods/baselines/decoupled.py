@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nestling.devices.fit import exceeded
-from nestling.methods.api import Contribution, Device, Info, Message, Method, Model, Piece, Reply, State, World
-from nestling.methods.kept import made
-from nestling.schema import require
+from nestling.methods.api import Contribution, Device, Info, Message, Method, Model, Piece, Reply, State, World, kept, made, merge
 from nestling.seeds import stream
-from nestling.views import merge
 from nestling.world import Plan
-
-HOLDERS = ("able", "own")
 
 
 @dataclass
@@ -31,11 +27,13 @@ class Decoupled(Method):
     holders: who trains a level: all devices that are "able" to hold it, or those of its "own" tier only.
     """
 
-    holders: str = "able"
+    holders: Literal["able", "own"] = "able"
 
     world: World = made()
-    weights: dict[str, State] = made()
+    weights: dict[str, State] = kept()
     level: dict[str, str] = made()
+    _plans: dict[str, Plan] = made()  # the levels' plans by name, the largest first
+    _levels: dict[tuple[str, bytes], str] = made()  # their names, by what is held
     _able: dict[str, list[str]] = made()
     _given: tuple[int, dict[int, str]] = made()
 
@@ -43,22 +41,14 @@ class Decoupled(Method):
         "baseline", "any: levels never meet", "official code read", "A", own_networks=True, paper="Chen et al. (FlexFL), 2024"
     )
 
-    def __post_init__(self) -> None:
-        require(self.holders in HOLDERS, f"unknown value {self.holders!r}", "method.holders", f"allowed: {', '.join(HOLDERS)}")
-
     def setup(self, world: World) -> None:
-        self.world, first = world, dict[object, str]()
+        self.world, self._levels, self._given = world, {}, (0, {})
         # Tiers that hold the same are one level, named after the first of them.
-        self.level = {tier: first.setdefault(_what(plan.piece), tier) for tier, plan in world.plans.items()}
-        largest = sorted(first.values(), key=lambda name: -world.plans[name].cost.params)
-        self._able = {tier: [name for name in largest if self._can(tier, name)] for tier in world.plans}
+        self.level = {tier: self._levels.setdefault(_what(plan.piece), tier) for tier, plan in world.plans.items()}
+        levels = {name: world.plans[name] for name in self._levels.values()}
+        self._plans = dict(sorted(levels.items(), key=lambda item: -item[1].cost.params))
+        self._able = {tier: [name for name in self._plans if self._can(tier, name)] for tier in world.plans}
         self.weights = {name: plan.piece.view.extract(plan.piece.reference.initial) for name, plan in self._plans.items()}
-        self._given = (0, {})
-
-    @property
-    def _plans(self) -> dict[str, Plan]:
-        """The levels' plans, by name."""
-        return {name: self.world.plans[name] for name in self.level.values()}
 
     def _can(self, tier: str, level: str) -> bool:
         """Whether a tier's devices can train a level."""
@@ -79,10 +69,9 @@ class Decoupled(Method):
         """A level for every client: from the largest level down, each gets its share of those who are left and able."""
         waiting = stream(self.world.seed, "level", round).permutation(sorted(chosen)).tolist()
         able = {client: self._able[self.world.fleet.tier_of(client).name] for client in waiting}
-        levels = sorted(self._plans, key=lambda name: -self._plans[name].cost.params)
         given: dict[int, str] = {}
-        for number, level in enumerate(levels):
-            share = -(-len(waiting) // (len(levels) - number))
+        for number, level in enumerate(self._plans):
+            share = -(-len(waiting) // (len(self._plans) - number))
             # Who can do nothing smaller has no other level.
             last = [c for c in waiting if able[c][-1] == level]
             others = [c for c in waiting if level in able[c] and c not in last]
@@ -99,7 +88,7 @@ class Decoupled(Method):
         return Message({"weights": self.weights[self._level_of(piece)]})
 
     def _level_of(self, piece: Piece) -> str:
-        return next(name for name, plan in self._plans.items() if _what(plan.piece) == _what(piece))
+        return self._levels[_what(piece)]
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         by_level: dict[str, list[Reply]] = defaultdict(list)
@@ -115,17 +104,11 @@ class Decoupled(Method):
         return self._model(self.level[device.tier])
 
     def global_model(self) -> Model:
-        return self._model(max(self._plans, key=lambda name: self._plans[name].cost.params))
+        return self._model(next(iter(self._plans)))
 
     def _model(self, level: str) -> Model:
         piece = self._plans[level].piece
         return Model(piece.reference, piece.view, self.weights[level])
-
-    def state(self) -> dict[str, State]:
-        return {f"tier {name}": state for name, state in self.weights.items()}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.weights = {name.removeprefix("tier "): dict(tensors) for name, tensors in state.items()}
 
 
 def _what(piece: Piece) -> tuple[str, bytes]:

@@ -7,19 +7,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Contribution, Info, Message, Phase, Piece, Reply, State, View
+from nestling.methods.api import Client, Contribution, Info, InputError, Message, Phase, Piece, Reply, State, merge, pack
 from nestling.methods.baselines.averaged import Averaged, parameters_of
-from nestling.schema import require
+from nestling.settings import NotNegative
 from nestling.training.effective import effective_steps, steps_of
-from nestling.training.objectives import cross_entropy, proximal
-from nestling.views import merge
-from nestling.views.flat import pack
+from nestling.training.objectives import proximal
 
 
 @dataclass
@@ -38,30 +35,23 @@ class FedNova(Averaged):
     averaging, cut, weighting: see HeteroAvg; p_k is by samples as published.
     """
 
-    weighting: str = "samples"
-    mu: float = 0.0
+    weighting: Literal["uniform", "samples"] = "samples"
+    mu: NotNegative = 0.0
 
     info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.mu >= 0, "must not be negative", "method.mu")
 
     @property
     def blocks(self) -> tuple[str, ...]:
         return ("anchor",) if self.mu else ()
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
-        return [self._phase(client, received)]
-
-    def _phase(self, client: Client, received: Message) -> Phase:
-        objective = partial(proximal, mu=self.mu) if self.mu else cross_entropy
-        return client.train.phase(
-            client.round, objective=objective, given=parameters_of(client, received["weights"]) if self.mu else {}
-        )
+        if not self.mu:
+            return [client.train.phase(client.round)]
+        given = parameters_of(client, received["weights"])
+        return [client.train.phase(client.round, objective=partial(proximal, mu=self.mu), given=given)]
 
     def reply(self, client: Client, received: Message) -> Message:
-        phase, before = self._phase(client, received), received["weights"]
+        phase, before = self.phases(client, received)[0], received["weights"]
         a = effective_steps(phase.optim, steps_of(client, phase), self.mu) or 1.0
         update = {name: client.weights[name] for name in client.view.names}
         update.update({name: (before[name] - tensor) / a for name, tensor in parameters_of(client, update).items()})
@@ -80,23 +70,19 @@ class FedNova(Averaged):
         old, trained = self.state_of(group), self.reference.parameters
         still = {name: torch.zeros_like(t) if name in trained else t for name, t in old.items()}
         moved = merge(still, [self.contribution(reply) for reply in replies])
-        far = merge(still, [self._steps(view, own) for view, own in _by_view(replies)])
-        self.states[group] = pack({n: t - far[n] * moved[n] if n in trained else moved[n] for n, t in old.items()})
+        holders: dict[bytes, list[Reply]] = defaultdict(list)
+        for reply in replies:
+            holders[reply.piece.view.key()].append(reply)
+        far = merge(still, [self._steps(own) for own in holders.values()])
+        self.weights[group] = pack({n: t - far[n] * moved[n] if n in trained else moved[n] for n, t in old.items()})
 
     def contribution(self, reply: Reply, part: str = "update") -> Contribution:
         return super().contribution(reply, part)
 
-    def _steps(self, view: View, replies: Sequence[Reply]) -> Contribution:
+    def _steps(self, replies: Sequence[Reply]) -> Contribution:
         """The mean a_k of the holders of one view, for every entry of it."""
         weight = sum(self.weight(reply) for reply in replies)
         mean = sum(self.weight(reply) * reply.message.facts["effective_steps"] for reply in replies) / weight
         trained, like = self.reference.parameters, replies[0].message["update"]
         state: State = {name: torch.full_like(t, mean) if name in trained else t for name, t in like.items()}
-        return Contribution(view, state, weight)
-
-
-def _by_view(replies: Sequence[Reply]) -> list[tuple[View, list[Reply]]]:
-    found: dict[bytes, list[Reply]] = defaultdict(list)
-    for reply in replies:
-        found[reply.piece.view.key()].append(reply)
-    return [(own[0].piece.view, own) for own in found.values()]
+        return Contribution(replies[0].piece.view, state, weight)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor, nn
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Device, Info, Message, Model, Piece, Reference, State, View, World
+from nestling.methods.api import Client, Device, Info, Message, Model, Piece, Reference, State, View, World, made, require
 from nestling.methods.baselines.averaged import Averaged
-from nestling.methods.kept import made
-from nestling.schema import require
 from nestling.training.memory import keep, recall
 from nestling.views import keep_private
 
@@ -32,7 +30,7 @@ class FedPer(Averaged):
     averaging, cut, weighting: see HeteroAvg; the mean is by samples as published.
     """
 
-    weighting: str = "samples"
+    weighting: Literal["uniform", "samples"] = "samples"
     personal: int | tuple[str, ...] = 1
 
     _names: frozenset[str] = made()
@@ -50,25 +48,23 @@ class FedPer(Averaged):
     def __post_init__(self) -> None:
         super().__post_init__()
         fix = "give the number of last units, or the beginnings of names"
-        require(bool(self.personal) and (not isinstance(self.personal, int) or self.personal > 0), *_NOTHING, fix)
+        some = self.personal > 0 if isinstance(self.personal, int) else bool(self.personal)
+        require(some, "nothing would be personal", "method.personal", fix)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
         super().setup(world)
-        self._names, self._pieces = self._personal_names(), {}
-
-    def _personal_names(self) -> frozenset[str]:
-        found = units(self.reference)
-        chosen = found[-self.personal :] if isinstance(self.personal, int) else list(self.personal)
-        base = [name for name in self.reference.axes.shapes if not any(name.startswith(f"{unit}.") for unit in chosen)]
-        if not base or len(base) == len(self.reference.axes.shapes):
-            raise InputError(
-                f"{'nothing' if base else 'everything'} would be personal with {self.personal!r}",
-                field="method.personal",
-                fix=f"at most {len(found) - 1}, or some of: {', '.join(found)}",
-            )
-        return frozenset(chosen)
+        found, names = units(self.reference), self.reference.axes.shapes
+        chosen = found[-self.personal :] if isinstance(self.personal, int) else self.personal
+        base = [name for name in names if not any(name.startswith(f"{unit}.") for unit in chosen)]
+        require(
+            0 < len(base) < len(names),
+            f"{'nothing' if base else 'everything'} would be personal with {self.personal!r}",
+            "method.personal",
+            f"at most {len(found) - 1}, or some of: {', '.join(found)}",
+        )
+        self._names, self._pieces = frozenset(chosen), {}
 
     def piece(self, device: Device, round: int) -> Piece:
         whole = super().piece(device, round)
@@ -78,10 +74,9 @@ class FedPer(Averaged):
         return self._pieces[key]
 
     def model_for(self, device: Device) -> Model:
-        piece = self.piece(device, 0)
-        kept = {name: t.to(self.world.place) for name, t in self.world.store.get(device.id).items()}
-        base = piece.view.extract(self.state_of(self.group_of(piece)))
-        return Model(piece.reference, piece.view, {**base, **_personal(kept, piece.reference, piece.view)})
+        base = super().model_for(device)
+        memory = {name: t.to(self.world.place) for name, t in self.world.store.get(device.id).items()}
+        return replace(base, state={**base.state, **_personal(memory, base.reference, base.view)})
 
     def global_model(self) -> None:
         return None
@@ -97,9 +92,6 @@ class FedPer(Averaged):
         return super().reply(client, received)
 
 
-_NOTHING = ("nothing would be personal", "method.personal")
-
-
 def units(reference: Reference) -> list[str]:
     """The network's layers and blocks with weights, by name, in order."""
     return [name for name in _units(reference.module) if any(n.startswith(f"{name}.") for n in reference.axes.shapes)]
@@ -108,8 +100,7 @@ def units(reference: Reference) -> list[str]:
 def _units(module: nn.Module, prefix: str = "") -> list[str]:
     found = []
     for name, part in module.named_children():
-        inner = list(part.children())
-        series = isinstance(part, (nn.Sequential, nn.ModuleList)) and any(list(child.children()) for child in inner)
+        series = isinstance(part, (nn.Sequential, nn.ModuleList)) and any(list(child.children()) for child in part.children())
         found += _units(part, f"{prefix}{name}.") if series else [f"{prefix}{name}"]
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from nestling.methods.api import Device, Info, Message, Piece, Reply
 from nestling.methods.personal import Personal
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
-from nestling.schema import require
+from nestling.settings import Whole
 
 
 @dataclass
@@ -29,21 +29,9 @@ class Local(Personal):
     """
 
     everybody: bool = True
-    size: int = 0
+    size: Whole = 0
 
-    info = Info(
-        "baseline",
-        "any: networks never meet",
-        "ours",
-        global_model=False,
-        own_networks=True,
-        personal=True,
-        title="Local",
-        paper="–",
-    )
-
-    def __post_init__(self) -> None:
-        require(self.size >= 0, "must not be negative (0: networks as they are)", "method.size")
+    info = replace(Info.of_own_networks("baseline", "any: networks never meet", "ours", ""), title="Local", paper="–")
 
     def choose(self, round: int, clients: int) -> list[int]:
         return super().choose(round, len(self.world.fleet) if self.everybody else clients)

@@ -6,15 +6,15 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Info, Message, Phase, Reference, World
+from nestling.methods.api import Client, Info, InputError, Message, Phase, Reference, World
 from nestling.methods.baselines.averaged import Averaged
-from nestling.schema import require
 from nestling.seeds import torch_seeded
+from nestling.settings import NotNegative, Positive, Whole
 from nestling.training.memory import keep, recall
 from nestling.training.objectives import Batch, Given, Net, see
 
@@ -40,28 +40,20 @@ class Moon(Averaged):
     weighting:   "samples" (n_k, as published and as FedAvg), or "uniform" as in the published tables of layer-wise averaging.
     """
 
-    weighting: str = "samples"
-    mu: float = 1.0
-    temperature: float = 0.5
-    projection: int = 0
+    weighting: Literal["uniform", "samples"] = "samples"
+    mu: NotNegative = 1.0
+    temperature: Positive = 0.5
+    projection: Whole = 0
 
     info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.mu >= 0, "must not be negative", "method.mu")
-        require(self.temperature > 0, "must be above 0", "method.temperature")
-        require(self.projection >= 0, "must not be negative (0 leaves the head out)", "method.projection")
-
     def network(self, world: World) -> Reference:
-        if not self.projection:
-            return world.main
-        return world.adopt("moon", projected(world, self.projection))
+        return world.adopt("moon", projected(world, self.projection)) if self.projection else world.main
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         glob = received["weights"]
-        previous = recall(client.memory, "previous", client.reference, client.view, glob)
-        given = {**{f"global/{name}": t for name, t in glob.items()}, **{f"previous/{name}": t for name, t in previous.items()}}
+        both = {"global": glob, "previous": recall(client.memory, "previous", client.reference, client.view, glob)}
+        given = {f"{of}/{name}": t for of, weights in both.items() for name, t in weights.items()}
         objective = partial(_contrastive, mu=self.mu, temperature=self.temperature, head=client.reference.taps.head)
         return [client.train.phase(client.round, objective=objective, given=given)]
 

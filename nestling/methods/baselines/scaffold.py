@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, State, View, World
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, State, View, World, kept, made
 from nestling.methods.baselines.averaged import Averaged, parameters_of
-from nestling.methods.kept import kept, made
 from nestling.schema import require
 from nestling.settings import Positive
 from nestling.training.effective import effective_steps, steps_of
@@ -107,9 +106,7 @@ class Scaffold(Averaged):
         own = _own_control(client, received)
         given = {name: c - own[name] for name, c in received["control"].items()}
         phase = client.train.phase(client.round, given=given, rule=_corrected)
-        if self._by_gradient(client):
-            return _after_gradient(client, received, phase)
-        return [phase]
+        return _after_gradient(client, received, phase) if self._by_gradient(client) else [phase]
 
     def _by_gradient(self, client: Client) -> bool:
         return self.control == "gradient" or (self.control == "auto" and client.train.optimizer != "sgd")

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Contribution, Device, Message, Method, Model, Piece, Reference, Reply, State, View, World
-from nestling.methods.kept import made
+from nestling.methods.api import Contribution, Device, Message, Method, Model, Piece, Reference, Reply, State, View, World, merge
+from nestling.methods.kept import kept, made
 from nestling.seeds import torch_seeded
-from nestling.training.distiller import Forward, logits_of, whole
-from nestling.views import merge
+from nestling.training.distiller import Check, Distillation, distil, logits_of, proxy, whole
 from nestling.views.nested import forward
+
+Weighting = Literal["samples", "variance", "uniform"]
+"""How teachers count: by n_k, per input by the spread of their logits, or all alike."""
 
 
 @dataclass
@@ -28,8 +30,7 @@ class PerArchitecture(Method):
 
     world: World = made()
     references: dict[str, Reference] = made()
-    weights: dict[str, State] = made()
-    _sent: dict[tuple[str, bytes], tuple[State, Message]] = made()
+    weights: dict[str, State] = kept()
 
     def setup(self, world: World) -> None:
         self.world = world
@@ -39,43 +40,44 @@ class PerArchitecture(Method):
         """Starts with these architectures, each as it was built."""
         self.references = {reference.name: reference for reference in references}
         self.weights = {name: reference.initial.copy() for name, reference in self.references.items()}
-        self._sent = {}
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         """The device's part of its architecture's weights; devices with the same part get the same message."""
-        state, key = self.weights[piece.reference.name], (piece.reference.name, piece.view.key())
-        kept = self._sent.get(key)
-        if kept is None or kept[0] is not state:
-            kept = self._sent[key] = (state, Message({"weights": piece.view.extract(state)}, self.facts_for(piece)))
-        return kept[1]
+        key = (piece.reference.name, piece.view.key())
+        return self.once(round, key, lambda: Message({"weights": self._model(piece).state}, self.facts_for(piece)))
 
     def facts_for(self, piece: Piece) -> Mapping[str, Any]:
         """What a device is told beside its weights."""
         return {}
 
-    def contribution(self, reply: Reply) -> Contribution:
+    def weight(self, reply: Reply) -> float:
         """How much a reply counts within its architecture: by its number of samples, unless the method decides otherwise."""
-        return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
+        return float(reply.samples)
 
     def average(self, replies: Sequence[Reply]) -> dict[str, State]:
         """Every architecture after merging its own replies; one that nobody sent stays as it is."""
         given: dict[str, list[Contribution]] = defaultdict(list)
         for reply in replies:
-            given[reply.piece.reference.name].append(self.contribution(reply))
+            own = Contribution(reply.piece.view, reply.message["weights"], self.weight(reply))
+            given[reply.piece.reference.name].append(own)
         return {name: merge(state, given[name]) for name, state in self.weights.items()}
 
+    def fitted(
+        self, name: str, state: State, said: tuple[Tensor, Tensor], how: Distillation, round: int, check: Check | None = None
+    ) -> State:
+        """An architecture after it was fitted, as a whole and in parts, to some inputs and what teachers say of them."""
+        work, seed, reference = self.world.recorder, self.world.seed, self.references[name]
+        student = work.student(name, state, reference.parameters, _WholeAndParts(self.world, reference), how.optim)
+        return distil(student, proxy(*said, how.batch, seed, name, round), how, seed, name, round, check=check, work=work)
+
     def model_for(self, device: Device) -> Model:
-        piece = self.piece(device, 0)
+        return self._model(self.piece(device, 0))
+
+    def _model(self, piece: Piece) -> Model:
         return Model(piece.reference, piece.view, piece.view.extract(self.weights[piece.reference.name]))
 
     def global_model(self) -> Model:
         return Model(self.world.main, self.world.main.full, self.weights[self.world.main.name])
-
-    def state(self) -> dict[str, State]:
-        return self.weights
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.weights = {name: dict(tensors) for name, tensors in state.items()}
 
 
 def said_of(replies: Iterable[Reply], x: Tensor) -> list[Tensor]:
@@ -89,24 +91,16 @@ def held_parts(world: World, reference: Reference) -> list[View]:
     return list(views.values()) or [reference.full]
 
 
-def whole_and_parts(world: World, reference: Reference) -> Forward:
+class _WholeAndParts:
     """The pass of a student that devices hold in parts: the logits of the whole and, step by step in turn, of one of the parts, which
     would otherwise be cut out of a network that was fitted without them."""
-    return _WholeAndParts(reference, held_parts(world, reference), whole(reference.network(reference.full)))
 
-
-@dataclass(frozen=True, eq=False)
-class _WholeAndParts:
-    reference: Reference
-    parts: list[View]
-    everything: Forward
-
-    @property
-    def turns(self) -> int:
-        return len(self.parts)
+    def __init__(self, world: World, reference: Reference) -> None:
+        self.reference, self.parts = reference, held_parts(world, reference)
+        self.everything, self.turns = whole(reference.network(reference.full)), len(self.parts)
 
     def __call__(self, state: Mapping[str, Tensor], x: Tensor, number: int) -> list[Tensor]:
-        part, said = self.parts[number % len(self.parts)], [self.everything(state, x, number)]
+        part, said = self.parts[number % self.turns], [self.everything(state, x, number)]
         return said if part is self.reference.full else [*said, forward(self.reference, part, state, x)]
 
 

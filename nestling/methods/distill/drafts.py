@@ -15,10 +15,11 @@ from nestling.models.taps import Taps, find_taps, watching
 from nestling.training.objectives import Batch, Given, Net
 
 FIRST, LAST, LOGITS = "first", "last", "logits"
+Weights = tuple[float, float, float]
+"""How much the first maps, the last ones and the logits count."""
+
 MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
 """How a map is resized, by the number of its axes."""
-
-DIVISORS = ("clients", "count")
 
 
 def supplement(place: int) -> str:
@@ -49,13 +50,21 @@ def draw(module: nn.Module, layers: Mapping[str, str], x: Tensor, batch: int = 2
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def drafts_of(module: nn.Module, taps: Taps, depths: Sequence[int], x: Tensor, weights: Weights) -> State:
+    """The drafts that a client sends: those that count, and its maps at each depth where another network ends."""
+    layers = {FIRST: taps.first} if weights[0] else {}
+    if weights[1]:
+        layers |= {LAST: taps.last, **{supplement(d): taps.convs[d - 1] for d in depths if d < taps.depth}}
+    return {name: t for name, t in draw(module, layers, x).items() if name != LOGITS or weights[2]}
+
+
 def align(drafts: Tensor, shape: Sequence[int]) -> Tensor:
     """Maps (rows, channels, …) in another shape (channels, …): resized, and channels cut off or filled up with zeros."""
     channels, size = shape[0], tuple(shape[1:])
-    kept = drafts[:, :channels]
-    if tuple(kept.shape[2:]) != size:
-        kept = F.interpolate(kept, size=size, mode=MODES[len(size)], align_corners=False)
-    return F.pad(kept, (*[0] * (2 * len(size)), 0, channels - kept.shape[1]))
+    maps = drafts[:, :channels]
+    if tuple(maps.shape[2:]) != size:
+        maps = F.interpolate(maps, size=size, mode=MODES[len(size)], align_corners=False)
+    return F.pad(maps, (*[0] * (2 * len(size)), 0, channels - maps.shape[1]))
 
 
 def aligned_mean(parts: Sequence[tuple[Tensor, int]], shape: Sequence[int], divisor: str) -> Tensor:
@@ -104,7 +113,7 @@ def targets(pools: Sequence[Pool], depth: int, shapes: Mapping[str, Sequence[int
     return found
 
 
-def draft_loss(net: Net, batch: Batch, given: Given, *, layers: tuple[str, str], weights: tuple[float, float, float]) -> Tensor:
+def draft_loss(net: Net, batch: Batch, given: Given, *, layers: tuple[str, str], weights: Weights) -> Tensor:
     """How far the network's drafts of a batch are from the given targets; a draft without a target does not count."""
     maps = [(name, layer, weight) for name, layer, weight in zip((FIRST, LAST), layers, weights, strict=False) if name in given]
     with watching(net.module, [layer for _, layer, _ in maps]) as seen:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, kept, made
 from nestling.methods.representation.class_means import STATISTICS, TellsByClass, class_means, gap, look, spread
-from nestling.schema import require
+from nestling.settings import NotNegative, Positive
 from nestling.store import Records
 from nestling.training.objectives import Batch, Given, Net, divergence
 
-DISTANCES = ("kl", "mse")
 LOGITS = "logits"
 
 
@@ -43,31 +42,23 @@ class FD(TellsByClass):
     others:      whether a client's own logits are left out of its teacher.
     """
 
-    gamma: float = 1.0
-    distance: str = "kl"
-    temperature: float = 1.0
+    gamma: NotNegative = 1.0
+    distance: Literal["kl", "mse"] = "kl"
+    temperature: Positive = 1.0
     others: bool = True
 
-    total: Tensor = made()
-    tellers: Tensor = made()
+    total: Tensor = kept()
+    tellers: Tensor = kept()
     records: Records = made()
 
     info = Info.of_own_networks(
         "data-free", "any: only mean logits of classes travel", "reimplementation (HtFLlib) read; the paper from memory", "F"
     )
 
-    def __post_init__(self) -> None:
-        require(self.gamma >= 0, "must not be negative", "method.gamma")
-        require(self.temperature > 0, "must be above 0", "method.temperature")
-        allowed = f"allowed: {', '.join(DISTANCES)}"
-        require(self.distance in DISTANCES, f"unknown distance {self.distance!r}", "method.distance", allowed)
+    counted = False
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         return {LOGITS: (classes,)}
-
-    @property
-    def counted(self) -> bool:
-        return False
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -78,12 +69,12 @@ class FD(TellsByClass):
         self.records = Records(world.store)
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        own, told = self._last(device.id)
-        if not self.others:
-            own, told = torch.zeros_like(own), torch.zeros_like(told)
-        left = self.tellers - told
-        classes = (left > 0).nonzero().flatten()
-        rows = ((self.total - own)[classes] / left[classes, None]).float()
+        total, tellers = self.total, self.tellers
+        if self.others:
+            own, told = self._last(device.id)
+            total, tellers = total - own, tellers - told
+        classes = (tellers > 0).nonzero().flatten()
+        rows = (total[classes] / tellers[classes, None]).float()
         return Message({STATISTICS: {LOGITS: rows}} if len(classes) else {}, {"classes": classes.tolist()})
 
     def _last(self, client: int) -> tuple[Tensor, Tensor]:
@@ -102,12 +93,6 @@ class FD(TellsByClass):
             told = torch.zeros_like(was_told).index_fill(0, classes, 1)
             self.total, self.tellers = self.total + (new - old), self.tellers + (told - was_told)
             self.records.put(reply.device.id, {LOGITS: new, "told": told}, round)
-
-    def state(self) -> dict[str, State]:
-        return {"logits": {"total": self.total, "tellers": self.tellers}}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.total, self.tellers = (state["logits"][name].to(self.world.place) for name in ("total", "tellers"))
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 

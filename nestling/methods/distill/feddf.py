@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Info, Reference, Reply, State, View, World
-from nestling.methods.distill.architectures import PerArchitecture, held_parts, noise_inputs, said_of, whole_and_parts
-from nestling.methods.kept import made
+from nestling.methods.api import Info, InputError, Reference, Reply, State, View, World, made, require
+from nestling.methods.distill.architectures import PerArchitecture, Weighting, held_parts, noise_inputs, said_of
 from nestling.methods.proxy import labelled_proxy
-from nestling.schema import require
-from nestling.training.distiller import WEIGHTINGS, Distillation, distil, logits_of, proxy, teacher_shares
+from nestling.settings import Bounds, Compat, Count, NotNegative, Positive, Whole
+from nestling.training.distiller import Check, Distillation, logits_of, teacher_shares
 from nestling.training.optimisers import Optim
-
-SOURCES = ("public", "noise")
-COMPAT = ("paper", "code")
 
 
 @dataclass
@@ -46,19 +42,19 @@ class FedDF(PerArchitecture):
     compat:     "paper" fits the student to the teachers' mean logits; "code" minimises the mean of the losses to every teacher.
     """
 
-    steps: int = 100
-    batch: int = 128
-    lr: float = 1e-3
-    temperature: float = 1.0
-    clip: float = 5.0
-    validation: float = 0.2
-    every: int = 10
-    patience: int = 50
-    source: str = "public"
-    noise: int = 256
-    weighting: str = "uniform"
+    steps: Whole = 100
+    batch: Count = 128
+    lr: Positive = 1e-3
+    temperature: Positive = 1.0
+    clip: NotNegative = 5.0
+    validation: Annotated[float, Bounds(0, 0.5)] = 0.2
+    every: Count = 10
+    patience: Whole = 50
+    source: Literal["public", "noise"] = "public"
+    noise: Count = 256
+    weighting: Weighting = "uniform"
     drop_worst: bool = False
-    compat: str = "paper"
+    compat: Compat = "paper"
 
     inputs: Tensor | None = made()
     judged: tuple[Tensor, Tensor] | None = made()
@@ -73,16 +69,7 @@ class FedDF(PerArchitecture):
     )
 
     def __post_init__(self) -> None:
-        for name, allowed in (("source", SOURCES), ("weighting", WEIGHTINGS), ("compat", COMPAT)):
-            value = getattr(self, name)
-            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
-        for name in ("batch", "noise", "every"):
-            require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
-        for name in ("steps", "clip", "patience"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        for name in ("lr", "temperature"):
-            require(getattr(self, name) > 0, "must be above 0", f"method.{name}")
-        require(0 <= self.validation <= 0.5, "must be in [0, 0.5]", "method.validation")
+        super().__post_init__()
         require(
             not self.drop_worst or self.validation > 0, "needs a validation set", "method.drop_worst", "set method.validation"
         )
@@ -114,7 +101,10 @@ class FedDF(PerArchitecture):
         if self.steps:
             x = noise_inputs(self.world, self.noise, round) if self.inputs is None else self.inputs
             targets = self.targets(torch.stack(said_of(replies, x)), [r.samples for r in replies])
-            self.weights = {name: self._distil(r, self.weights[name], x, targets, round) for name, r in self.references.items()}
+            optim = Optim("adam", self.lr, clip=self.clip)
+            how = Distillation(self.steps, self.batch, self.temperature, optim, True, self.every, self.patience)
+            start, own = self.weights, self.references.items()
+            self.weights = {n: self.fitted(n, start[n], (x, targets), how, round, self._check(r)) for n, r in own}
 
     def targets(self, logits: Tensor, samples: Sequence[int]) -> Tensor:
         """What students are fitted to, as logits, given those of the teachers: (teachers, inputs, classes)."""
@@ -125,19 +115,14 @@ class FedDF(PerArchitecture):
         # probabilities has the same gradient.
         return self.temperature * (share.log() + (logits / self.temperature).log_softmax(-1)).logsumexp(0)
 
-    def _distil(self, reference: Reference, state: State, x: Tensor, targets: Tensor, round: int) -> State:
-        optim = Optim("adam", self.lr, clip=self.clip)
-        settings = Distillation(self.steps, self.batch, self.temperature, optim, True, self.every, self.patience)
-        work, forward = self.world.recorder, whole_and_parts(self.world, reference)
-        student = work.student(reference.name, state, reference.parameters, forward, optim)
+    def _check(self, reference: Reference) -> Check | None:
+        """The accuracy of a student as a whole and of its parts, the mean; nothing without a validation set."""
         views = dict.fromkeys([reference.full, *held_parts(self.world, reference)])
 
         def check(state: State) -> float:
             return sum(self._accuracy(reference, view, view.extract(state)) for view in views) / len(views)
 
-        seed, purpose = self.world.seed, (reference.name, round)
-        source = proxy(x, targets, self.batch, seed, *purpose)
-        return distil(student, source, settings, seed, *purpose, check=check if self.judged else None, work=work)
+        return check if self.judged else None
 
     def _accuracy(self, reference: Reference, view: View, state: Mapping[str, Tensor]) -> float:
         """On the validation set."""

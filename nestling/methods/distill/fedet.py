@@ -5,25 +5,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.errors import InputError
-from nestling.methods.api import Contribution, Device, Info, Model, Piece, Reference, Reply, State, World
+from nestling.methods.api import Contribution, Device, Info, InputError, Model, Piece, Reference, Reply, State, World, made, merge
 from nestling.methods.distill.architectures import PerArchitecture, said_of
 from nestling.methods.heads import head_of, with_head
-from nestling.methods.kept import made
 from nestling.methods.personal import common_features, own_pieces
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
-from nestling.schema import require
 from nestling.seeds import torch_seeded
+from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.training.distiller import Distillation, distil, proxy, teacher_shares, whole
 from nestling.training.objectives import divergence
 from nestling.training.optimisers import Optim
-from nestling.views import merge
 from nestling.views.flat import layout_of
 
 Consensus = tuple[Tensor, Tensor, Tensor]
@@ -52,13 +51,13 @@ class FedET(PerArchitecture):
     weighting: how much clients count in the means, of bodies and heads: "uniform" or "samples" (n_k).
     """
 
-    steps: int = 128
-    batch: int = 64
-    lr: float = 5e-3
-    momentum: float = 0.9
-    diversity: float = 0.05
-    features: int = 0
-    weighting: str = "uniform"
+    steps: Whole = 128
+    batch: Count = 64
+    lr: Positive = 5e-3
+    momentum: ShareBelowOne = 0.9
+    diversity: NotNegative = 0.05
+    features: Whole = 0
+    weighting: Literal["uniform", "samples"] = "uniform"
 
     wide: int = made()
     pieces: dict[str, Piece] = made()
@@ -74,14 +73,6 @@ class FedET(PerArchitecture):
         own_networks=True,
     )
 
-    def __post_init__(self) -> None:
-        require(self.weighting in ("uniform", "samples"), "unknown weighting", "method.weighting", "allowed: uniform, samples")
-        for name in ("steps", "diversity", "features"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        require(self.batch >= 1, "must be at least 1", "method.batch")
-        require(self.lr > 0, "must be above 0", "method.lr")
-        require(0 <= self.momentum < 1, "must be in [0, 1)", "method.momentum")
-
     # -- the networks ----------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
@@ -94,7 +85,7 @@ class FedET(PerArchitecture):
         with torch_seeded(world.seed, "network", "head"):
             self.head = Reference("head", nn.Linear(self.wide, world.classes), (self.wide,))
         self.keep([self.server, *(piece.reference for piece in self.pieces.values())])
-        first = self._head_of(self.server, self.weights[self.server.name])
+        first = self._head_of(self.server.name, self.weights[self.server.name])
         self.weights = {name: self._with_head(name, state, first) for name, state in self.weights.items()}
 
     def _tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
@@ -121,19 +112,15 @@ class FedET(PerArchitecture):
         if not replies:
             return
         means, name = self.average(replies), self.server.name
-        heads = [
-            Contribution(self.head.full, self._head_of(r.piece.reference, r.message["weights"]), self._weight(r)) for r in replies
-        ]
-        start = self._with_head(name, means[name], merge(self._head_of(self.server, means[name]), heads))
+        said = [self._head_of(r.piece.reference.name, r.message["weights"]) for r in replies]
+        heads = [Contribution(self.head.full, head, self.weight(r)) for head, r in zip(said, replies, strict=True)]
+        start = self._with_head(name, means[name], merge(self._head_of(name, means[name]), heads))
         taught = self._teach(start, replies, round) if self.steps else start
-        head = self._head_of(self.server, taught)
+        head = self._head_of(name, taught)
         self.weights = {**{name: self._with_head(name, state, head) for name, state in means.items()}, name: taught}
 
-    def contribution(self, reply: Reply) -> Contribution:
-        return Contribution(reply.piece.view, reply.message["weights"], self._weight(reply))
-
-    def _weight(self, reply: Reply) -> float:
-        return float(reply.samples) if self.weighting == "samples" else 1.0
+    def weight(self, reply: Reply) -> float:
+        return super().weight(reply) if self.weighting == "samples" else 1.0
 
     def _teach(self, start: State, replies: Sequence[Reply], round: int) -> State:
         """The server's network after its training."""
@@ -143,15 +130,11 @@ class FedET(PerArchitecture):
         settings = Distillation(self.steps, self.batch, 1.0, Optim("sgd", self.lr, self.momentum))
         work, forward = self.world.recorder, whole(self.server.network(self.server.full))
         student = work.student("server", start, self.server.parameters, forward, settings.optim)
-
-        def loss(said: Tensor, targets: Consensus) -> Tensor:
-            return server_loss(said, targets, self.diversity)
-
-        seed = self.world.seed
+        seed, loss = self.world.seed, partial(server_loss, diversity=self.diversity)
         return distil(student, proxy(x, targets, self.batch, seed, round), settings, seed, round, loss=loss, work=work)
 
-    def _head_of(self, reference: Reference, state: Mapping[str, Tensor]) -> State:
-        return head_of(state, reference.taps.head)
+    def _head_of(self, name: str, state: Mapping[str, Tensor]) -> State:
+        return head_of(state, self.references[name].taps.head)
 
     def _with_head(self, name: str, state: State, head: Mapping[str, Tensor]) -> State:
         return with_head(state, self.references[name].taps.head, {leaf: tensor.clone() for leaf, tensor in head.items()})

@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Info, Message, Piece, Reply, State, World
-from nestling.methods.distill.generated import Asked, asked, check_generator, kinds, learner, make_generator, noise
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Info, Message, Piece, Reply, State, World, kept, made, pack
+from nestling.methods.distill.generated import Asked, Several, asked, kinds, learner, make_generator, noise
+from nestling.methods.distill.label_counts import any_counts, counts_of, own_counts, shares
 from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.models.generators import codes, diversity
-from nestling.schema import require
 from nestling.seeds import torch_seeded
+from nestling.settings import Compat, Count, NonZeroShare, Positive, Whole
 from nestling.training.distiller import Student
 from nestling.training.objectives import divergence
 from nestling.training.optimisers import Optim
-from nestling.views.flat import pack
 from nestling.views.nested import forward
 
 
@@ -50,17 +49,17 @@ class FedFTG(SharedAverage):
     nested, inner:   see Shared-average.
     """
 
-    iterations: int = 10
-    student_steps: int = 5
-    lr: float = 0.1
-    generator_lr: float = 0.01
-    decay: float = 0.998
-    batch: int = 32
-    compat: str = "paper"
-    nz: int = 100
-    channels: int = 8
+    iterations: Whole = 10
+    student_steps: Whole = 5
+    lr: Positive = 0.1
+    generator_lr: Positive = 0.01
+    decay: NonZeroShare = 0.998
+    batch: Several = 32
+    compat: Compat = "paper"
+    nz: Count = 100
+    channels: Count = 8
 
-    generator: State = made()
+    generator: State = kept()
     network: nn.Module = made()
 
     info = Info(
@@ -71,38 +70,27 @@ class FedFTG(SharedAverage):
         auxiliary="none (label counts, and the server's generator)",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_generator(self.nz, self.channels, self.batch, self.generator_lr)
-        require(self.iterations >= 0, "must not be negative (0: no fine-tuning)", "method.iterations")
-        require(self.student_steps >= 0, "must not be negative", "method.student_steps")
-        require(self.lr > 0, "must be above 0", "method.lr")
-        require(0 < self.decay <= 1, "must be in (0, 1]", "method.decay")
-        require(self.compat in ("paper", "code"), f"unknown compat {self.compat!r}", "method.compat", "allowed: paper, code")
-
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
         super().setup(world)
-        self.network = make_generator(world, self.nz, self.channels, world.classes)
-        self.generator = {name: t.detach().clone() for name, t in self.network.state_dict().items()}
+        self.network, self.generator = make_generator(world, self.nz, self.channels, world.classes)
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {**super().expects(piece, sent), "counts": {"classes": torch.zeros(self.world.classes, dtype=torch.int32)}}
+        return {**super().expects(piece, sent), **any_counts(self.world.classes)}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
         if not replies or not self.iterations:
             return
-        # What a client counted is its word: fewer than none would make other clients' weights negative.
-        counts = torch.stack([reply.message["counts"]["classes"] for reply in replies]).clamp(min=0).double().cpu()
+        counts = counts_of(replies).double().cpu()
         if counts.sum() > 0:
             with torch_seeded(self.world.seed, "fedftg", round):
                 self._tune(replies, counts, self.decay ** (round - 1))
 
     def _tune(self, replies: Sequence[Reply], counts: Tensor, decay: float) -> None:
         world, work, pooled = self.world, self.world.recorder, counts.sum(0)
-        shares = (counts / pooled.clamp(min=1)).float().to(world.place)
+        share = shares(counts).to(world.place)
         step = Optim("sgd", self.lr / world.classes * decay)
         student = work.student("student", self.weights, world.main.parameters, self._outputs, step)
         maker = learner(world, self.network, self.generator, Optim("adam", self.generator_lr * decay))
@@ -112,17 +100,19 @@ class FedFTG(SharedAverage):
                 labels = torch.multinomial(pooled, self.batch, replacement=True).to(world.place)
                 first = number * self.student_steps % turns
                 body = partial(self._iterate, student, maker, teachers, first)
-                work.do(("tune", same, first), body, noise(self.batch, self.nz, world), labels, shares[:, labels])
+                work.do(("tune", same, first), body, noise(self.batch, self.nz, world), labels, share[:, labels])
             self.weights, self.generator = pack(student.state()), maker.state()
 
     def _iterate(
         self, student: Student, maker: Student, teachers: Sequence[Asked], first: int, z: Tensor, labels: Tensor, weights: Tensor
     ) -> None:
         """A batch of inputs: the generator takes a step a client on it, then the student its own, of which the first has a number."""
-        code, pairs = codes(z, labels, self.world.classes), list(zip(teachers, weights.unbind(), strict=True))
+        main, code = self.world.main, codes(z, labels, self.world.classes)
+        pairs = list(zip(teachers, weights.unbind(), strict=True))
         for teacher, weight in pairs:
             x = maker(code)
-            loss = hardness(self.compat, teacher(x), self._whole(student, x), labels, weight)
+            right, said = teacher(x), forward(main, main.full, self._masked(student.tensors), x, training=False)
+            loss = hardness(self.compat, right, said, labels, weight)
             maker.update(loss + diversity(z, x) / len(teachers))
         with torch.no_grad():
             x = maker(code)
@@ -136,26 +126,15 @@ class FedFTG(SharedAverage):
         main, levels = self.world.main, self._levels()
         return [forward(main, view, self._masked(state), x) for view in dict.fromkeys([main.full, levels[number % len(levels)]])]
 
-    def _whole(self, student: Student, x: Tensor) -> Tensor:
-        main = self.world.main
-        return forward(main, main.full, self._masked(student.tensors), x, training=False)
-
     def _masked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The state without what parts may not read, which then has no gradient either."""
         return {**state, **{name: state[name] * mask for name, mask in self.masks.items()}}
-
-    def state(self) -> dict[str, State]:
-        return {**super().state(), "generator": self.generator}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self.generator = dict(state["generator"])
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def reply(self, client: Client, received: Message) -> Message:
         plain = super().reply(client, received)
-        return replace(plain, parts={**plain.parts, "counts": {"classes": client.class_counts().to(torch.int32)}})
+        return replace(plain, parts={**plain.parts, **own_counts(client)})
 
 
 def hardness(compat: str, teacher: Tensor, student: Tensor, labels: Tensor, weight: Tensor) -> Tensor:

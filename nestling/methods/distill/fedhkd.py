@@ -6,43 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
+from typing import Literal
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.devices.fit import RATIOS
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import (
-    Client,
-    Contribution,
-    Device,
-    Info,
-    Message,
-    Model,
-    Phase,
-    Piece,
-    Reference,
-    Reply,
-    State,
-    View,
-    World,
-)
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, World, kept, made
 from nestling.methods.distill import gaussian
-from nestling.methods.kept import made
-from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, gap, look, spread
-from nestling.models.embedding import with_embedding
-from nestling.schema import require
-from nestling.seeds import stream, torch_seeded
-from nestling.training.objectives import Batch, Given, Net, distillation, see
-from nestling.views import merge, prefix
-from nestling.views.flat import only, pack
+from nestling.methods.distill.embedded import embedded_ladder
+from nestling.methods.distill.hyper_knowledge import clipped, noised, noised_alike, taught
+from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, look, spread
+from nestling.seeds import stream
+from nestling.settings import BetweenZeroAndOne, Compat, Count, NotNegative, Positive
+from nestling.views import merge
+from nestling.views.flat import only
 
-ALLOWED = {"variant": ("hyper", "weights"), "protect": ("features", "both"), "compat": ("paper", "code")}
 EMBEDDING = 32
-_CODE_NOISE = 2.0
-_SOFT = sqrt(2.0)  # how far two soft predictions can be apart
 
 
 @dataclass
@@ -79,42 +59,28 @@ class FedHKD(ByClass):
     compat:      see above.
     """
 
-    variant: str = "hyper"
-    lam: float = 0.05
-    gamma: float = 0.05
-    temperature: float = 0.5
-    clip: float = 3.0
-    epsilon: float = 8.0
-    delta: float = 1e-5
-    protect: str = "features"
-    least: int = 5
-    compat: str = "paper"
+    variant: Literal["hyper", "weights"] = "hyper"
+    lam: NotNegative = 0.05
+    gamma: NotNegative = 0.05
+    temperature: Positive = 0.5
+    clip: Positive = 3.0
+    epsilon: NotNegative = 8.0
+    delta: BetweenZeroAndOne = 1e-5
+    protect: Literal["features", "both"] = "features"
+    least: Count = 5
+    compat: Compat = "paper"
 
-    weights: State = made()
+    weights: State = kept()
     _ladder: Ladder = made()
-    _messages: dict[bytes, Message] = made()
 
     info = Info.of_own_networks(
         "data-free", "any: networks never meet, features have one size (or width, with weights)", "official code read", "F"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, allowed in ALLOWED.items():
-            value = getattr(self, name)
-            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
-        for name in ("lam", "gamma", "epsilon"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        for name in ("temperature", "clip"):
-            require(getattr(self, name) > 0, "must be above 0", f"method.{name}")
-        require(0 < self.delta < 1, "must be between 0 and 1", "method.delta")
-        require(self.least >= 1, "must be at least 1", "method.least")
-
     @property
     def as_set(self) -> Info:
-        if not self.merges:
-            return self.info
-        return replace(self.info, own_networks=False, personal=False, global_model=True, group="E")
+        merged = replace(self.info, own_networks=False, personal=False, global_model=True, group="E")
+        return merged if self.merges else self.info
 
     @property
     def fewest(self) -> int:
@@ -146,21 +112,18 @@ class FedHKD(ByClass):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
-        if self.merges:
-            self._setup_weights(world)
-        else:
+        self.weights = {}
+        if not self.merges:
             super().setup(world)
-
-    def _setup_weights(self, world: World) -> None:
+            return
         world.refuse_own_networks("FedHKD with weights")
-        self.world, self._messages = world, {}
+        self.world, features = world, world.main.taps.features
         whole = all(plan.piece.view.keep.all() and not world.varies(plan) for plan in world.plans.values())
-        self.wide = self.size or (world.main.taps.features if whole else EMBEDDING)
+        self.wide = self.size or (features if whole else EMBEDDING)
         self.know_nothing(world)
-        alike = whole and self.wide == world.main.taps.features
-        reference = world.main if alike else _embedded(world, self.wide)
-        self._ladder = ladder(world, reference, [reference.full] if alike else _views(reference))
-        self.weights = reference.initial.copy()
+        alike = whole and self.wide == features
+        self._ladder = ladder(world, world.main, [world.main.full]) if alike else embedded_ladder(world, self.wide)
+        self.weights = self._ladder.pieces[0].reference.initial.copy()
 
     def piece(self, device: Device, round: int) -> Piece:
         return self._ladder.of(device, round) if self.merges else super().piece(device, round)
@@ -169,16 +132,12 @@ class FedHKD(ByClass):
         known = super().send(device, piece, round)
         if not self.merges:
             return known
-        key = piece.view.key()
-        if key not in self._messages:
-            self._messages[key] = Message({**known.parts, "weights": piece.view.extract(self.weights)}, known.facts)
-        return self._messages[key]
+        return self.once(round, piece.view.key(), lambda: _with_weights(known, piece.view.extract(self.weights)))
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         return {**super().expects(piece, sent), **({"weights": sent["weights"]} if self.merges else {})}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
-        self._sent, self._messages = None, {}
         for some in [[reply] for reply in replies] if self.compat == "code" else [replies]:
             self.table = self.table.told(some)
         if self.merges:
@@ -186,26 +145,14 @@ class FedHKD(ByClass):
             self.weights = merge(self.weights, own)
 
     def model_for(self, device: Device) -> Model:
-        if not self.merges:
-            return super().model_for(device)
-        piece = self.piece(device, 0)
-        return Model(piece.reference, piece.view, piece.view.extract(self.weights))
+        return self._model(self.piece(device, 0)) if self.merges else super().model_for(device)
 
     def global_model(self) -> Model | None:
-        if not self.merges:
-            return None
         # What no device can hold nobody has trained.
-        piece = self._ladder.pieces[max(self._ladder.at_rest(tier) for tier in self.world.plans)]
+        return self._model(self._ladder.pieces[max(map(self._ladder.at_rest, self.world.plans))]) if self.merges else None
+
+    def _model(self, piece: Piece) -> Model:
         return Model(piece.reference, piece.view, piece.view.extract(self.weights))
-
-    def state(self) -> dict[str, State]:
-        return {**super().state(), **({"weights": self.weights} if self.merges else {})}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self._messages = {}
-        if self.merges:
-            self.weights = pack(state["weights"])
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
@@ -215,14 +162,8 @@ class FedHKD(ByClass):
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         if STATISTICS not in received:
             return [client.train.phase(client.round)]
-        objective = partial(
-            _taught,
-            lam=self.lam,
-            gamma=self.gamma,
-            temperature=self.temperature,
-            code=self.compat == "code",
-            head=client.reference.taps.head,
-        )
+        code, head = self.compat == "code", client.reference.taps.head
+        objective = partial(taught, lam=self.lam, gamma=self.gamma, temperature=self.temperature, code=code, head=head)
         return [client.train.phase(client.round, objective=objective, given=spread(received, client.classes))]
 
     def statistics(self, client: Client) -> State:
@@ -230,70 +171,19 @@ class FedHKD(ByClass):
         if self.compat == "paper":
             features = clipped(features, self.clip)
         soft = class_means(torch.softmax(logits / self.temperature, 1), y, client.classes)
-        return self._noised(client, class_means(features, y, client.classes), soft)
-
-    def _noised(self, client: Client, features: Tensor, soft: Tensor) -> State:
+        means = class_means(features, y, client.classes)
         chance = stream(client.site.seed, "hyper-knowledge", client.id, client.round)
         if self.compat == "code":
-            same = torch.from_numpy(chance.normal(scale=_CODE_NOISE, size=features.shape[1]))
-            return {"features": features + same.to(features), "soft": soft}
-        scale = self.sigma / torch.bincount(client.y, minlength=client.classes).clamp(min=1).to(features)[:, None]
-        draws = [torch.from_numpy(chance.normal(size=tuple(t.shape))).to(t) for t in (features, soft)]
-        features = features + 2 * self.clip * scale * draws[0]
-        if self.protect == "both":
-            soft = (soft + _SOFT * scale * draws[1]).clamp(min=1e-6)
-            soft = soft / soft.sum(1, keepdim=True)
-        return {"features": features, "soft": soft}
+            return {"features": noised_alike(means, chance), "soft": soft}
+        scale = self.sigma / torch.bincount(client.y, minlength=client.classes).clamp(min=1).to(means)[:, None]
+        return noised(means, soft, scale, self.clip, self.protect == "both", chance)
 
     def reply(self, client: Client, received: Message) -> Message:
         if not self.merges:
             return super().reply(client, received)
         told = self.tell(client, self.statistics(client))
-        return Message({**told.parts, "weights": only(client.weights, client.view.names)}, told.facts)
+        return _with_weights(told, only(client.weights, client.view.names))
 
 
-def clipped(features: Tensor, most: float) -> Tensor:
-    """Every row with its norm cut to at most `most`."""
-    return features * (most / features.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
-
-
-def _taught(
-    net: Net, batch: Batch, given: Given, *, lam: float, gamma: float, temperature: float, code: bool, head: str
-) -> Tensor:
-    logits, features = see(net, batch.x, head)
-    said = net.module.get_submodule(head)(given["features"])
-    if code:
-        wrong = _divergence(said, given, temperature)
-        far = gap(features, batch.y, given)
-    else:
-        wrong = (_norm(torch.softmax(said / temperature, 1) - given["soft"]) * given["known"]).sum() / given["known"].sum()
-        far = _norm(features - given["features"][batch.y]) * given["known"][batch.y]
-    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none") + gamma * far) + lam * wrong
-
-
-def _norm(rows: Tensor) -> Tensor:
-    """The rows' norms, with a gradient at 0 too."""
-    return rows.square().sum(1).add(1e-12).sqrt()
-
-
-def _divergence(said: Tensor, given: Given, temperature: float) -> Tensor:
-    """KL from the received soft predictions to what the classifier says, the mean over classes and entries as in the code."""
-    wanted = temperature * given["soft"].clamp(min=1e-12).log()
-    classes = Batch(said, said, said, mask=given["known"] > 0)
-    return distillation(wanted, said, temperature, classes) / (temperature**2 * said.shape[1])
-
-
-def _embedded(world: World, size: int) -> Reference:
-    """The main network with an embedding."""
-    with torch_seeded(world.seed, "network", "embedded"):
-        module = with_embedding(world.main.module, world.main.taps, size)
-    return world.adopt("main (embedded)", module)
-
-
-def _views(reference: Reference) -> list[View]:
-    """The network at every width; the embedding, whose size is common to all, stays whole."""
-    axes, (body, _, _) = reference.axes, reference.taps.head.rpartition(".")
-    channel = axes.dims[f"{body}.embed.weight"][0]
-    assert channel is not None
-    whole = axes.names[int(np.searchsorted(axes.offsets, channel[0], side="right")) - 1]
-    return [prefix(axes, {name: 1.0 if name == whole else ratio for name in axes.names}) for ratio in RATIOS]
+def _with_weights(told: Message, weights: Mapping[str, Tensor]) -> Message:
+    return replace(told, parts={**told.parts, "weights": weights})

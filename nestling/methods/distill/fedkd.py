@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Piece, Reply, State, World
-from nestling.methods.distill.pair import MEME, Pair, Pairs, meme_of, with_meme
-from nestling.methods.kept import made
-from nestling.methods.personal import Personal
+from nestling.methods.api import Client, Device, Message, Piece, State
+from nestling.methods.distill.factors import Ranked, factored, factors_like, ranks_of, whole
+from nestling.methods.distill.pair import INFO, MEME, Pair, Pairs
 from nestling.models.taps import Taps, watching
-from nestling.schema import require
+from nestling.settings import Count, NonZeroShare, NotNegative, Positive
 from nestling.training.objectives import Batch, Given, Net, Objective, divergence
-
-LEFT, RIGHT = "left", "right"
-
-
-@dataclass(frozen=True)
-class Ranked(Piece):
-    """A piece, and in how many components a reply has each tensor of the shared network (0: as it is)."""
-
-    ranks: tuple[int, ...] = ()
 
 
 class Bridged(Pair):
@@ -66,88 +54,40 @@ class FedKD(Pairs):
     weighting: what a client counts in its mean: "samples" (n_k) or "uniform".
     """
 
-    energy: float = 0.95
-    energy_end: float = 0.98
-    ramp: int = 50
+    energy: NonZeroShare = 0.95
+    energy_end: NonZeroShare = 0.98
+    ramp: Count = 50
     adaptive: bool = True
-    floor: float = 1.0
-    hidden: float = 1.0
-    soft: float = 1.0
+    floor: Positive = 1.0
+    hidden: NotNegative = 1.0
+    soft: NotNegative = 1.0
 
-    _sent: Message | None = made()
-
-    info = Info(
-        "data-free",
-        "any: own networks never meet, a small one is shared",
-        "reimplementation (HtFLlib) read; the paper from memory",
-        "E",
-        own_networks=True,
-        personal=True,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("energy", "energy_end"):
-            require(0 < getattr(self, name) <= 1, "must be in (0, 1]", f"method.{name}")
-        require(self.ramp >= 1, "must be at least 1", "method.ramp")
-        require(self.floor > 0, "must be above 0", "method.floor")
-        for name in ("hidden", "soft"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
+    info = INFO
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return Bridged(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps)
 
+    def told(self, message: Message, like: Mapping[str, Tensor]) -> State:
+        return whole(message, like)
+
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
-    def setup(self, world: World) -> None:
-        super().setup(world)
-        self._sent = None
-
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        if self._sent is None or self._sent.facts["energy"] != self.share(round):
-            self._sent = factored(self.weights, self.share(round), {"energy": self.share(round)})
-        return self._sent
+        energy = self.share(round)
+        return self.once(round, MEME, lambda: factored(self.weights, energy, {"energy": energy}))
 
     def share(self, round: int) -> float:
         """T of a round."""
         return self.energy + min(1.0, (round - 1) / self.ramp) * (self.energy_end - self.energy)
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        found, most = facts.get("ranks"), [_most(self.weights[name]) for name in sorted(self.weights)]
-        if not isinstance(found, list) or len(found) != len(most) or not all(map(_within, found, most)):
-            raise InputError(f"the ranks told of are {str(found)[:60]!r}, none that the shared network's matrices have")
-        return Ranked(piece.reference, piece.view, tuple(found))
+        return Ranked(piece.reference, piece.view, ranks_of(facts, self.weights))
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         assert isinstance(piece, Ranked)
-        like: dict[str, dict[str, Tensor]] = {}
-        for name, rank in zip(sorted(self.weights), piece.ranks, strict=True):
-            tensor = self.weights[name]
-            if not rank:
-                like.setdefault(MEME, {})[name] = tensor
-                continue
-            rows, columns = tensor.flatten(1).shape
-            like.setdefault(LEFT, {})[name] = torch.empty(rows, rank, dtype=tensor.dtype, device="meta")
-            like.setdefault(RIGHT, {})[name] = torch.empty(rank, columns, dtype=tensor.dtype, device="meta")
-        return like
-
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
-        super().merge(replies, round)
-        self._sent = None
-
-    def contribution(self, reply: Reply) -> Contribution:
-        weight = float(reply.samples) if self.weighting == "samples" else 1.0
-        return Contribution(self.shared.full, whole(reply.message, self.weights), weight)
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self._sent = None
+        return factors_like(self.weights, piece.ranks)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
-
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        mine = Personal.start(self, client, received)
-        return with_meme(mine, whole(received, meme_of(client.reference.initial)))
 
     def objective(self, client: Client) -> Objective:
         module = client.reference.module
@@ -159,47 +99,6 @@ class FedKD(Pairs):
     def reply(self, client: Client, received: Message) -> Message:
         told = super().reply(client, received)
         return factored(told[MEME], received.facts["energy"], told.facts)
-
-
-@torch.no_grad()
-def factored(state: Mapping[str, Tensor], energy: float, facts: Mapping[str, Any]) -> Message:
-    """A state as it travels: matrices by the components that hold a share of their energy, where these are fewer numbers. The facts
-    also say in how many, one number a tensor in the order of names (0: as it is)."""
-    parts: dict[str, dict[str, Tensor]] = {}
-    ranks: list[int] = []
-    for name in sorted(state):
-        tensor = state[name]
-        factors = _components(tensor.flatten(1), energy) if tensor.dim() > 1 and energy < 1 else None
-        ranks.append(factors[0].shape[1] if factors else 0)
-        for kind, part in zip((LEFT, RIGHT), factors, strict=True) if factors else [(MEME, tensor)]:
-            parts.setdefault(kind, {})[name] = part
-    return Message(parts, {**facts, "ranks": ranks})
-
-
-def _most(tensor: Tensor) -> int:
-    return min(tensor.flatten(1).shape) if tensor.dim() > 1 else 0
-
-
-def _within(rank: object, most: int) -> bool:
-    return type(rank) is int and 0 <= rank <= most
-
-
-def _components(matrix: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
-    left, values, right = torch.linalg.svd(matrix.to(torch.float64), full_matrices=False)
-    held = values.square().cumsum(0)
-    rank = int((held < energy * held[-1]).sum()) + 1
-    if rank * sum(matrix.shape) >= matrix.numel():
-        return None
-    return (left[:, :rank] * values[:rank]).to(matrix.dtype), right[:rank].to(matrix.dtype).contiguous()
-
-
-def whole(message: Message, like: Mapping[str, Tensor]) -> State:
-    """The state that a message's factors make, in the shapes of another one."""
-    found = {}
-    for name, tensor in like.items():
-        factors = LEFT in message and name in message[LEFT]
-        found[name] = (message[LEFT][name] @ message[RIGHT][name]).reshape(tensor.shape) if factors else message[MEME][name]
-    return found
 
 
 def _mutual(

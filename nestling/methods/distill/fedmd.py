@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, World
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, World, made, require
 from nestling.methods.personal import own_weights
 from nestling.methods.public import PublicExchange, epochs_for
 from nestling.settings import Count, Positive, Whole
@@ -55,7 +53,7 @@ class FedMD(PublicExchange):
         "any: only logits travel",
         "official code read",
         "D",
-        auxiliary="public inputs on every client, labelled for the start",
+        "public inputs on every client, labelled for the start",
     )
 
     @property
@@ -67,10 +65,8 @@ class FedMD(PublicExchange):
     def setup(self, world: World) -> None:
         super().setup(world)
         self.told = Records(world.store)
-        if self.pretrain and world.public_labels is None:
-            raise InputError(
-                "FedMD starts from public labels, and there are none", field="split.public", fix="set method.pretrain = 0"
-            )
+        there = world.public_labels is not None or not self.pretrain
+        require(there, "FedMD starts from public labels, and there are none", "split.public", "set method.pretrain = 0")
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         # Who has answered has had the labels and used them; a device that vanished may not have.
@@ -79,11 +75,10 @@ class FedMD(PublicExchange):
 
     def _message(self, round: int, new: bool) -> Message:
         parts = {"consensus": self.known} if self.known else {}
-        return Message({**parts, **({"labels": self._labels()} if new else {})}, self.facts(round))
-
-    def _labels(self) -> dict[str, Tensor]:
-        assert self.world.public_labels is not None
-        return {"labels": self.world.public_labels.to(torch.uint8 if self.world.classes <= 256 else torch.int32)}
+        if new:
+            assert self.world.public_labels is not None
+            parts["labels"] = {"labels": self.world.public_labels.to(torch.uint8 if self.world.classes <= 256 else torch.int32)}
+        return Message(parts, self.facts(round))
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         return {"logits": {"logits": torch.empty(self.asked, self.world.classes)}}
@@ -99,33 +94,22 @@ class FedMD(PublicExchange):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
-        found, usual = [], client.train.phase(client.round)
+        found = []
         if "labels" in received and not own_weights(client.memory):
-            found.append(
-                client.train.phase(
-                    client.round, source="public", epochs=self.pretrain, objective=_labelled, given=received["labels"]
-                )
-            )
+            start = {"epochs": self.pretrain, "objective": _labelled, "given": received["labels"]}
+            found.append(client.train.phase(client.round, source="public", **start))
         if "consensus" in received and self.digest:
-            rows = self.rows(client, received)
+            rows, optim, given = self.rows(client, received), Optim("adam", self.digest_lr), received["consensus"]
+            epochs = epochs_for(self.digest, len(rows), self.digest_batch)
             found.append(
-                Phase(
-                    objective=_digest,
-                    optim=Optim("adam", self.digest_lr),
-                    epochs=epochs_for(self.digest, len(rows), self.digest_batch),
-                    steps=self.digest,
-                    batch=self.digest_batch,
-                    source="public",
-                    rows=rows,
-                    given=received["consensus"],
-                )
+                Phase(_digest, optim, epochs, batch=self.digest_batch, steps=self.digest, source="public", given=given, rows=rows)
             )
-        return [*found, usual]
+        return [*found, client.train.phase(client.round)]
 
     def reply(self, client: Client, received: Message) -> Message:
-        kept = super().reply(client, received)
+        told = super().reply(client, received)
         said = logits_of(client.reference.network(client.view, client.weights), self.inputs(client, received))
-        return Message({"logits": {"logits": said}}, kept.facts)
+        return Message({"logits": {"logits": said}}, told.facts)
 
 
 def _labelled(net: Net, batch: Batch, given: Given) -> Tensor:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Info, Message, Method, Model, Phase, Piece, Reply, State, World
+from nestling.methods.api import Client, Device, Info, Message, Method, Model, Phase, Piece, Reply, State, World, kept, made, pack
 from nestling.methods.baselines.averaged import parameters_of
-from nestling.methods.distill.generated import Asked, asked, check_generator, kinds, learner, make_generator, noise
-from nestling.methods.kept import made
-from nestling.schema import require
+from nestling.methods.distill.generated import Asked, Several, asked, kinds, learner, make_generator, noise
 from nestling.seeds import torch_seeded
+from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.store import Records
 from nestling.training.distiller import Student, whole
 from nestling.training.objectives import distillation, proximal
 from nestling.training.optimisers import Optim
-from nestling.views.flat import pack
-
-LOSSES = ("sl", "kl", "logit-l1")
 
 
 @dataclass
@@ -53,24 +50,23 @@ class FedZKT(Method):
     nz, channels:  size of the noise and width of the generator, which goes on from round to round.
     """
 
-    iterations: int = 20
-    student_steps: int = 5
-    back: int = 10
-    loss: str = "sl"
-    lr: float = 0.01
-    momentum: float = 0.9
-    generator_lr: float = 1e-3
-    batch: int = 32
-    mu: float = 0.0
-    nz: int = 100
-    channels: int = 8
+    iterations: Whole = 20
+    student_steps: Whole = 5
+    back: Whole = 10
+    loss: Literal["sl", "kl", "logit-l1"] = "sl"
+    lr: Positive = 0.01
+    momentum: ShareBelowOne = 0.9
+    generator_lr: Positive = 1e-3
+    batch: Several = 32
+    mu: NotNegative = 0.0
+    nz: Count = 100
+    channels: Count = 8
 
     world: World = made()
-    weights: State = made()
-    generator: State = made()
+    weights: State = kept()
+    generator: State = kept()
     network: nn.Module = made()
     records: Records = made()
-    _first: dict[str, Message] = made()
 
     info = Info(
         "data-free",
@@ -82,21 +78,12 @@ class FedZKT(Method):
         personal=True,
     )
 
-    def __post_init__(self) -> None:
-        check_generator(self.nz, self.channels, self.batch, self.generator_lr)
-        require(self.loss in LOSSES, f"unknown loss {self.loss!r}", "method.loss", f"allowed: {', '.join(LOSSES)}")
-        for name in ("iterations", "student_steps", "back", "mu"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        require(self.lr > 0, "must be above 0", "method.lr")
-        require(0 <= self.momentum < 1, "must be in [0, 1)", "method.momentum")
-
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
-        self.world, self.records, self._first = world, Records(world.store), {}
+        self.world, self.records = world, Records(world.store)
         self.weights = world.main.initial.copy()
-        self.network = make_generator(world, self.nz, self.channels)
-        self.generator = {name: t.detach().clone() for name, t in self.network.state_dict().items()}
+        self.network, self.generator = make_generator(world, self.nz, self.channels)
 
     def piece(self, device: Device, round: int) -> Piece:
         return self.world.plans[device.tier].piece
@@ -105,9 +92,7 @@ class FedZKT(Method):
         known = self._known(device)
         if known:
             return Message({"weights": pack(known)})
-        if device.tier not in self._first:
-            self._first[device.tier] = Message({"weights": piece.view.extract(piece.reference.initial)})
-        return self._first[device.tier]
+        return self.once(round, device.tier, lambda: Message({"weights": piece.view.extract(piece.reference.initial)}))
 
     def _known(self, device: Device) -> State:
         """The server's copy of a device's model; nothing before it took part."""
@@ -116,41 +101,34 @@ class FedZKT(Method):
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not replies:
             return
-        main, optim = self.world.main, Optim("sgd", self.lr, self.momentum)
-        work = self.world.recorder
+        main, work = self.world.main, self.world.recorder
+        optim = Optim("sgd", self.lr, self.momentum)
         student = work.student("server", self.weights, main.parameters, whole(main.network(main.full)), optim)
         maker = learner(self.world, self.network, self.generator, Optim("adam", self.generator_lr))
         with torch_seeded(self.world.seed, "fedzkt", round), work.session():
-            self._learn(student, maker, replies)
-            taught = self._teach(student, maker, replies, optim)
+            self._repeat("learn", self.iterations, replies, partial(self._against, student, maker, asked(self.world, replies)))
+            models = [self._model(number, reply, optim) for number, reply in enumerate(replies)]
+            self._repeat("teach", self.back, replies, partial(self._back, student, maker, models))
+            taught = [model.state() for model in models]
             self.weights, self.generator = pack(student.state()), maker.state()
-        for reply, model in zip(replies, taught, strict=True):
-            self.records.put(reply.device.id, model, round)
+        for reply, state in zip(replies, taught, strict=True):
+            self.records.put(reply.device.id, state, round)
 
-    def _learn(self, student: Student, maker: Student, replies: Sequence[Reply]) -> None:
-        """The generator and F against each other."""
-        teachers, work = asked(self.world, replies), self.world.recorder
-        for _ in range(self.iterations):
-            body = partial(self._against, student, maker, teachers)
-            work.do(("learn", kinds(replies)), body, noise(self.batch, self.nz, self.world))
+    def _repeat(self, what: str, times: int, replies: Sequence[Reply], body: Callable[[Tensor], None]) -> None:
+        """Some work on one batch of noise after another."""
+        for _ in range(times):
+            self.world.recorder.do((what, kinds(replies)), body, noise(self.batch, self.nz, self.world))
 
     def _against(self, student: Student, maker: Student, teachers: Sequence[Asked], z: Tensor) -> None:
+        """The generator and F against each other."""
         x = maker(z)
         said = torch.stack([teacher(x) for teacher in teachers])
         maker.update(-gap(self.loss, said, student(x)))
         for _ in range(self.student_steps):
             student.update(gap(self.loss, said.detach(), student(x.detach())))
 
-    def _teach(self, student: Student, maker: Student, replies: Sequence[Reply], optim: Optim) -> list[State]:
-        """The participants' models after F has taught them, all on the same inputs."""
-        work = self.world.recorder
-        models = [self._model(number, reply, optim) for number, reply in enumerate(replies)]
-        for _ in range(self.back):
-            body = partial(self._back, student, maker, models)
-            work.do(("teach", kinds(replies)), body, noise(self.batch, self.nz, self.world))
-        return [model.state() for model in models]
-
     def _back(self, student: Student, maker: Student, models: Sequence[Student], z: Tensor) -> None:
+        """F teaches the participants' models, all on the same inputs."""
         with torch.no_grad():
             x = maker(z)
             said = student(x)[None]
@@ -168,12 +146,6 @@ class FedZKT(Method):
 
     def global_model(self) -> Model:
         return Model(self.world.main, self.world.main.full, self.weights)
-
-    def state(self) -> dict[str, State]:
-        return {"weights": self.weights, "generator": self.generator}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.weights, self.generator = pack(state["weights"]), dict(state["generator"])
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Info
-from nestling.methods.distill.pair import Pairs
-from nestling.schema import require
+from nestling.methods.api import Client
+from nestling.methods.distill.pair import INFO, Pairs
+from nestling.settings import UnitShare
 from nestling.training.objectives import Batch, Given, Net, Objective, divergence
 
 
@@ -34,22 +34,10 @@ class FML(Pairs):
     weighting: what a client counts in its mean: "samples" (n_k) or "uniform".
     """
 
-    alpha: float = 0.5
-    beta: float = 0.5
+    alpha: UnitShare = 0.5
+    beta: UnitShare = 0.5
 
-    info = Info(
-        "data-free",
-        "any: own networks never meet, a small one is shared",
-        "reimplementation (HtFLlib) read; the paper from memory",
-        "E",
-        own_networks=True,
-        personal=True,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("alpha", "beta"):
-            require(0 <= getattr(self, name) <= 1, "must be in [0, 1]", f"method.{name}")
+    info = INFO
 
     def objective(self, client: Client) -> Objective:
         return partial(_mutual, alpha=self.alpha, beta=self.beta)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from nestling.methods.api import Reply, State, World
 from nestling.models.generators import generator
-from nestling.schema import require
 from nestling.seeds import torch_seeded
+from nestling.settings import Bounds
 from nestling.training.distiller import Forward, Student, whole
 from nestling.training.optimisers import Optim
 
@@ -19,31 +20,33 @@ Asked = Callable[[Tensor], Tensor]
 """A network whose weights are fixed: inputs → logits, with a gradient for the inputs."""
 
 
-def check_generator(nz: int, channels: int, batch: int, lr: float) -> None:
-    """Refuses settings that no generator can have."""
-    require(nz >= 1, "must be at least 1", "method.nz")
-    require(channels >= 1, "must be at least 1", "method.channels")
-    require(batch >= 2, "must be at least 2 (what is made is normalised over the batch)", "method.batch")
-    require(lr > 0, "must be above 0", "method.generator_lr")
+Several = Annotated[int, Bounds(2)]
+"""How many are made at a time: no fewer, since what is made is normalised over the batch."""
 
 
-def make_generator(world: World, nz: int, channels: int, classes: int = 0) -> nn.Module:
+def make_generator(world: World, nz: int, channels: int, classes: int = 0) -> tuple[nn.Module, State]:
     """The generator of the data's inputs, as every run of the experiment starts with it."""
+    return started(world, lambda: generator(world.main.shape, nz=nz, channels=channels, classes=classes))
+
+
+def started(world: World, make: Callable[[], nn.Module]) -> tuple[nn.Module, State]:
+    """A generator, and the state that every run of the experiment starts with."""
     with torch_seeded(world.seed, "generator"):
-        made = generator(world.main.shape, nz=nz, channels=channels, classes=classes)
-    return made.to(world.place)
+        network = make()
+    network.to(world.place)
+    return network, {name: t.detach().clone() for name, t in network.state_dict().items()}
 
 
 def learner(world: World, module: nn.Module, state: State, optim: Optim) -> Student:
-    """A generator, which has no buffers, to be trained one step at a time."""
-    return world.recorder.student("generator", state, state.keys(), whole(module), optim)
+    """A generator, to be trained one step at a time."""
+    return world.recorder.student("generator", state, dict(module.named_parameters()), whole(module), optim)
 
 
 def asked(world: World, replies: Sequence[Reply]) -> list[Asked]:
     """What came back as teachers: the clients' networks under the clients' weights, in evaluation mode."""
-    kept = [world.recorder.keep(("teacher", number), reply.message["weights"]) for number, reply in enumerate(replies)]
+    states = [world.recorder.keep(("teacher", number), reply.message["weights"]) for number, reply in enumerate(replies)]
     networks = [whole(reply.piece.reference.network(reply.piece.view), training=False) for reply in replies]
-    return [partial(_ask, network, weights) for network, weights in zip(networks, kept, strict=True)]
+    return [partial(_ask, network, weights) for network, weights in zip(networks, states, strict=True)]
 
 
 def _ask(network: Forward, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:

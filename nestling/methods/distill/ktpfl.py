@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,17 +10,14 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, World
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, World, made
+from nestling.methods.distill.coefficients import Coefficients, released_step, row_loss
 from nestling.methods.public import PublicExchange
-from nestling.schema import require
+from nestling.settings import Compat, Count, NotNegative, Positive, Whole
 from nestling.store import Records
 from nestling.training.distiller import Distillation, Student, distil, logits_of
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
-
-SHARPEN, STEP = 5.0, 0.01
-"""The released code's factor in front of its softmax, and the mean size of its step."""
 
 
 @dataclass
@@ -52,36 +48,21 @@ class KTpFL(PublicExchange):
     compat:            "paper" or "code".
     """
 
-    align: int = 2000
-    temperature: float = 10.0
-    rho: float = 0.7
-    coefficient_steps: int = 10
-    coefficient_lr: float = 0.1
-    distill: int = 1
-    distill_batch: int = 16
-    weight: float = 0.1
-    compat: str = "paper"
+    align: Count = 2000
+    temperature: Positive = 10.0
+    rho: NotNegative = 0.7
+    coefficient_steps: Whole = 10
+    coefficient_lr: Positive = 0.1
+    distill: Count = 1
+    distill_batch: Count = 16
+    weight: NotNegative = 0.1
+    compat: Compat = "paper"
 
     coefficients: Coefficients = made()
 
     info = Info.of_own_networks(
-        "public data",
-        "any: only predictions travel",
-        "official code read",
-        "D",
-        auxiliary="public inputs on every client, unlabelled",
+        "public data", "any: only predictions travel", "official code read", "D", "public inputs on every client, unlabelled"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.temperature > 0, "must be above 0", "method.temperature")
-        require(self.rho >= 0, "must not be negative", "method.rho")
-        require(self.coefficient_steps >= 0, "must not be negative (0 leaves them equal)", "method.coefficient_steps")
-        require(self.coefficient_lr > 0, "must be above 0", "method.coefficient_lr")
-        require(self.distill >= 1, "at least one epoch", "method.distill")
-        require(self.distill_batch >= 1, "at least one row a batch", "method.distill_batch")
-        require(self.weight >= 0, "must not be negative", "method.weight")
-        require(self.compat in ("paper", "code"), f"unknown value {self.compat!r}", "method.compat", "allowed: paper, code")
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -117,9 +98,9 @@ class KTpFL(PublicExchange):
         """The coefficients of some clients towards each other after a round, one row each, given what each of them said."""
         flat = said.flatten(1).to(rows.dtype)
         products = flat @ flat.T / flat.shape[1]
-        loss = partial(_row_loss, rho=self.rho)
+        loss = partial(row_loss, rho=self.rho)
         if self.compat == "code":
-            return _released_step(rows, products, loss)
+            return released_step(rows, products, loss)
         optim = Optim("adam", self.coefficient_lr, eps=1e-6)  # what is rounding only must not become a step
         student = Student({"theta": rows.log()}, {"theta"}, lambda state, x, number: state["theta"].softmax(-1), optim)
         settings = Distillation(self.coefficient_steps, optim=optim)
@@ -148,49 +129,9 @@ class KTpFL(PublicExchange):
         return [learn, usual]
 
     def reply(self, client: Client, received: Message) -> Message:
-        kept = super().reply(client, received)
+        told = super().reply(client, received)
         said = logits_of(client.reference.network(client.view, client.weights), self.inputs(client, received))
-        return Message({"predictions": {"predictions": (said / self.temperature).softmax(-1)}}, kept.facts)
-
-
-@dataclass
-class Coefficients:
-    """The matrix c: row k says how much client k learns from whom. Entries that never moved are 1/K and are not stored."""
-
-    records: Records
-    size: int
-    place: torch.device
-
-    def row(self, client: int, others: Sequence[int]) -> Tensor:
-        """A client's coefficients towards some others."""
-        known = self._known(client)
-        return torch.tensor([known.get(other, 1 / self.size) for other in others], dtype=torch.float64, device=self.place)
-
-    def put(self, client: int, others: Sequence[int], row: Tensor, round: int) -> None:
-        """Writes down a client's coefficients towards some others; the rest stays."""
-        known = {**self._known(client), **dict(zip(others, row.tolist(), strict=True))}
-        ids = sorted(known)
-        values = torch.tensor([known[other] for other in ids], dtype=torch.float64)
-        self.records.put(client, {"clients": torch.tensor(ids), "row": values}, round)
-
-    def _known(self, client: int) -> dict[int, float]:
-        kept = self.records.get(client)
-        return dict(zip(kept["clients"].tolist(), kept["row"].tolist(), strict=True)) if kept else {}
-
-
-def _row_loss(rows: Tensor, products: Tensor, rho: float) -> Tensor:
-    """The sum over rows k of MSE(q_k, Σ_l c_kl·q_l) + ρ·MSE(c_k, 1/K), by the scalar products of what the clients said."""
-    away = rows - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
-    apart = ((away @ products) * away).sum(1)
-    return (apart + rho * (rows - 1 / len(rows)).square().mean(1)).sum()
-
-
-def _released_step(rows: Tensor, products: Tensor, loss: partial[Tensor]) -> Tensor:
-    leaf = rows.clone().requires_grad_()
-    grad = torch.autograd.grad(loss(leaf, products), leaf)[0]
-    sizes = grad.abs().mean(1, keepdim=True).clamp_min(1e-30)
-    scale = 5 ** (torch.log(STEP / sizes) / math.log(5)).round()
-    return (SHARPEN * (rows - scale * grad)).softmax(-1)
+        return Message({"predictions": {"predictions": (said / self.temperature).softmax(-1)}}, told.facts)
 
 
 def _match(net: Net, batch: Batch, given: Given, *, temperature: float, weight: float) -> Tensor:

@@ -6,24 +6,33 @@ import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.methods.api import Client, Contribution, Device, Message, Model, Phase, Piece, Reference, Reply, State, World
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reference, Reply, State, World
+from nestling.methods.kept import kept, made
 from nestling.methods.personal import WEIGHTS, Personal
 from nestling.models.taps import Taps
-from nestling.schema import require
+from nestling.settings import UnitShare
 from nestling.training.objectives import Objective
 from nestling.views import merge
-from nestling.views.flat import pack
 from nestling.world import ratio_cost, ratio_view
 
 MEME = "meme"
-WEIGHTINGS = ("samples", "uniform")
 _OURS = f"{MEME}."
+
+INFO = Info(
+    "data-free",
+    "any: own networks never meet, a small one is shared",
+    "reimplementation (HtFLlib) read; the paper from memory",
+    "E",
+    own_networks=True,
+    personal=True,
+)
+"""What the methods of such pairs are."""
 
 
 class Pair(nn.Module):
@@ -48,16 +57,11 @@ class Pairs(Personal):
     weighting: what a client counts in the shared network's mean: "samples" (n_k) or "uniform".
     """
 
-    ratio: float = 0.0
-    weighting: str = "samples"
+    ratio: UnitShare = 0.0
+    weighting: Literal["samples", "uniform"] = "samples"
 
     shared: Reference = made()
-    weights: State = made()
-
-    def __post_init__(self) -> None:
-        require(0 <= self.ratio <= 1, "must be in [0, 1] (0: as the smallest tier has room for)", "method.ratio")
-        allowed = f"allowed: {', '.join(WEIGHTINGS)}"
-        require(self.weighting in WEIGHTINGS, f"unknown weighting {self.weighting!r}", "method.weighting", allowed)
+    weights: State = kept()
 
     @abstractmethod
     def objective(self, client: Client) -> Objective:
@@ -65,6 +69,10 @@ class Pairs(Personal):
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return Pair(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps.head)
+
+    def told(self, message: Message, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The shared network that a message holds; `like` has its shapes."""
+        return message[MEME]
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -82,12 +90,9 @@ class Pairs(Personal):
         return {MEME: sent[MEME]}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
-        self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])
-
-    def contribution(self, reply: Reply) -> Contribution:
-        """A reply's part of the shared network's mean."""
-        weight = float(reply.samples) if self.weighting == "samples" else 1.0
-        return Contribution(self.shared.full, reply.message[MEME], weight)
+        shares = [float(reply.samples) if self.weighting == "samples" else 1.0 for reply in replies]
+        states = [self.told(reply.message, self.weights) for reply in replies]
+        self.weights = merge(self.weights, [Contribution(self.shared.full, *own) for own in zip(states, shares, strict=True)])
 
     def model_for(self, device: Device) -> Model:
         own = super().model_for(device)
@@ -99,16 +104,10 @@ class Pairs(Personal):
     def global_model(self) -> Model:
         return Model(self.shared, self.shared.full, self.weights)
 
-    def state(self) -> dict[str, State]:
-        return {MEME: self.weights}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.weights = pack(state[MEME])
-
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        return with_meme(super().start(client, received), received[MEME])
+        return with_meme(super().start(client, received), self.told(received, meme_of(client.reference.initial)))
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         return [client.train.phase(client.round, objective=self.objective(client))]

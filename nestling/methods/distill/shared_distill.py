@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor
-
-from nestling.methods.api import Client, Info, Message, Phase, Piece, Reference, Reply, State
-from nestling.methods.distill.architectures import PerArchitecture, held_parts, noise_inputs, said_of, whole_and_parts
-from nestling.schema import require
-from nestling.training.distiller import WEIGHTINGS, Distillation, combine, distil, logits_of, proxy
+from nestling.methods.api import Client, Info, Message, Phase, Piece, Reply
+from nestling.methods.distill.architectures import PerArchitecture, Weighting, held_parts, noise_inputs, said_of
+from nestling.settings import Count, NotNegative, Positive, Whole
+from nestling.training.distiller import Distillation, combine, logits_of
 from nestling.training.inner import with_inner
 from nestling.training.optimisers import Optim
 from nestling.views import to_spec
@@ -40,14 +38,14 @@ class SharedDistill(PerArchitecture):
     inner:      the weight of the smaller part's loss; 0 leaves it out.
     """
 
-    temperature: float = 3.0
-    steps: int = 50
-    batch: int = 50
-    lr: float = 5e-4
-    weighting: str = "samples"
-    start_from: str = "average"
-    noise: int = 256
-    inner: float = 1.0
+    temperature: Positive = 3.0
+    steps: Whole = 50
+    batch: Count = 50
+    lr: Positive = 5e-4
+    weighting: Weighting = "samples"
+    start_from: Literal["average", "keep"] = "average"
+    noise: Count = 256
+    inner: NotNegative = 1.0
 
     info = Info(
         "fusion",
@@ -59,25 +57,6 @@ class SharedDistill(PerArchitecture):
         title="Shared-distill",
         paper="TinyML model-heterogeneous FL (abstract)",
     )
-
-    def __post_init__(self) -> None:
-        require(
-            self.weighting in WEIGHTINGS,
-            f"unknown weighting {self.weighting!r}",
-            "method.weighting",
-            f"allowed: {', '.join(WEIGHTINGS)}",
-        )
-        require(
-            self.start_from in ("average", "keep"),
-            f"unknown start {self.start_from!r}",
-            "method.start_from",
-            "allowed: average, keep",
-        )
-        require(self.temperature > 0, "must be above 0", "method.temperature")
-        require(self.steps >= 0, "must not be negative", "method.steps")
-        require(self.batch >= 1 and self.noise >= 1, "must be at least 1", "method.batch")
-        require(self.lr > 0, "must be above 0", "method.lr")
-        require(self.inner >= 0, "must not be negative (0 leaves the smaller parts out)", "method.inner")
 
     def facts_for(self, piece: Piece) -> Mapping[str, Any]:
         own, parts = piece.view, held_parts(self.world, piece.reference) if self.inner else []
@@ -97,16 +76,10 @@ class SharedDistill(PerArchitecture):
         public, main = self.world.public, self.world.main
         inputs = noise_inputs(self.world, self.noise, round) if public is None else public
         targets = combine(said_of(replies, inputs), [r.samples for r in replies], self.weighting)
+        how = Distillation(self.steps, self.batch, self.temperature, Optim("adam", self.lr))
         start = self.weights if self.start_from == "keep" else self.average(replies)
-        self.weights[main.name] = self._distil(main, start[main.name], inputs, targets, round)
+        self.weights[main.name] = self.fitted(main.name, start[main.name], (inputs, targets), how, round)
         unified = logits_of(main.network(main.full, self.weights[main.name]), inputs)
         for name, reference in self.references.items():
             if reference is not main:
-                self.weights[name] = self._distil(reference, start[name], inputs, unified, round)
-
-    def _distil(self, reference: Reference, state: State, x: Tensor, targets: Tensor, round: int) -> State:
-        settings = Distillation(self.steps, self.batch, self.temperature, Optim("adam", self.lr))
-        work, forward = self.world.recorder, whole_and_parts(self.world, reference)
-        student = work.student(reference.name, state, reference.parameters, forward, settings.optim)
-        seed, purpose = self.world.seed, (reference.name, round)
-        return distil(student, proxy(x, targets, self.batch, seed, *purpose), settings, seed, *purpose, work=work)
+                self.weights[name] = self.fitted(name, start[name], (inputs, unified), how, round)

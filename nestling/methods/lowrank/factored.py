@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
 from nestling.errors import InputError
 from nestling.methods.allocation import Ladder
-from nestling.methods.api import Client, Device, Message, Model, Phase, Piece, Reference, SharedWeights, State, View, World
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Device, Message, Model, Phase, Piece, Reference, SharedWeights, State, View, World, made
 from nestling.models.factorised import factorable, factorise, frobenius_decay, to_factors
 from nestling.schema import require
 from nestling.seeds import stream
+from nestling.settings import NotNegative, Whole
 from nestling.views import by_index
 from nestling.views.flat import pack
 
 FACTORS = "main/factors"
 """The reference whose views are the clients' networks of factors: the components of a layer are an axis like any other."""
+
+Shapes = dict[str, tuple[int, ...]]
+"""Layers that may be factorised and the shapes of their weights."""
 
 
 @dataclass
@@ -30,8 +33,8 @@ class Factored(SharedWeights):
     it: some of the components of every layer, the rest whole.
     """
 
-    decay: float = 1e-4
-    dense: int = 1
+    decay: NotNegative = 1e-4
+    dense: Whole = 1
     pointwise: bool = False
     linear: bool = False
     leave_out: bool = True
@@ -39,35 +42,27 @@ class Factored(SharedWeights):
     factors: Reference = made()
     ladder: Ladder = made()
     able: frozenset[str] = made()
-    _factors: tuple[State, State] | None = field(init=False, repr=False, compare=False, default=None)
+    _factors: tuple[State, State] | None = made()  # the weights as they were when they were decomposed, and what came of it
 
     form: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        require(self.decay >= 0, "must not be negative (0 leaves it out)", "method.decay")
-        require(self.dense >= 0, "must not be negative", "method.dense")
 
     def setup(self, world: World) -> None:
         super().setup(world)
         self._factors = None
         shapes = factorable(world.main.module, dense=self.dense, pointwise=self.pointwise, linear=self.linear)
-        require(
-            bool(shapes),
-            f"{self.info.title} finds no layer to factorise in this network",
-            "model.name",
-            "take a network with more convolutions, or set method.dense = 0, method.pointwise or method.linear",
-        )
+        fix = "take a network with more convolutions, or set method.dense = 0, method.pointwise or method.linear"
+        require(bool(shapes), f"{self.info.title} finds no layer to factorise in this network", "model.name", fix)
         self.factors = Reference(FACTORS, factorise(world.main.module, self.ranks(shapes), self.form), world.main.shape)
         self.factors.to(world.place)
         world.references[FACTORS] = self.factors
         self.ladder = Ladder(world, sorted(self.pieces(shapes), key=lambda piece: world.cost(piece).params))
         self.able = able_tiers(dict.fromkeys(world.plans, self.ladder), self.leave_out)
 
-    def ranks(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    def ranks(self, shapes: Shapes) -> dict[str, int]:
         """The number of components of each layer that any client may hold."""
         raise NotImplementedError
 
-    def pieces(self, shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
+    def pieces(self, shapes: Shapes) -> list[Piece]:
         """What clients may train."""
         raise NotImplementedError
 
@@ -88,10 +83,13 @@ class Factored(SharedWeights):
             self._factors = (self.weights, pack(to_factors(self.weights, ranks, self.form)))
         return self._factors[1]
 
+    def part(self, piece: Piece) -> State:
+        """A piece of the global weights, or of their factors."""
+        return piece.view.extract(self.weights if piece.reference is self.world.main else self.factor_state())
+
     def model_for(self, device: Device) -> Model:
         piece = self.piece(device, 0)
-        state = self.weights if piece.reference is self.world.main else self.factor_state()
-        return Model(piece.reference, piece.view, piece.view.extract(state))
+        return Model(piece.reference, piece.view, self.part(piece))
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         phase = client.train.phase(client.round)
@@ -99,6 +97,11 @@ class Factored(SharedWeights):
             return [phase]
         decayed = partial(frobenius_decay, layers=layers_of(client.reference), weight=self.decay, plain=phase.optim.weight_decay)
         return [replace(phase, rule=decayed, optim=replace(phase.optim, weight_decay=0.0))]
+
+
+def key_of(piece: Piece) -> tuple[str, bytes]:
+    """Equal for equal pieces of one network."""
+    return piece.reference.name, piece.view.key()
 
 
 def layers_of(reference: Reference) -> tuple[str, ...]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from torch import Tensor
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, made, merge, pack, require
 from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
-from nestling.methods.lowrank.factored import Factored, layers_of
+from nestling.methods.lowrank.factored import Factored, Shapes, key_of, layers_of
 from nestling.models.factorised import full_rank, to_dense
-from nestling.schema import require
+from nestling.settings import Bounds, Compat, Positive
 from nestling.training.objectives import present_cross_entropy
-from nestling.views import merge
-from nestling.views.flat import pack
 
 
 @dataclass
@@ -45,11 +43,11 @@ class FedHM(Factored):
     compat:      "paper" or "code".
     """
 
-    ratios: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
+    ratios: tuple[Annotated[float, Bounds(1)], ...] = (1.0, 2.0, 4.0, 8.0)
     dynamic: bool = False
-    temperature: float = 5.0
+    temperature: Positive = 5.0
     virtual: bool = True
-    compat: str = "paper"
+    compat: Compat = "paper"
 
     ratio_of: dict[tuple[str, bytes], float] = made()
 
@@ -58,34 +56,25 @@ class FedHM(Factored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        good = bool(self.ratios) and all(ratio >= 1 for ratio in self.ratios)
-        require(good, "values of at least 1 (1 is the dense network), and at least one", "method.ratios")
-        require(self.temperature > 0, "must be above 0", "method.temperature")
-        require(self.compat in ("paper", "code"), f"unknown {self.compat!r}", "method.compat", "allowed: paper, code")
+        require(bool(self.ratios), "at least one (1 is the dense network)", "method.ratios")
 
-    def ranks(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    def ranks(self, shapes: Shapes) -> dict[str, int]:
         return self._ranks(shapes, min((ratio for ratio in self.ratios if ratio > 1), default=2.0))
 
-    def _ranks(self, shapes: dict[str, tuple[int, ...]], ratio: float) -> dict[str, int]:
+    def _ranks(self, shapes: Shapes, ratio: float) -> dict[str, int]:
         return {layer: min(max(round(s[0] / ratio), 1), full_rank(s, self.form)) for layer, s in shapes.items()}
 
-    def pieces(self, shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
+    def pieces(self, shapes: Shapes) -> list[Piece]:
         main = self.world.main
         found = {
             ratio: Piece(main, main.full) if ratio == 1 else Piece(self.factors, self.first(self._ranks(shapes, ratio)))
             for ratio in self.ratios
         }
-        self.ratio_of = {(piece.reference.name, piece.view.key()): ratio for ratio, piece in found.items()}
+        self.ratio_of = {key_of(piece): ratio for ratio, piece in found.items()}
         return list(found.values())
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        state = self.weights if piece.reference is self.world.main else self.factor_state()
-        if self._sent[0] is not self.weights:
-            self._sent = (self.weights, {})
-        messages, key = self._sent[1], piece.reference.name.encode() + piece.view.key()
-        if key not in messages:
-            messages[key] = Message({"weights": piece.view.extract(state)})
-        return messages[key]
+        return self.once(round, key_of(piece), lambda: Message({"weights": self.part(piece)}))
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         given = [self.contribution(reply) for reply in replies]
@@ -98,11 +87,10 @@ class FedHM(Factored):
         if reply.piece.reference is self.factors:
             state = to_dense(state, layers_of(self.factors))
         if self.compat == "code":
-            held = reply.message["present"]["classes"]
-            kept = counted_rows(held, state, output_layer(self.world.main, self.world.classes))
-            state = {**state, **{name: state[name] * rows for name, rows in kept.items()}}
-        ratio = self.ratio_of[reply.piece.reference.name, reply.piece.view.key()]
-        return Contribution(self.world.main.full, state, self._weight(ratio))
+            output = output_layer(self.world.main, self.world.classes)
+            held = counted_rows(reply.message["present"]["classes"], state, output)
+            state = {**state, **{name: state[name] * rows for name, rows in held.items()}}
+        return Contribution(self.world.main.full, state, self._weight(self.ratio_of[key_of(reply.piece)]))
 
     def _weight(self, ratio: float) -> float:
         return math.exp(-ratio / self.temperature) if self.dynamic else 1.0
@@ -121,7 +109,5 @@ class FedHM(Factored):
         return replace(sent, parts={**sent.parts, "present": {"classes": held_classes(client)}})
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        like = super().expects(piece, sent)
-        if self.compat == "paper":
-            return like
-        return {**like, **any_classes(self.world.classes)}
+        present = any_classes(self.world.classes) if self.compat == "code" else {}
+        return {**super().expects(piece, sent), **present}

@@ -10,28 +10,14 @@ import torch
 from torch import Tensor
 
 from nestling.methods.allocation import Ladder
-from nestling.methods.api import (
-    Client,
-    Contribution,
-    Device,
-    Info,
-    Message,
-    Method,
-    Model,
-    Phase,
-    Piece,
-    Reference,
-    Reply,
-    State,
-    World,
-)
-from nestling.methods.kept import made
-from nestling.methods.lowrank.factored import able_tiers, choose_among
+from nestling.methods.api import Client, Contribution, Info, Message, Method, Phase, Reference, Reply, State, kept, made, require
+from nestling.methods.lowrank.factored import able_tiers, choose_among, key_of
 from nestling.models.hypernetwork import Generated, HyperNetwork
-from nestling.schema import require
 from nestling.seeds import torch_seeded
+from nestling.settings import Count, Whole
 from nestling.views import keep_private, merge
-from nestling.views.flat import only, pack
+from nestling.views.flat import pack
+from nestling.world import Device, Model, Piece, World
 
 
 @dataclass
@@ -54,15 +40,15 @@ class HAFLGHN(Method):
     leave_out:  devices that cannot train φ do not take part (false: they are an error).
     """
 
-    hidden: int = 32
-    basis: int = 16
-    max_shape: tuple[int, int, int] = (64, 64, 5)
-    max_inputs: int = 1024
-    fine_tune: int = 0
+    hidden: Count = 32
+    basis: Count = 16
+    max_shape: tuple[Count, Count, Count] = (64, 64, 5)
+    max_inputs: Count = 1024
+    fine_tune: Whole = 0
     leave_out: bool = True
 
     world: World = made()
-    weights: State = made()
+    weights: State = kept()
     pieces: dict[str, Piece] = made()
     able: frozenset[str] = made()
 
@@ -76,12 +62,8 @@ class HAFLGHN(Method):
     )
 
     def __post_init__(self) -> None:
-        require(self.hidden >= 1 and self.basis >= 1, "must be at least 1", "method.hidden and method.basis")
-        require(
-            len(self.max_shape) == 3 and min(self.max_shape) >= 1, "outputs, inputs and kernel, each from 1", "method.max_shape"
-        )
-        require(self.max_inputs >= 1, "must be at least 1", "method.max_inputs")
-        require(self.fine_tune >= 0, "must not be negative", "method.fine_tune")
+        super().__post_init__()
+        require(len(self.max_shape) == 3, "outputs, inputs and kernel", "method.max_shape")
 
     @property
     def as_set(self) -> Info:
@@ -91,14 +73,14 @@ class HAFLGHN(Method):
         self.world = world
         with torch_seeded(world.seed, "hypernetwork"):
             generator = HyperNetwork(world.classes, self.hidden, self.basis, self.max_shape, self.max_inputs)
-        made: dict[tuple[str, bytes], Piece] = {}
+        unlike: dict[tuple[str, bytes], Piece] = {}
         self.pieces = {}
         for tier, plan in world.plans.items():
-            key = (plan.piece.reference.name, plan.piece.view.key())
-            if key not in made:
-                made[key] = self._generated(f"hypernetwork/{len(made)}", generator, plan.piece)
-            self.pieces[tier] = made[key]
-        self.weights = pack(next(iter(made.values())).view.extract(next(iter(made.values())).reference.initial))
+            if (key := key_of(plan.piece)) not in unlike:
+                unlike[key] = self._generated(f"hypernetwork/{len(unlike)}", generator, plan.piece)
+            self.pieces[tier] = unlike[key]
+        first = next(iter(self.pieces.values()))
+        self.weights = pack(first.view.extract(first.reference.initial))
         self.able = able_tiers({tier: Ladder(world, [piece]) for tier, piece in self.pieces.items()}, self.leave_out)
 
     def _generated(self, name: str, generator: HyperNetwork, piece: Piece) -> Piece:
@@ -124,24 +106,17 @@ class HAFLGHN(Method):
 
     def model_for(self, device: Device) -> Model:
         own = self.world.plans[device.tier].piece
-        kept = {name: t.to(self.world.place) for name, t in self.world.store.get(device.id).items()} if self.fine_tune else {}
+        tuned = {name: t.to(self.world.place) for name, t in self.world.store.get(device.id).items()} if self.fine_tune else {}
         piece = self.pieces[device.tier]
-        made = kept or weights_of(piece, {**piece.reference.initial, **self.weights})
-        if made.keys() != own.reference.network(own.view).state_dict().keys():
+        whole = {**piece.reference.initial, **self.weights}
+        weights = tuned or weights_of(piece, whole)
+        if weights.keys() != own.reference.network(own.view).state_dict().keys():
             # The network has running statistics, which nobody makes: it is used in the form in which it was trained.
-            return Model(piece.reference, piece.view, {**piece.reference.initial, **self.weights})
-        return Model(own.reference, own.view, made)
-
-    def state(self) -> dict[str, State]:
-        return {"weights": self.weights}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.weights = pack(state["weights"])
+            return Model(piece.reference, piece.view, whole)
+        return Model(own.reference, own.view, weights)
 
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        if not self.fine_tune:
-            return received["weights"]
-        return pack({**client.reference.initial, **received["weights"]})
+        return pack({**client.reference.initial, **received["weights"]}) if self.fine_tune else received["weights"]
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         if not self.fine_tune:
@@ -152,7 +127,7 @@ class HAFLGHN(Method):
     def reply(self, client: Client, received: Message) -> Message:
         if self.fine_tune:
             client.memory = weights_of(Piece(client.reference, client.view), client.weights)
-        return Message({"weights": only(client.weights, client.view.names)}, {"samples": client.samples})
+        return super().reply(client, received)
 
 
 @torch.no_grad()

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, Share, View
-from nestling.methods.lowrank.factored import Factored, layers_of
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, Share, View, pack, require
+from nestling.methods.lowrank.factored import Factored, Shapes, layers_of
 from nestling.models.factorised import full_rank, singular_values, to_dense
-from nestling.schema import require
 from nestling.seeds import stream
+from nestling.settings import NonZeroShare, NotNegative
 from nestling.views import by_index, merge
-from nestling.views.flat import pack
-
-SAMPLINGS = ("power", "softmax", "uniform", "top")
 
 
 @dataclass
@@ -45,41 +43,34 @@ class PriSM(Factored):
     leave_out: devices that cannot train the smallest piece do not take part (false: they are an error).
     """
 
-    decay: float = 2e-4
-    keeps: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
-    power: float = 3.0
-    sampling: str = "power"
-    clip: float = 5.0
+    decay: NotNegative = 2e-4
+    keeps: tuple[NonZeroShare, ...] = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+    power: NotNegative = 3.0
+    sampling: Literal["power", "softmax", "uniform", "top"] = "power"
+    clip: NotNegative = 5.0
 
     form = "columns"
     info = Info("low-rank", "rank: drawn singular components", "official code read", "A")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.keeps) and all(0 < keep <= 1 for keep in self.keeps), "shares above 0 and up to 1", "method.keeps")
-        require(self.power >= 0, "must not be negative (0 draws uniformly)", "method.power")
-        require(self.clip >= 0, "must not be negative (0 turns clipping off)", "method.clip")
-        known = f"allowed: {', '.join(SAMPLINGS)}"
-        require(self.sampling in SAMPLINGS, f"unknown sampling {self.sampling!r}", "method.sampling", known)
+        require(bool(self.keeps), "at least one share", "method.keeps")
 
-    def ranks(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    def ranks(self, shapes: Shapes) -> dict[str, int]:
         return {layer: full_rank(shape, self.form) for layer, shape in shapes.items()}
 
-    def pieces(self, shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
+    def pieces(self, shapes: Shapes) -> list[Piece]:
         every = self.ranks(shapes)
         views = [self.first({layer: math.ceil(keep * n - 1e-9) for layer, n in every.items()}) for keep in self.keeps]
         return [Piece(self.factors, view) for view in views]
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         """Other components for every client and round, in a network of the same shape, so that equal clients still do equal work."""
-        state = self.factor_state()
-        draw = stream(self.world.seed, "components", device.id, round)
-        drawn = {
-            layer: self.draw(
-                singular_values(state[f"{layer}.u.weight"]).cpu().numpy(), piece.view.shape(f"{layer}.v.weight")[0], draw
-            )
-            for layer in layers_of(self.factors)
-        }
+        state, drawn = self.factor_state(), {}
+        chance = stream(self.world.seed, "components", device.id, round)
+        for layer in layers_of(self.factors):
+            values = singular_values(state[f"{layer}.u.weight"]).cpu().numpy()
+            drawn[layer] = self.draw(values, piece.view.shape(f"{layer}.v.weight")[0], chance)
         return Message({"weights": self._view(drawn).extract(state)}, {"components": drawn})
 
     def draw(self, values: np.ndarray, count: int, chance: np.random.Generator) -> list[int]:
@@ -87,12 +78,9 @@ class PriSM(Factored):
         if count == len(values) or self.sampling == "top":
             return list(range(count))
         scaled = values / max(values.max(), 1e-30)
-        shares = {
-            "power": scaled**self.power,
-            "softmax": np.exp(values - values.max()),
-            "uniform": np.ones_like(values),
-        }[self.sampling]
-        shares = np.maximum(shares, 1e-12)  # even components that have vanished can be drawn when the others are used up
+        ways = {"power": scaled**self.power, "softmax": np.exp(values - values.max()), "uniform": np.ones_like(values)}
+        # Even components that have vanished can be drawn when the others are used up.
+        shares = np.maximum(ways[self.sampling], 1e-12)
         return sorted(chance.choice(len(values), count, replace=False, p=shares / shares.sum()).tolist())
 
     def _view(self, drawn: dict[str, list[int]]) -> View:
@@ -110,14 +98,10 @@ class PriSM(Factored):
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         state = self.factor_state()
         components = {f"{layer}.{side}.weight" for layer in layers_of(self.factors) for side in ("u", "v")}
-        views = [self._view(reply.sent.facts["components"]) for reply in replies]
-        merged = {}
-        for weights, names in (
-            ([1.0] * len(replies), [n for n in state if n in components]),
-            ([float(r.samples) for r in replies], [n for n in state if n not in components]),
-        ):
-            given = [Contribution(v, r.message["weights"], w) for v, r, w in zip(views, replies, weights, strict=True)]
-            merged.update(merge({name: state[name] for name in names}, given))
+        parts, merged = [(self._view(r.sent.facts["components"]), r) for r in replies], {}
+        for whole in (False, True):
+            given = [Contribution(view, r.message["weights"], float(r.samples) if whole else 1.0) for view, r in parts]
+            merged.update(merge({n: t for n, t in state.items() if (n not in components) == whole}, given))
         if replies:
             dense = to_dense(merged, layers_of(self.factors))
             self.weights = pack({name: dense[name] for name in self.weights})

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Device, Message, Piece, Reply, State, World
-from nestling.methods.kept import kept, made
+from nestling.methods.api import Client, Device, InputError, Message, Piece, Reply, State, World, kept, made
 from nestling.methods.personal import Personal, common_features, keep_weights
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps, watching

@@ -4,34 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Message, Model, Piece, State, World
+from nestling.methods.api import Client, Device, Info, Message, Model, Piece, State, World, kept, made
 from nestling.methods.heads import common_head, with_head
-from nestling.methods.kept import made
-from nestling.methods.personal import Personal
-from nestling.views.flat import pack
+from nestling.methods.personal import Personal, common_features
+from nestling.models.embedding import with_features
+from nestling.models.taps import Taps
+from nestling.settings import Whole
 
 HEAD = "classifier"
-PREDICTIONS = ("common", "own")
+
+INFO = Info.of_own_networks(
+    "representation",
+    "any: bodies are personal, features and classifier have one form",
+    "reimplementation (HtFLlib) read; the paper from memory",
+    "F",
+)
+"""What the methods of one common classifier are."""
 
 
 @dataclass
 class CommonHead(Personal):
-    """Base of the methods in which every client puts the server's classifier on top of its own network before it trains.
+    """Base of the methods in which every client puts the server's classifier on top of its own network before it trains. Networks with
+    another number of features than the common one have theirs pooled to it.
 
+    size:    how many features (0: as many as the network with the fewest has).
     predict: what a client decides with: the "common" classifier as it is now, or its "own" as it last trained it. The other one is
              reported beside it.
     """
 
-    predict: str = "common"
+    size: Whole = 0
+    predict: Literal["common", "own"] = "common"
 
-    head: State = made()
+    wide: int = made()
+    head: State = kept()
+
+    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        return with_features(module, taps, self.wide)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        self.wide = common_features(world, self.size)
         super().setup(world)
         self.head = common_head(self.pieces.values())
 
@@ -42,19 +59,14 @@ class CommonHead(Personal):
         return self._deciding_by(self.predict, device)
 
     def other_models(self, device: Device) -> dict[str, Model]:
-        return {f"by {way} head": self._deciding_by(way, device) for way in PREDICTIONS if way != self.predict}
+        other = "own" if self.predict == "common" else "common"
+        return {f"by {other} head": self._deciding_by(other, device)}
 
     def _deciding_by(self, way: str, device: Device) -> Model:
         own = super().model_for(device)
         if way == "own" and self.world.store.get(device.id):
             return own
         return Model(own.reference, own.view, with_head(own.state, own.reference.taps.head, self.head))
-
-    def state(self) -> dict[str, State]:
-        return {HEAD: self.head}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.head = pack(state[HEAD])
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 

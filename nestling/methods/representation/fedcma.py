@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World
+from nestling.methods.api import Client, Device, Message, Phase, Piece, Reply, State, World, kept
 from nestling.methods.heads import head_of
-from nestling.methods.kept import made
-from nestling.methods.representation.class_means import STATISTICS, WEIGHTINGS, ByClass, class_means, look, spread
-from nestling.models.embedding import BOUNDS, with_features
+from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, look, spread
+from nestling.methods.representation.common_head import HEAD, INFO
+from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
-from nestling.schema import require
+from nestling.settings import Compat, Count, NonZeroShare, NotNegative
 from nestling.training.objectives import Batch, Given, Net, see
 
-HEAD = "classifier"
 _CODE = 0.9  # the released code's EMA keeps 1 − 0.9·λ
 
 
@@ -50,37 +50,22 @@ class FedCMA(ByClass):
     compat:  "paper", or "code": rates 0.9·λ_m and 0.9·λ_c, and moments of a client's first batch only.
     """
 
-    lam: float = 0.5
-    lam_c: float = 0.5
-    moments: int = 1
-    bound: str = "none"
-    rate: float = 0.45
-    weighting: str = "samples"
-    compat: str = "paper"
+    lam: NotNegative = 0.5
+    lam_c: NotNegative = 0.5
+    moments: Count = 1
+    bound: Literal["none", "relu", "sigmoid", "tanh"] = "none"
+    rate: NonZeroShare = 0.45
+    weighting: Literal["samples", "uniform"] = "samples"
+    compat: Compat = "paper"
 
-    head: State = made()
+    head: State = kept()
 
-    info = Info(
-        "representation",
-        "any: bodies are personal, features and classifier have one form",
-        "fork of the official code read; the paper from its abstract",
-        "F",
-        global_model=False,
-        own_networks=True,
-        personal=True,
+    info = replace(
+        INFO,
+        evidence="fork of the official code read; the paper from its abstract",
         title="Fed-CMA",
         paper="Fed-CMA (abstract)",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("lam", "lam_c"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        require(self.moments >= 1, "must be at least 1", "method.moments")
-        require(0 < self.rate <= 1, "must be in (0, 1]", "method.rate")
-        for name, allowed in (("weighting", WEIGHTINGS), ("compat", ("paper", "code")), ("bound", tuple(BOUNDS))):
-            value = getattr(self, name)
-            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         return {"moments": (self.moments, self.wide)}
@@ -95,10 +80,11 @@ class FedCMA(ByClass):
         self.head = {}
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        if self._sent is None:
-            known = self.table.message()
-            self._sent = Message({**known.parts, HEAD: self.head}, known.facts) if self.head else known
-        return self._sent
+        return self.once(round, STATISTICS, self._message)
+
+    def _message(self) -> Message:
+        known = self.table.message()
+        return Message({**known.parts, HEAD: self.head}, known.facts) if self.head else known
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         classes = self.world.classes
@@ -108,22 +94,16 @@ class FedCMA(ByClass):
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not replies:
             return
-        self.table, self._sent = self.table.told(replies, rate=self._rate(self.lam)), None
+        self.table, old, new = self.table.told(replies, rate=self._rate(self.lam)), self.head, {}
         shares = torch.tensor([float(r.samples) if self.weighting == "samples" else 1.0 for r in replies], dtype=torch.float64)
         for name, first in replies[0].message[HEAD].items():
             stack = torch.stack([r.message[HEAD][name] for r in replies]).to(torch.float64)
-            new = torch.tensordot((shares / shares.sum()).to(stack), stack, 1).to(first.dtype)
-            self.head[name] = self.head[name].lerp(new, self._rate(self.lam_c)) if name in self.head else new
+            mean = torch.tensordot((shares / shares.sum()).to(stack), stack, 1).to(first.dtype)
+            new[name] = old[name].lerp(mean, self._rate(self.lam_c)) if name in old else mean
+        self.head = new
 
     def _rate(self, lam: float) -> float:
         return min(1.0, _CODE * lam) if self.compat == "code" else self.rate
-
-    def state(self) -> dict[str, State]:
-        return {**super().state(), HEAD: dict(self.head)}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self.head = dict(state.get(HEAD, {}))
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 

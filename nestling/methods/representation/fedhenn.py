@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply
 from nestling.methods.public import PublicExchange
 from nestling.models.taps import watching
-from nestling.schema import require
+from nestling.settings import Bounds, NotNegative
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 
 
@@ -36,35 +37,25 @@ class FedHeNN(PublicExchange):
     eta:   η₀ (0.01 in the released code; the paper's grid is 0.001 to 1, from memory).
     """
 
-    align: int = 1000
-    eta: float = 0.01
+    align: Annotated[int, Bounds(2)] = 1000  # fewer make no kernel
+    eta: NotNegative = 0.01
 
     info = Info.of_own_networks(
-        "representation",
-        "any: only kernels travel",
-        "official code read",
-        "D",
-        auxiliary="public inputs on every client, unlabelled",
+        "representation", "any: only kernels travel", "official code read", "D", "public inputs on every client, unlabelled"
     )
-
-    def __post_init__(self) -> None:
-        require(self.align >= 2, "a kernel needs at least two public rows", "method.align")
-        require(self.eta >= 0, "must not be negative", "method.eta")
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        if round not in self._messages:
-            self._messages[round] = Message({"kernel": self.known} if self.known else {}, self.facts(round))
-        return self._messages[round]
+        return self.once(round, "kernel", lambda: Message({"kernel": self.known} if self.known else {}, self.facts(round)))
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         return {"kernel": {"kernel": torch.empty(self.asked, self.asked)}}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if replies:
-            total = sum((reply.message["kernel"]["kernel"] for reply in replies[1:]), replies[0].message["kernel"]["kernel"])
-            self.know({"kernel": total / len(replies)}, round)
+            first, *others = (reply.message["kernel"]["kernel"] for reply in replies)
+            self.know({"kernel": sum(others, first) / len(replies)}, round)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
@@ -83,11 +74,11 @@ class FedHeNN(PublicExchange):
         return [client.train.phase(client.round, objective=objective, given=given)]
 
     def reply(self, client: Client, received: Message) -> Message:
-        kept = super().reply(client, received)
+        told = super().reply(client, received)
         module = client.reference.network(client.view, client.weights).eval()
         with torch.no_grad():
             seen = [features(module, part, client.reference.taps.head) for part in self.inputs(client, received).split(256)]
-        return Message({"kernel": {"kernel": linear_kernel(torch.cat(seen))}}, kept.facts)
+        return Message({"kernel": {"kernel": linear_kernel(torch.cat(seen))}}, told.facts)
 
 
 def features(module: nn.Module, x: Tensor, head: str) -> Tensor:

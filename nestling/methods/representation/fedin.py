@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, made, require
 from nestling.methods.baselines.averaged import Averaged, parameters_of
-from nestling.methods.kept import made
-from nestling.schema import require
-from nestling.seeds import derive, stream
-from nestling.training.noise import normal
+from nestling.methods.representation.feature_noise import FeatureNoise, noise_key, noisy
+from nestling.seeds import stream
+from nestling.settings import Count, NotNegative
 from nestling.training.objectives import Batch, Given, Net, Objective, cross_entropy, proximal
-from nestling.views.middle import Middle, changed, features, middle_of, through
-
-RULES = ("simplified", "exact", "sum")
-NOISE_IN = ("training", "message")
+from nestling.views.middle import Middle, features, middle_of, through
 
 
 @dataclass
@@ -54,15 +50,15 @@ class FedIN(Averaged):
     entry:    the layer whose input is s_in (empty: the first stage, or the first repeated block).
     """
 
-    cut: str = "depth"
+    cut: Literal["width", "depth"] = "depth"
     exchange: bool = True
-    mu: float = 0.05
-    rule: str = "simplified"
-    lam: float = 1.0
-    batch: int = 16
-    pool: int = 100
-    noise: float = 0.0
-    noise_in: str = "training"
+    mu: NotNegative = 0.05
+    rule: Literal["simplified", "exact", "sum"] = "simplified"
+    lam: NotNegative = 1.0
+    batch: Count = 16
+    pool: Count = 100
+    noise: NotNegative = 0.0
+    noise_in: Literal["training", "message"] = "training"
     entry: str = ""
 
     pairs: list[tuple[int, State]] = made()
@@ -78,13 +74,6 @@ class FedIN(Averaged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in (("rule", RULES), ("noise_in", NOISE_IN)):
-            value = getattr(self, name)
-            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
-        for name in ("mu", "lam", "noise"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        for name in ("batch", "pool"):
-            require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
         fix = 'use cut = "depth", or averaging = "group"'
         shared = self.cut == "depth" or self.averaging == "group" or not self.exchange
         require(shared, "networks of unequal width have features of unequal size", "method.cut", fix)
@@ -94,21 +83,19 @@ class FedIN(Averaged):
     def setup(self, world: World) -> None:
         super().setup(world)
         self.pairs = []
-        if self.exchange:
-            self._check_shapes()
-
-    def _check_shapes(self) -> None:
-        pieces = self._ladder.pieces if self._ladder else [plan.piece for plan in self.world.plans.values()]
+        if not self.exchange:
+            return
+        pieces = self._ladder.pieces if self._ladder else [plan.piece for plan in world.plans.values()]
         shapes = {(middle.before, middle.after) for middle in map(self._middle, pieces)}
-        if self.averaging == "layer" and len(shapes) > 1:
-            raise InputError(
-                f"FedIN exchanges features, and {self.reference.name} has others in every depth: {sorted(shapes)}",
-                field="model.name",
-                fix='take a residual network (tinyresnet, resnet18, …), or method.averaging = "group"',
-            )
+        require(
+            self.averaging == "group" or len(shapes) < 2,
+            f"FedIN exchanges features, and {self.reference.name} has others in every depth: {sorted(shapes)}",
+            "model.name",
+            'take a residual network (tinyresnet, resnet18, …), or method.averaging = "group"',
+        )
 
-    def _middle(self, piece: Piece) -> Middle:
-        return middle_of(piece.reference, piece.view, self.entry)
+    def _middle(self, of: Piece | Client) -> Middle:
+        return middle_of(of.reference, of.view, self.entry)
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         whole = super().send(device, piece, round)
@@ -137,16 +124,13 @@ class FedIN(Averaged):
             self.pairs = [*older, *heard.items()][-self.pool :]
 
     def state(self) -> dict[str, State]:
-        kept = {f"{number} {owner} {n}": t for number, (owner, pair) in enumerate(self.pairs) for n, t in pair.items()}
-        return {**super().state(), **({"pairs": kept} if kept else {})}
+        # By number: pairs are drawn by their order, and a checkpoint does not keep that of names.
+        return {**super().state(), **{f"pairs {number} {owner}": pair for number, (owner, pair) in enumerate(self.pairs)}}
 
     def restore(self, state: Mapping[str, State]) -> None:
         super().restore(state)
-        found: dict[tuple[int, int], State] = {}
-        for name, tensor in state.get("pairs", {}).items():
-            number, owner, n = name.split(" ")
-            found.setdefault((int(number), int(owner)), {})[n] = tensor
-        self.pairs = [(owner, pair) for (_, owner), pair in sorted(found.items(), key=lambda item: item[0])]
+        found = {name: [int(n) for n in name.split()[1:]] for name in state if name.startswith("pairs ")}
+        self.pairs = [(found[name][1], dict(state[name])) for name in sorted(found, key=found.__getitem__)]
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
@@ -155,11 +139,11 @@ class FedIN(Averaged):
         given = parameters_of(client, received["weights"]) if self.mu else {}
         changes: dict[str, object] = {}
         if self.noise and self.noise_in == "training":
-            middle = middle_of(client.reference, client.view, self.entry)
-            objective = partial(_noisy, objective=objective, entry=middle.entry, head=middle.head, amount=self.noise)
-            given = {**given, "noise": _key(client, "features")}
+            middle = self._middle(client)
+            objective = partial(noisy, objective=objective, entry=middle.entry, head=middle.head, amount=self.noise)
+            given = {**given, "noise": noise_key(client, "features")}
         if "pairs" in received:
-            middle = middle_of(client.reference, client.view, self.entry)
+            middle = self._middle(client)
             given = {**given, **{f"pairs/{n}": t for n, t in received["pairs"].items()}}
             along = 1.0 if self.rule == "sum" else self.lam / 2 if self.rule == "simplified" else None
             changes["also"] = partial(_matching, entry=middle.entry, head=middle.head, shape=client.reference.shape)
@@ -177,41 +161,13 @@ class FedIN(Averaged):
         """One batch of what enters and leaves the middle of the client's network; rows repeat where it has too few."""
         order = stream(client.site.seed, "rows of pairs", client.id, client.round).permutation(client.samples)
         rows = torch.from_numpy(client.rows[np.resize(order, self.batch)]).to(client.place)
-        middle = middle_of(client.reference, client.view, self.entry)
-        module = client.reference.network(client.view, client.weights).train()
-        change = partial(_with_noise, draws=_Draws(_key(client, "pairs"), 0), amount=self.noise) if self.noise else None
+        middle, module = self._middle(client), client.reference.network(client.view, client.weights).train()
+        change = FeatureNoise(noise_key(client, "pairs"), 0, self.noise) if self.noise else None
         within = change if self.noise_in == "training" else None
         pair = features(module, middle.entry, middle.head, client.site.x[rows], within)
         if change is not None and within is None:
             pair = change(pair[0]), change(pair[1])
         return {"in": pair[0].clone(), "out": pair[1].clone()}
-
-
-@dataclass
-class _Draws:
-    """Sets of normal draws of one key, one after another."""
-
-    key: Tensor
-    number: int | Tensor
-
-    def next(self, like: Tensor) -> Tensor:
-        self.number = self.number + 1
-        return normal(self.key, self.number, like.shape)
-
-
-def _key(client: Client, purpose: str) -> Tensor:
-    return torch.tensor(derive(client.site.seed, "noise of", purpose, client.id, client.round), device=client.place)
-
-
-def _with_noise(given: Tensor, *, draws: _Draws, amount: float) -> Tensor:
-    return given + amount * given.detach().std() * draws.next(given)
-
-
-def _noisy(net: Net, batch: Batch, given: Given, *, objective: Objective, entry: str, head: str, amount: float) -> Tensor:
-    """The objective with noise on what enters the middle and on what leaves it."""
-    change = partial(_with_noise, draws=_Draws(given["noise"], 2 * batch.counter), amount=amount)
-    with changed(net.module, entry, change), changed(net.module, head, change):
-        return objective(net, batch, given)
 
 
 def _matching(net: Net, batch: Batch, given: Given, *, entry: str, head: str, shape: tuple[int, ...]) -> Tensor:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Info, Reply, State, World
-from nestling.methods.kept import made
+from nestling.methods.api import Info, Reply, State, World, kept, made
 from nestling.methods.representation.class_means import Table
 from nestling.methods.representation.fedproto import FedProto
-from nestling.methods.representation.prototypes import gathered, passes
-from nestling.schema import require
+from nestling.methods.representation.prototypes import TrainsOnPrototypes
 from nestling.seeds import torch_seeded
-from nestling.training.distiller import Student
-from nestling.training.objectives import Batch
-from nestling.training.optimisers import Optim
+from nestling.settings import NotNegative, Whole
 
 
 class Prototypes(nn.Module):
@@ -35,7 +31,7 @@ class Prototypes(nn.Module):
 
 
 @dataclass
-class FedTGP(FedProto):
+class FedTGP(TrainsOnPrototypes, FedProto):
     """FedTGP (Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data and Model
     Heterogeneity in Federated Learning", AAAI 2024).
 
@@ -59,15 +55,12 @@ class FedTGP(FedProto):
     hidden:       width between the two layers (0: d).
     """
 
-    weighting: str = "uniform"
-    threshold: float = 100.0
-    epochs: int = 100
-    server_lr: float = 0.01
-    server_batch: int = 10
-    hidden: int = 0
+    weighting: Literal["samples", "uniform"] = "uniform"
+    threshold: NotNegative = 100.0
+    hidden: Whole = 0
 
     network: Prototypes = made()
-    trained: State = made()
+    trained: State = kept()
 
     info = Info.of_own_networks(
         "representation",
@@ -76,18 +69,11 @@ class FedTGP(FedProto):
         "F",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("threshold", "epochs", "hidden"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        require(self.server_lr > 0, "must be above 0", "method.server_lr")
-        require(self.server_batch >= 1, "must be at least 1", "method.server_batch")
-
     def setup(self, world: World) -> None:
         super().setup(world)
         with torch_seeded(world.seed, "prototypes"):
-            made = Prototypes(world.classes, self.wide, self.hidden or self.wide)
-        self.network = made.to(world.place)
+            network = Prototypes(world.classes, self.wide, self.hidden or self.wide)
+        self.network = network.to(world.place)
         self.trained = {name: t.detach().clone() for name, t in self.network.state_dict().items()}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
@@ -95,32 +81,17 @@ class FedTGP(FedProto):
             return
         nothing = Table.empty(self.shapes(self.world.classes), self.world.classes, self.world.place)
         now = nothing.told(replies, self.weighting)
-        self._teach(replies, margin(now.rows["features"], now.known, self.threshold), round)
+        apart = margin(now.rows["features"], now.known, self.threshold)
+        self.trained = self.taught("fedtgp", self.trained, self._prototypes, contrast, replies, round, apart)
         with torch.no_grad():
             rows = self._prototypes(self.trained)
         known = self.table.known | now.known
-        self.table, self._sent = Table({"features": torch.where(known[:, None], rows, 0.0)}, known), None
+        self.table = Table({"features": torch.where(known[:, None], rows, 0.0)}, known)
 
-    def _teach(self, replies: Sequence[Reply], apart: Tensor, round: int) -> None:
-        """The server's steps of a round."""
-        work, (x, y) = self.world.recorder, gathered(replies, "features", self.world.place)
-        forward, optim = lambda state, x, number: self._prototypes(state), Optim("sgd", self.server_lr)
-        student = work.student("prototypes", self.trained, list(self.trained), forward, optim)
-        with work.session():
-            for batch in passes(x, y, self.epochs, self.server_batch, self.world.seed, "fedtgp", round):
-                work.do("prototypes", partial(_step, student), *batch, apart)
-            self.trained = student.state()
-
-    def _prototypes(self, state: Mapping[str, Tensor]) -> Tensor:
-        made: Tensor = torch.func.functional_call(self.network, dict(state), ())
-        return made
-
-    def state(self) -> dict[str, State]:
-        return {**super().state(), "trained": self.trained}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self.trained = dict(state["trained"])
+    def _prototypes(self, state: Mapping[str, Tensor], *asked: object) -> Tensor:
+        """The prototypes that a state makes, whatever it is asked about."""
+        found: Tensor = torch.func.functional_call(self.network, dict(state), ())
+        return found
 
 
 def margin(centres: Tensor, known: Tensor, threshold: float) -> Tensor:
@@ -134,7 +105,3 @@ def contrast(x: Tensor, y: Tensor, prototypes: Tensor, apart: Tensor) -> Tensor:
     """Of every row, the cross-entropy by which its class's prototype is to be the nearest one, by a margin."""
     far = (x[:, None] - prototypes[None]).square().sum(-1).add(1e-12).sqrt()
     return F.cross_entropy(-far - apart * F.one_hot(y, len(prototypes)), y, reduction="none")
-
-
-def _step(student: Student, x: Tensor, y: Tensor, counts: Tensor, apart: Tensor) -> None:
-    student.update(Batch(x, y, y, mask=counts).mean(contrast(x, y, student(x), apart)))

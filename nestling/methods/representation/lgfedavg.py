@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from nestling.methods.api import Client, Info, Message, Piece, Reply, World
+from nestling.methods.api import Client, Message, Piece, Reply
 from nestling.methods.heads import head_of, mean_head
-from nestling.methods.kept import made
-from nestling.methods.personal import common_features, keep_weights
-from nestling.methods.representation.class_means import WEIGHTINGS
-from nestling.methods.representation.common_head import HEAD, PREDICTIONS, CommonHead
-from nestling.models.embedding import with_features
-from nestling.models.taps import Taps
-from nestling.schema import require
+from nestling.methods.personal import keep_weights
+from nestling.methods.representation.common_head import HEAD, INFO, CommonHead
 
 
 @dataclass
@@ -39,32 +35,11 @@ class LGFedAvg(CommonHead):
                The other one is reported beside it.
     """
 
-    size: int = 0
-    weighting: str = "samples"
+    weighting: Literal["samples", "uniform"] = "samples"
 
-    wide: int = made()
-
-    info = Info.of_own_networks(
-        "representation",
-        "any: bodies are personal, features and classifier have one form",
-        "reimplementation (HtFLlib) read; the paper from memory",
-        "F",
-    )
-
-    def __post_init__(self) -> None:
-        require(self.size >= 0, "must not be negative (0: as the network with the fewest)", "method.size")
-        for name, allowed in (("weighting", WEIGHTINGS), ("predict", PREDICTIONS)):
-            value = getattr(self, name)
-            require(value in allowed, f"unknown {name} {value!r}", f"method.{name}", f"allowed: {', '.join(allowed)}")
-
-    def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
-        return with_features(module, taps, self.wide)
+    info = INFO
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
-
-    def setup(self, world: World) -> None:
-        self.wide = common_features(world, self.size)
-        super().setup(world)
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         return {HEAD: sent[HEAD]}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Phase, Reference, State, World
+from nestling.methods.api import Phase, Piece, Reference, State, View, World
+from nestling.models.taps import watching
 from nestling.seeds import torch_seeded
 from nestling.training.objectives import Batch, Net
 from nestling.training.trainer import batches
@@ -26,18 +26,18 @@ def adjust(
 ) -> State:
     """The new masks. In every layer all but a share `rho` of the kept weights, the smallest, stay. The others and all pruned ones
     enter in the order of squared gradient per second, as long as each has more of it than the network with those before it."""
-    kept = {name: lowest_off(weights[name], mask, rho) for name, mask in masks.items()}
-    gain = sum(float(g[kept[name]].double().sum() if name in kept else g.double().sum()) for name, g in squares.items())
-    time = constant + sum(seconds[name] * int(mask.sum()) for name, mask in kept.items())
-    others = {name: squares[name].double()[~mask] for name, mask in kept.items()}
+    left = {name: lowest_off(weights[name], mask, rho) for name, mask in masks.items()}
+    gain = sum(float(g[left[name]].double().sum() if name in left else g.double().sum()) for name, g in squares.items())
+    time = constant + sum(seconds[name] * int(mask.sum()) for name, mask in left.items())
+    others = {name: squares[name].double()[~mask] for name, mask in left.items()}
     gains = torch.cat(list(others.values()))
     times = torch.cat([torch.full_like(g, seconds[name]) for name, g in others.items()])
     entering = torch.zeros(len(gains), dtype=torch.bool, device=gains.device)
     order = torch.sort(gains / times, descending=True, stable=True).indices
     entering[order[: _worthwhile(gains[order], times[order], gain, time)]] = True
     for (name, _), enter in zip(others.items(), entering.split([len(g) for g in others.values()]), strict=True):
-        kept[name][~kept[name]] = enter
-    return kept
+        left[name][~left[name]] = enter
+    return left
 
 
 def _worthwhile(gains: Tensor, times: Tensor, gain: float, time: float) -> int:
@@ -64,6 +64,12 @@ def squared_gradients(
     return {name: g.square() for name, g in total.items()}
 
 
+def trained_part(piece: Piece) -> View:
+    """The piece without masks and buffers: what squared gradients are of."""
+    buffers = frozenset(name for name in piece.reference.axes.shapes if name not in piece.reference.parameters)
+    return View(piece.view.axes, piece.view.keep, piece.view.dropped | buffers)
+
+
 def weight_seconds(world: World, steps: int) -> dict[str, float]:
     """Seconds a round for one weight of every prunable tensor, on the devices that take longest for the whole network: it travels down
     and up once, and takes three multiplications for each place and sample that it is used at."""
@@ -84,16 +90,10 @@ def weight_uses(reference: Reference) -> dict[str, int]:
     """How often one weight of every prunable tensor is multiplied in a sample's forward pass: once for every place of a map."""
     uses = dict.fromkeys(prunable(reference), 1)
     module = reference.network(reference.full).eval()
-    watched = [(f"{name}.weight", layer) for name, layer in module.named_modules() if f"{name}.weight" in uses]
-    handles = [layer.register_forward_hook(partial(_count, uses, name)) for name, layer in watched]
-    try:
+    layers = {name: layer for name, layer in module.named_modules() if f"{name}.weight" in uses}
+    with watching(module, list(layers)) as seen:
         module(torch.zeros((1, *reference.shape), device=next(iter(reference.initial.values())).device))
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name, out in seen.items():
+        channels = out.shape[-1] if isinstance(layers[name], (nn.Linear, nn.Embedding)) else out.shape[1]
+        uses[f"{name}.weight"] = out.numel() // channels
     return uses
-
-
-def _count(uses: dict[str, int], name: str, layer: nn.Module, inputs: object, out: Tensor) -> None:
-    channels = out.shape[-1] if isinstance(layer, (nn.Linear, nn.Embedding)) else out.shape[1]
-    uses[name] = out.numel() // channels

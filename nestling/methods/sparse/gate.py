@@ -10,12 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Message, Phase, SharedWeights
-from nestling.schema import require
+from nestling.methods.api import Client, Device, InputError, Message, Phase, SharedWeights, World, made
+from nestling.settings import BetweenZeroAndOne, NonZeroShare, ShareBelowOne, UnitShare
+from nestling.store import Records
 from nestling.training.distiller import logits_of
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.phase import GradientRule
+
+HELD_OUT = "none (clients hold out rows of their own)"
+"""What their auxiliary data is."""
+
+PRUNINGS = "prunings"
+"""The name of how often a client has pruned, in facts and in what is kept of it."""
 
 _FIRST = "first row in use"
 
@@ -30,16 +36,16 @@ class PrunesItself(SharedWeights):
     that the server knows nothing of its last pruning, and goes back to what it had before.
     """
 
-    acc_thr: float = 0.5
-    prune_step: float = 0.2
-    r_target: float = 0.5
-    validation: float = 0.2
+    acc_thr: UnitShare = 0.5
+    prune_step: BetweenZeroAndOne = 0.2
+    r_target: NonZeroShare = 0.5
+    validation: ShareBelowOne = 0.2
 
-    def __post_init__(self) -> None:
-        require(0 <= self.acc_thr <= 1, "must be from 0 to 1 (1: nothing is ever pruned)", "method.acc_thr")
-        require(0 < self.prune_step < 1, "must be above 0 and below 1", "method.prune_step")
-        require(0 < self.r_target <= 1, "must be above 0 and at most 1", "method.r_target")
-        require(0 <= self.validation < 1, "must be from 0 to below 1 (0: the rows trained on decide)", "method.validation")
+    records: Records = made()
+
+    def setup(self, world: World) -> None:
+        super().setup(world)
+        self.records = Records(world.store)
 
     def kept(self, prunings: int) -> float:
         """The share that is left after so many prunings: r_k."""
@@ -50,9 +56,13 @@ class PrunesItself(SharedWeights):
         # The small tolerance keeps a target that is a power of the step from being missed by rounding.
         return self.acc_thr < 1 and self.kept(prunings) > self.r_target + 1e-9
 
+    def prunings_of(self, device: Device) -> int:
+        """How often a client has pruned, as the server knows it."""
+        return int(self.records.get(device.id).get(PRUNINGS, 0))
+
     def prunings_in(self, sent: Message, facts: Mapping[str, Any]) -> int:
         """How often a client says that it has pruned by now: as often as the server knows, or once more."""
-        said, known = facts.get("prunings"), int(sent.facts["prunings"])
+        said, known = facts.get(PRUNINGS), int(sent.facts[PRUNINGS])
         if type(said) is not int or not (said == known or (said == known + 1 and self.may_prune(known))):
             raise InputError(f"the number of prunings is {said!r} after {known}")
         return said

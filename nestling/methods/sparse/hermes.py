@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reply, State, View, World
-from nestling.methods.kept import made
-from nestling.methods.sparse.gate import PrunesItself
-from nestling.schema import require
-from nestling.store import Records
+from nestling.methods.api import Client, Device, Info, InputError, Message, Model, Phase, Piece, Reply, View
+from nestling.methods.sparse.gate import HELD_OUT, PRUNINGS, PrunesItself
 from nestling.views import from_spec, to_spec
 from nestling.views.sparse import channel_norms, inside_of, overwritten, strongest, whole_widths
 
-_CHANNELS, _COUNT, _WEIGHT = "channels", "prunings", "weight."
+_CHANNELS, _WEIGHT = "channels", "weight."
 
 
 @dataclass
@@ -46,10 +42,8 @@ class Hermes(PrunesItself):
     rewind:     whether a pruning takes the channels that stay back to their initial values (lottery-ticket pruning).
     """
 
-    overlap: str = "all"
+    overlap: Literal["all", "holders"] = "all"
     rewind: bool = False
-
-    records: Records = made()
 
     shares_weights: ClassVar[bool] = False  # clients go on from models of their own
     info = Info(
@@ -57,18 +51,10 @@ class Hermes(PrunesItself):
         "structured masks: channels, one set a client",
         "from paper (abstract) and memory",
         "C",
-        auxiliary="none (clients hold out rows of their own)",
+        auxiliary=HELD_OUT,
         global_model=False,
         personal=True,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.overlap in ("all", "holders"), f"unknown overlap {self.overlap!r}", "method.overlap", "all or holders")
-
-    def setup(self, world: World) -> None:
-        super().setup(world)
-        self.records = Records(world.store)
 
     def piece(self, device: Device, round: int) -> Piece:
         known = self.records.get(device.id)
@@ -77,13 +63,12 @@ class Hermes(PrunesItself):
         return Piece(self.world.main, View(self.world.main.axes, known[_CHANNELS].cpu().numpy()))
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        whole = self.world.device(device.id).piece.view
-        facts = {_COUNT: int(self.records.get(device.id).get(_COUNT, 0)), "of": _widths(whole)}
+        facts = {PRUNINGS: self.prunings_of(device), "of": _widths(self.world.device(device.id).piece.view)}
         return Message({"weights": self.model_for(device).state}, facts)
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         prunings = self.prunings_in(sent, facts)
-        if prunings == sent.facts[_COUNT]:
+        if prunings == sent.facts[PRUNINGS]:
             return piece
         view = _read(piece.view, facts.get("index"))
         wanted = whole_widths(piece.view, self._widths(sent, prunings))
@@ -100,22 +85,17 @@ class Hermes(PrunesItself):
             return
         common = View(self.world.main.axes, reduce(np.logical_and, [reply.piece.view.keep for reply in replies]))
         for reply in replies:
-            view = reply.piece.view
-            model = (
-                view.extract(self.weights)
-                if self.overlap == "holders"
-                else overwritten(view, reply.message["weights"], common, self.weights)
-            )
-            self.records.put(reply.device.id, self._record(view, model, reply.message), round)
-
-    def _record(self, view: View, model: Mapping[str, Tensor], message: Message) -> State:
-        weights = {_WEIGHT + name: tensor for name, tensor in model.items()}
-        return {_CHANNELS: torch.from_numpy(view.keep.copy()), _COUNT: torch.tensor(int(message.facts[_COUNT])), **weights}
+            view, said = reply.piece.view, reply.message
+            held = self.overlap == "holders"
+            model = view.extract(self.weights) if held else overwritten(view, said["weights"], common, self.weights)
+            known = {_CHANNELS: torch.from_numpy(view.keep.copy()), PRUNINGS: torch.tensor(int(said.facts[PRUNINGS]))}
+            self.records.put(reply.device.id, {**known, **{_WEIGHT + name: t for name, t in model.items()}}, round)
 
     def model_for(self, device: Device) -> Model:
-        view, known = self.piece(device, 0).view, self.records.get(device.id)
+        known = self.records.get(device.id)
         if not known:
-            return Model(self.world.main, view, view.extract(self.weights))
+            return super().model_for(device)
+        view = self.piece(device, 0).view
         return Model(self.world.main, view, {name: known[_WEIGHT + name].to(self.world.place) for name in view.names})
 
     def global_model(self) -> None:  # type: ignore[override]
@@ -130,9 +110,9 @@ class Hermes(PrunesItself):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        known, weights, outer = int(received.facts[_COUNT]), received["weights"], client.view
+        known, weights, outer = int(received.facts[PRUNINGS]), received["weights"], client.view
         pruning = self.opens(client, weights, known)
-        client.memory = {_COUNT: torch.tensor(known + pruning)}
+        client.memory = {PRUNINGS: torch.tensor(known + pruning)}
         if not pruning:
             return weights
         client.view = strongest(outer, channel_norms(outer, weights), self._widths(received, known + 1))
@@ -143,15 +123,15 @@ class Hermes(PrunesItself):
 
     def reply(self, client: Client, received: Message) -> Message:
         # The server keeps everything, also how often the client has pruned; the memory only led here from `start`.
-        prunings, client.memory = int(client.memory[_COUNT]), {}
-        facts = {"samples": client.samples, _COUNT: prunings, "index": to_spec(client.view)["index"]}
+        prunings, client.memory = int(client.memory[PRUNINGS]), {}
+        facts = {"samples": client.samples, PRUNINGS: prunings, "index": to_spec(client.view)["index"]}
         return Message({"weights": {name: client.weights[name] for name in client.view.names}}, facts)
 
 
 def _read(outer: View, index: Any) -> View:
     """The view that a client says it kept. A number stands for a prefix, and an endless one must not be spelt out."""
     try:
-        if any(type(kept) is int and kept > outer.axes.channels for kept in index.values()):
+        if any(type(number) is int and number > outer.axes.channels for number in index.values()):
             raise InputError("an axis has fewer channels")
         return from_spec(outer.axes, {"index": index, "dropped": [], "private": []})
     except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, View, World
-from nestling.methods.kept import made
-from nestling.methods.sparse.gate import PrunesItself
-from nestling.schema import require
-from nestling.store import Records
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, View
+from nestling.methods.sparse.gate import HELD_OUT, PRUNINGS, PrunesItself
+from nestling.settings import Compat, NonZeroShare, UnitShare, Whole
 from nestling.training.rules import frozen_near_zero, masked_gradients
 from nestling.views import masked
 from nestling.views.sparse import like_survivors, masks_of, prunable, prune_lowest, restored, survivors
 
-_MASK, _BEFORE, _OWN, _COUNT, _CHANNELS = "mask.", "before.", "own.", "prunings", "channels"
+_MASK, _BEFORE, _OWN, _CHANNELS = "mask.", "before.", "own.", "channels"
 
 
 @dataclass
@@ -47,50 +45,29 @@ class LotteryFL(PrunesItself):
     send_mask:  whether replies of clients that have pruned carry the mask, as published; the server works it out anyway.
     """
 
-    acc_thr: float = 0.2
-    r_target: float = 0.1
-    recover: int = 10
-    personal: str = "shared"
-    compat: str = "paper"
+    acc_thr: UnitShare = 0.2
+    r_target: NonZeroShare = 0.1
+    recover: Whole = 10
+    personal: Literal["trained", "shared"] = "shared"
+    compat: Compat = "paper"
     send_mask: bool = True
 
-    records: Records = made()
-
-    info = Info(
-        "sparse",
-        "unstructured masks, one a client",
-        "official code read",
-        "C",
-        auxiliary="none (clients hold out rows of their own)",
-        personal=True,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.recover >= 0, "must not be negative (0: as [train] says)", "method.recover")
-        require(
-            self.personal in ("trained", "shared"), f"unknown model {self.personal!r}", "method.personal", "trained or shared"
-        )
-        require(self.compat in ("paper", "code"), f"unknown way {self.compat!r}", "method.compat", "paper or code")
-
-    def setup(self, world: World) -> None:
-        super().setup(world)
-        self.records = Records(world.store)
+    info = Info("sparse", "unstructured masks, one a client", "official code read", "C", HELD_OUT, personal=True)
 
     def piece(self, device: Device, round: int) -> Piece:
-        known = self._known(device)
-        if _COUNT not in known:
+        known = self._here(self.records.get(device.id))
+        if not known:
             return device.piece
         return Piece(device.piece.reference, masked(device.piece.view, _part(known, _MASK)))
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        facts = {_COUNT: int(self._known(device).get(_COUNT, 0))}
+        facts = {PRUNINGS: self.prunings_of(device)}
         if not piece.view.masks:
             return replace(super().send(device, piece, round), facts=facts)
         return Message({"weights": survivors(piece.view, piece.view.extract(self.weights))}, facts)
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        if self.prunings_in(sent, facts) == sent.facts[_COUNT]:
+        if self.prunings_in(sent, facts) == sent.facts[PRUNINGS]:
             return piece
         return Piece(piece.reference, self._pruned(piece, restored(piece.view, sent["weights"])))
 
@@ -101,10 +78,9 @@ class LotteryFL(PrunesItself):
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
         for reply in replies:
-            prunings = int(reply.message.facts[_COUNT])
-            if prunings > reply.sent.facts[_COUNT]:
-                known = {_COUNT: torch.tensor(prunings), **_named(_MASK, reply.piece.view.masks)}
-                self.records.put(reply.device.id, known, round)
+            prunings = int(reply.message.facts[PRUNINGS])
+            if prunings > reply.sent.facts[PRUNINGS]:
+                self.records.put(reply.device.id, _remembered(prunings, reply.piece.view.masks), round)
 
     def contribution(self, reply: Reply) -> Contribution:
         return Contribution(reply.piece.view, restored(reply.piece.view, reply.message["weights"]), 1.0)
@@ -118,9 +94,6 @@ class LotteryFL(PrunesItself):
         view = masked(View(self.world.main.axes, memory[_CHANNELS].cpu().numpy()), _part(memory, _MASK))
         return Model(self.world.main, view, restored(view, own))
 
-    def _known(self, device: Device) -> State:
-        return self._here(self.records.get(device.id))
-
     def _here(self, state: State) -> State:
         return {name: t.to(self.world.place) for name, t in state.items()}
 
@@ -130,8 +103,8 @@ class LotteryFL(PrunesItself):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        known, memory = int(received.facts[_COUNT]), client.memory
-        masks = _part(memory, _MASK if int(memory.get(_COUNT, 0)) == known else _BEFORE)
+        known, memory = int(received.facts[PRUNINGS]), client.memory
+        masks = _part(memory, _MASK if int(memory.get(PRUNINGS, 0)) == known else _BEFORE)
         client.view = masked(client.view, masks)
         weights = restored(client.view, received["weights"])
         client.memory = _remembered(known, masks)
@@ -144,22 +117,21 @@ class LotteryFL(PrunesItself):
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         masks = {name: mask.float() for name, mask in masks_of(client.view).items()}
         rule = frozen_near_zero if self.compat == "code" else masked_gradients
-        rewound = int(client.memory.get(_COUNT, 0)) > received.facts[_COUNT]
+        rewound = int(client.memory.get(PRUNINGS, 0)) > received.facts[PRUNINGS]
         epochs = max(client.train.epochs, self.recover) if rewound else 0
         return [self.training(client, masks, rule if masks else None, epochs)]
 
     def reply(self, client: Client, received: Message) -> Message:
         own = survivors(client.view, client.weights)
         parts = {"weights": own, "mask": masks_of(client.view)} if self.send_mask and client.view.masks else {"weights": own}
-        facts = {"samples": client.samples, _COUNT: int(client.memory.get(_COUNT, 0))}
+        facts = {"samples": client.samples, PRUNINGS: int(client.memory.get(PRUNINGS, 0))}
         if self.personal == "trained":
-            channels = torch.from_numpy(client.view.keep.copy())
-            client.memory = {**client.memory, **_named(_OWN, own), _CHANNELS: channels}
+            client.memory = {**client.memory, **_named(_OWN, own), _CHANNELS: torch.from_numpy(client.view.keep.copy())}
         return Message(parts, facts)
 
 
 def _remembered(prunings: int, masks: Mapping[str, Tensor]) -> State:
-    return {_COUNT: torch.tensor(prunings), **_named(_MASK, masks)} if prunings else {}
+    return {PRUNINGS: torch.tensor(prunings), **_named(_MASK, masks)} if prunings else {}
 
 
 def _named(prefix: str, state: Mapping[str, Tensor]) -> State:

@@ -8,24 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from nestling.methods.api import (
-    Client,
-    Contribution,
-    Device,
-    Info,
-    Message,
-    Phase,
-    Piece,
-    Reply,
-    SharedWeights,
-    State,
-    View,
-    World,
-)
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, SharedWeights, State, World
+from nestling.methods.kept import kept, made
 from nestling.methods.schedule import in_rounds
-from nestling.methods.sparse.adjust import adjust, squared_gradients, weight_seconds
+from nestling.methods.sparse.adjust import adjust, squared_gradients, trained_part, weight_seconds
 from nestling.schema import require
+from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.training.distiller import logits_of
 from nestling.training.phase import Train
 from nestling.training.rules import masked_gradients
@@ -62,20 +50,20 @@ class PruneFL(SharedWeights):
     constant:   seconds of a round that pruning cannot save.
     """
 
-    steps: int = 5
-    every: float = 0.05
-    rho: float = 0.3
-    half_life: float = 10000.0
-    stage_one: int = 1000
-    proxy: int = 200
-    settled: int = 5
+    steps: Whole = 5
+    every: Positive = 0.05
+    rho: ShareBelowOne = 0.3
+    half_life: Positive = 10000.0
+    stage_one: Whole = 1000
+    proxy: Count = 200
+    settled: Count = 5
     seconds: dict[str, float] = field(default_factory=dict)
-    constant: float = 0.0
+    constant: NotNegative = 0.0
 
-    masks: State = made()
+    masks: State = kept()
+    started: bool = kept()
     _pieces: tuple[State, dict[bytes, Piece]] = made()
-    _last: tuple[State, State, dict[tuple[bytes, bool], Message]] = made()
-    started: bool = made()
+    _seconds: dict[str, float] = made()
 
     info = Info(
         "sparse",
@@ -87,15 +75,8 @@ class PruneFL(SharedWeights):
     )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "stage_one"):
-            require(getattr(self, name) >= 0, "must not be negative", f"method.{name}")
-        require(self.every > 0, "must be above 0", "method.every", "give rounds, or a share of the run below 1")
-        for name in ("proxy", "settled"):
-            require(getattr(self, name) >= 1, "must be at least 1", f"method.{name}")
-        require(0 <= self.rho < 1, "must be from 0 to below 1", "method.rho")
-        require(self.half_life > 0, "must be above 0", "method.half_life")
+        super().__post_init__()
         require(all(t > 0 for t in self.seconds.values()), "every entry must be above 0", "method.seconds")
-        require(self.constant >= 0, "must not be negative", "method.constant")
 
     @property
     def as_set(self) -> Info:
@@ -108,7 +89,7 @@ class PruneFL(SharedWeights):
         require(not unknown, f"there is no weight {unknown}", "method.seconds", f"allowed: {', '.join(names)}")
         self.masks = {name: torch.ones_like(self.weights[name], dtype=torch.bool) for name in names}
         self.started = self.stage_one == 0
-        self._pieces, self._last = (self.masks, {}), (self.weights, self.masks, {})
+        self._pieces = (self.masks, {})
         self._seconds = {**weight_seconds(world, self.steps), **self.seconds}
 
     def piece(self, device: Device, round: int) -> Piece:
@@ -121,40 +102,29 @@ class PruneFL(SharedWeights):
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         """What devices of one piece get is one message."""
-        if self._last[0] is not self.weights or self._last[1] is not self.masks:
-            self._last = (self.weights, self.masks, {})
-        key = (piece.view.key(), self._adjusts(round))
-        if key not in self._last[2]:
-            weights = survivors(piece.view, piece.view.extract(self.weights))
-            self._last[2][key] = Message({"weights": weights, "mask": masks_of(piece.view)}, {"adjust": key[1]})
-        return self._last[2][key]
+        return self.once(round, piece.view.key(), lambda: self._message(piece, round))
+
+    def _message(self, piece: Piece, round: int) -> Message:
+        weights = survivors(piece.view, piece.view.extract(self.weights))
+        return Message({"weights": weights, "mask": masks_of(piece.view)}, {"adjust": self._adjusts(round)})
 
     def _adjusts(self, round: int) -> bool:
         return round % in_rounds(self.every, self.world.rounds) == 0
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        weights = like_survivors(piece.view, self.weights)
-        if not sent.facts["adjust"]:
-            return {"weights": weights}
-        return {"weights": weights, "squares": like_survivors(_trained(piece), self.weights)}
+        weights = {"weights": like_survivors(piece.view, self.weights)}
+        return {**weights, "squares": like_survivors(trained_part(piece), self.weights)} if sent.facts["adjust"] else weights
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
         if replies and self._adjusts(round):
             nothing = {name: torch.zeros_like(self.weights[name]) for name in self.weights if name in self.world.main.parameters}
-            given = [Contribution(_trained(r.piece), r.message["squares"], float(r.samples)) for r in replies]
+            given = [Contribution(trained_part(r.piece), r.message["squares"], float(r.samples)) for r in replies]
             # A mean where the code has a sum: the rule compares ratios, and on unequal devices not everybody holds every weight.
             self._adjust(merge(nothing, given), round)
 
     def contribution(self, reply: Reply) -> Contribution:
         return Contribution(reply.piece.view, restored(reply.piece.view, reply.message["weights"]), float(reply.samples))
-
-    def state(self) -> dict[str, State]:
-        return {"weights": self.weights, "masks": self.masks, "stage": {"started": torch.tensor(self.started)}}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self.masks, self.started = dict(state["masks"]), bool(state["stage"]["started"])
 
     def _adjust(self, squares: Mapping[str, Tensor], round: int) -> None:
         rho = self.rho * 0.5 ** (round / self.half_life)
@@ -173,11 +143,10 @@ class PruneFL(SharedWeights):
         x, y = world.public[: self.proxy], world.public_labels[: self.proxy]
         module = world.main.network(world.main.full)
         every = in_rounds(self.every, self.stage_one)
+        a_round = self.steps or world.train.epochs * -(-len(x) // world.train.batch)
         for number, done in enumerate(range(0, self.stage_one, every)):
             rounds = min(every, self.stage_one - done)
-            phase = _phase(
-                world.train, 1, self.masks, rounds * (self.steps or world.train.epochs * -(-len(x) // world.train.batch))
-            )
+            phase = _phase(world.train, 1, self.masks, rounds * a_round)
             module.load_state_dict(self.weights)
             train(module, phase, x, y, world.seed, round=0, number=number)
             self.weights = pack(module.state_dict())
@@ -209,15 +178,7 @@ class PruneFL(SharedWeights):
 
 def _phase(settings: Train, round: int, masks: Mapping[str, Tensor], steps: int) -> Phase:
     """Local training under a mask; epochs without end where the number of batches ends it."""
-    return settings.phase(
-        round, given=masks, rule=masked_gradients, steps=steps, epochs=max(settings.epochs, steps) if steps else settings.epochs
-    )
-
-
-def _trained(piece: Piece) -> View:
-    """The piece without masks and buffers: what squared gradients are of."""
-    buffers = frozenset(name for name in piece.reference.axes.shapes if name not in piece.reference.parameters)
-    return View(piece.view.axes, piece.view.keep, piece.view.dropped | buffers)
+    return settings.phase(round, given=masks, rule=masked_gradients, steps=steps, epochs=max(settings.epochs, steps))
 
 
 def _size(masks: Mapping[str, Tensor]) -> int:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nestling.errors import InputError
-from nestling.methods.api import Reference, View
+from nestling.methods.api import InputError, Phase, Reference, View, World
+from nestling.methods.proxy import labelled_proxy
+from nestling.training.optimisers import Optim
+from nestling.training.trainer import train
 from nestling.views import Axes, by_index
 
-UNITS = ("stages", "axes")
 LEAST = 0.01
 """The least share of a unit's channels that is kept."""
 
@@ -80,10 +81,8 @@ class Scale:
     def view(self, scale: float) -> View:
         """The first ⌊s_j·K_j⌋ channels of every axis, in whole groups where a group norm has them, and at least one."""
         axes, ratios = self.reference.axes, dict(zip(self.names, self.ratios(scale), strict=True))
-        kept = {}
-        for name, unit, size, grain in zip(axes.names, self.units, axes.sizes, axes.grains, strict=True):
-            kept[name] = range(max(1, math.floor(ratios[unit] * size / grain + 1e-9)) * grain)
-        return by_index(axes, kept)
+        sizes = zip(axes.names, self.units, axes.sizes, axes.grains, strict=True)
+        return by_index(axes, {n: range(max(1, math.floor(ratios[unit] * k / g + 1e-9)) * g) for n, unit, k, g in sizes})
 
     def largest(self, fits: Callable[[View], bool]) -> View:
         """The largest network that fits, found by halving: networks grow with γ. Where nothing fits, the smallest."""
@@ -115,6 +114,15 @@ def _written(axes: Axes, name: str) -> int | None:
     """The axis whose channels a state tensor writes (its first dimension); None for what writes none, as the output layer."""
     first = axes.dims[name][0] if axes.dims[name] else None
     return None if first is None else int(np.searchsorted(axes.offsets, first.max(), side="right")) - 1
+
+
+def measure_on_proxy(world: World, units: Sequence[str], method: str, share: float, epochs: int) -> tuple[float, ...]:
+    """Trains a copy of the network on most of a share of the proxy and counts its zeros on the rest; the copy is thrown away."""
+    fix = 'set it above 0, or preset method.apoz, or set method.ratios = "uniform"'
+    x, y, rest, _ = labelled_proxy(world, method, fix, share)
+    module = copy.deepcopy(world.main.module)
+    train(module, Phase(optim=Optim("adam", 1e-3), batch=50, epochs=epochs), x, y, world.seed)
+    return measure(world.main, units, module, rest)
 
 
 @torch.no_grad()

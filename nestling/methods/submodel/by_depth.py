@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import Contribution, Device, Model, Piece, Reference, Reply, SharedWeights, View, World
-from nestling.methods.kept import made
+from nestling.methods.api import Contribution, Device, Model, Piece, Reference, Reply, SharedWeights, View, World, made
 from nestling.models import ExitNet
 from nestling.training.objectives import Net
 from nestling.views.depth import depth_views
@@ -41,11 +40,8 @@ class ByDepth(SharedWeights):
 def need_exits(reference: Reference, method: str) -> ExitNet:
     """The network, if it has early exits."""
     if not isinstance(reference.module, ExitNet):
-        raise InputError(
-            f"{method} needs a network with an exit behind every stage",
-            field="model.name",
-            fix="use tinyexits, exitcnn or exitresnet",
-        )
+        fix = "use tinyexits, exitcnn or exitresnet"
+        raise InputError(f"{method} needs a network with an exit behind every stage", field="model.name", fix=fix)
     return reference.module
 
 

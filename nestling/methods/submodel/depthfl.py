@@ -6,19 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reference, Reply, State, View, World
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reference, Reply, State, View, World, pack
+from nestling.methods.kept import kept, made
 from nestling.methods.schedule import in_rounds
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
-from nestling.schema import require
+from nestling.settings import Positive
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.views.depth import depth_views
-from nestling.views.flat import pack
 
 
 @dataclass
@@ -43,20 +43,15 @@ class DepthFL(ByDepth):
     """
 
     kd: bool = True
-    ramp: float = 0.3
+    ramp: Positive = 0.3
     feddyn: bool = True
-    alpha: float = 0.1
-    exits: str = "all"
+    alpha: Positive = 0.1
+    exits: Literal["all", "last"] = "all"
 
-    dynamics: State = made()
+    dynamics: State = kept()
     ensemble: Reference = made()
 
     info = Info("depth", "depth: the first stages, an exit each", "author-contributed code read", "B", model="tinyexits")
-
-    def __post_init__(self) -> None:
-        require(self.ramp > 0, "must be above 0", "method.ramp", "give a round, or a share of the run below 1")
-        require(self.alpha > 0, "must be above 0", "method.alpha", "turn FedDyn off with feddyn = false")
-        require(self.exits in ("all", "last"), f"unknown exits {self.exits!r}", "method.exits", "allowed: all, last")
 
     def setup(self, world: World) -> None:
         network = need_exits(world.main, self.info.title)
@@ -82,29 +77,20 @@ class DepthFL(ByDepth):
         super().merge(replies, round)
         if not self.feddyn:
             return
-        merged = dict(self.weights)
-        for name, past in self.dynamics.items():
+        merged, past = dict(self.weights), dict(self.dynamics)
+        for name in past:
             holders = sum(name in reply.piece.view.shapes for reply in replies)
             if holders:
-                past = past - self.alpha * holders / len(self.world.fleet) * (merged[name] - before[name])
-                self.dynamics = {**self.dynamics, name: past}
-                merged[name] = merged[name] - past / self.alpha
-        self.weights = pack(merged)
+                past[name] = past[name] - self.alpha * holders / len(self.world.fleet) * (merged[name] - before[name])
+                merged[name] = merged[name] - past[name] / self.alpha
+        self.weights, self.dynamics = pack(merged), past
 
     def model_for(self, device: Device) -> Model:
-        view = self.piece(device, 0).view
-        return Model(self.ensemble, view, view.extract(self.weights))
+        return replace(super().model_for(device), reference=self.ensemble)
 
     def global_model(self) -> Model:
         view = self.ladder.pieces[-1].view
         return Model(self.ensemble, view, view.extract(self.weights))
-
-    def state(self) -> dict[str, State]:
-        return {"weights": self.weights, "feddyn": self.dynamics}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self.dynamics = dict(state.get("feddyn", {}))
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         given = {"kd": torch.tensor(float(received.facts["kd"]), device=client.place)} if self.kd else {}

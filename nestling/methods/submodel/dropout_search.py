@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nestling.errors import InputError
+from nestling.methods.api import InputError
 from nestling.seeds import derive
 
 Vector = tuple[float, ...]
@@ -54,9 +54,20 @@ def search(
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
     """The numbers of the points that no other beats, by rising first objective; of equal ones the first."""
     order = sorted(range(len(points)), key=lambda k: (*points[k], k))
-    kept, best = [], math.inf
+    found, best = list[int](), math.inf
     for k in order:
         if points[k][1] < best:
-            kept.append(k)
+            found.append(k)
             best = points[k][1]
-    return kept
+    return found
+
+
+def single(vectors: Sequence[Sequence[float]]) -> list[Vector]:
+    """The vectors in single precision: what devices are told, and the server must not know better."""
+    return [tuple(np.asarray(vector, dtype=np.float32).tolist()) for vector in vectors]
+
+
+def affordable(table: Sequence[Sequence[float]], budget: float) -> Vector:
+    """The rates of the row (cost, rates) with the highest cost within the budget, or of the cheapest where none is."""
+    within = [row for row in table if row[0] <= budget + 1e-6]
+    return tuple(max(within, key=lambda row: row[0])[1:] if within else min(table, key=lambda row: row[0])[1:])

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from nestling.methods.api import Device, Info, Model, Piece, Reply, State, World
-from nestling.methods.kept import made
+from nestling.methods.api import Device, Info, Model, Piece, Reply, World, kept, made
 from nestling.methods.submodel.heterofl import HeteroFL
-from nestling.schema import require
+from nestling.settings import Compat
 from nestling.views import rolled
-
-COMPATS = ("paper", "code")
 
 
 @dataclass
@@ -34,15 +29,12 @@ class FedRolex(HeteroFL):
     compat: "paper" moves the window up; "code" moves it down, as the released code does (the same by symmetry).
     """
 
-    compat: str = "paper"
+    compat: Compat = "paper"
 
-    steps: int = made()
+    steps: int = kept()
     _windows: tuple[int, dict[bytes, Piece]] = made()
 
     info = Info("width", "width: rolling windows", "official code read", "A")
-
-    def __post_init__(self) -> None:
-        require(self.compat in COMPATS, f"unknown value {self.compat!r}", "method.compat", f"allowed: {', '.join(COMPATS)}")
 
     def setup(self, world: World) -> None:
         super().setup(world)
@@ -58,13 +50,6 @@ class FedRolex(HeteroFL):
     def model_for(self, device: Device) -> Model:
         view = self._window(super().piece(device, 0), self.steps).view
         return self.as_trained(Model(self.world.main, view, view.extract(self.weights)))
-
-    def state(self) -> dict[str, State]:
-        return {**super().state(), "window": {"steps": torch.tensor(float(self.steps), dtype=torch.float64)}}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self.steps = int(state["window"]["steps"])
 
     def _window(self, piece: Piece, steps: int) -> Piece:
         """The piece moved on; one object for all clients of a round, so that what is known of it is looked up by it."""

@@ -11,30 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.errors import InputError
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import (
-    Client,
-    Contribution,
-    Device,
-    Info,
-    Message,
-    Model,
-    Phase,
-    Piece,
-    Reference,
-    Reply,
-    SharedWeights,
-    View,
-    World,
-)
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Contribution, Info, Message, Phase, Reference, Reply, SharedWeights, View, made, require
 from nestling.models.norm import WidthNorm, used_rows
-from nestling.schema import require
 from nestling.seeds import stream
+from nestling.settings import NonZeroShare, Positive, UnitShare
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.views.nested import Channels, by_zeros, forward, narrow, prepare
-from nestling.world import ratio_view
+from nestling.world import Device, Model, Piece, World, ratio_view
 
 Inner = Callable[[Net, Batch, Given], Tensor]
 """The logits of the width that was drawn for a batch."""
@@ -64,10 +48,10 @@ class FjORD(SharedWeights):
                         (both 1 in the paper, from memory).
     """
 
-    levels: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
+    levels: tuple[NonZeroShare, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
     distil: bool = False
-    alpha: float = 1.0
-    temperature: float = 1.0
+    alpha: UnitShare = 1.0
+    temperature: Positive = 1.0
 
     rungs: Ladder = made()
 
@@ -79,24 +63,19 @@ class FjORD(SharedWeights):
     )
 
     def __post_init__(self) -> None:
-        rising = (
-            bool(self.levels) and list(self.levels) == sorted(set(self.levels)) and 0 < self.levels[0] <= self.levels[-1] <= 1
-        )
-        require(
-            rising, f"{list(self.levels)} are not widths", "method.levels", "list them from small to large, above 0, at most 1"
-        )
-        require(0 <= self.alpha <= 1, "must be in [0, 1]", "method.alpha")
-        require(self.temperature > 0, "must be above 0", "method.temperature")
+        super().__post_init__()
+        rising = bool(self.levels) and list(self.levels) == sorted(set(self.levels))
+        require(rising, f"{list(self.levels)} are not widths", "method.levels", "list them from small to large")
 
     def setup(self, world: World) -> None:
         super().setup(world)
         for layer in world.main.module.modules():
-            if isinstance(layer, WidthNorm) and layer.widths != tuple(self.levels):
-                raise InputError(
-                    f"the network keeps statistics of the widths {list(layer.widths)}, and the method trains {list(self.levels)}",
-                    field="model.norm",
-                    fix=f'use "per-width:{",".join(f"{p:g}" for p in self.levels)}"',
+            if isinstance(layer, WidthNorm):
+                message = (
+                    f"the network keeps statistics of the widths {list(layer.widths)}, the method trains {list(self.levels)}"
                 )
+                fix = f'use "per-width:{",".join(f"{p:g}" for p in self.levels)}"'
+                require(layer.widths == tuple(self.levels), message, "model.norm", fix)
         self.rungs = ladder(world, world.main, self._widths())
 
     def _widths(self) -> list[View]:

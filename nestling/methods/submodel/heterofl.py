@@ -68,10 +68,9 @@ class HeteroFL(SharedWeights):
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         hooks = dividing(client.reference, client.view) if self.scaler else ()
-        if not self.mask_labels:
-            return [client.train.phase(client.round, objective=cross_entropy, hooks=hooks)]
-        given = {"present": held_classes(client).float()}
-        return [client.train.phase(client.round, objective=present_cross_entropy, given=given, hooks=hooks)]
+        given = {"present": held_classes(client).float()} if self.mask_labels else {}
+        objective = present_cross_entropy if self.mask_labels else cross_entropy
+        return [client.train.phase(client.round, objective=objective, given=given, hooks=hooks)]
 
     def reply(self, client: Client, received: Message) -> Message:
         sent = super().reply(client, received)

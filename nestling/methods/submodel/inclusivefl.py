@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Contribution, Device, Info, Message, Model, Piece, Reference, Reply, State, View, World
-from nestling.methods.kept import made
+from nestling.methods.api import Contribution, Device, Info, Message, Model, Piece, Reference, Reply, State, View, World, pack
+from nestling.methods.kept import kept, made
 from nestling.methods.labels import output_layer
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.models import ExitNet
-from nestling.schema import require
+from nestling.settings import UnitShare
 from nestling.views import merge, without
-from nestling.views.depth import columns, depth_views, kept
-from nestling.views.flat import pack
+from nestling.views.depth import columns, depth_views
+from nestling.views.depth import kept as units
 
 
 @dataclass
@@ -37,18 +37,14 @@ class InclusiveFL(ByDepth):
     local_one: the deepest layer of every group stays in its group too.
     """
 
-    beta: float = 0.2
+    beta: UnitShare = 0.2
     local_one: bool = False
 
     columns: list[list[str]] = made()
     shared: list[View] = made()
-    own: list[State] = made()
-    _whole: dict[int, tuple[Message, Message]] = made()
+    own: list[State] = kept()
 
     info = Info("depth", "depth: the first layers, a classifier a group", "official code read", "B", model="tinyresnet")
-
-    def __post_init__(self) -> None:
-        require(0 <= self.beta <= 1, "must be in [0, 1]", "method.beta")
 
     def setup(self, world: World) -> None:
         super().setup(world)
@@ -57,24 +53,22 @@ class InclusiveFL(ByDepth):
         self.shared = [without(view, self._kept_in_group(view)) for view in views]
         both = zip(views, self.shared, strict=True)
         self.own = [{n: self.weights[n] for n in view.names if n not in shared.shapes} for view, shared in both]
-        self._whole = {}
 
     def views(self, reference: Reference) -> list[View]:
         return depth_views(reference, exits="last")
 
     def _kept_in_group(self, view: View) -> list[str]:
-        deepest = [self.columns[-1][kept(view, self.columns[-1]) - 1]] if self.local_one else []
-        return deepest + _classifier(self.world.main, self.world.classes)
+        main = self.world.main
+        deepest = [self.columns[-1][units(view, self.columns[-1]) - 1]] if self.local_one else []
+        # Every group has an output layer of its own; in a network with exits each depth has one anyway.
+        exits = isinstance(main.module, ExitNet)
+        return deepest if exits else [*deepest, output_layer(main, self.world.classes)[0].rpartition(".")[0]]
 
     def _group(self, view: View) -> int:
         return next(g for g, piece in enumerate(self.ladder.pieces) if piece.view.key() == view.key())
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        common, group = super().send(device, piece, round), self._group(piece.view)
-        if group not in self._whole or self._whole[group][0] is not common:
-            whole = pack({**common["weights"], **self.own[group]})
-            self._whole[group] = (common, Message({"weights": whole}))
-        return self._whole[group][1]
+    def _part(self, piece: Piece) -> Message:
+        return Message({"weights": pack(self._model(self._group(piece.view)).state)})
 
     def contribution(self, reply: Reply) -> Contribution:
         return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
@@ -91,7 +85,6 @@ class InclusiveFL(ByDepth):
             given[group] = [_blend(c, sent[group], taught, self.beta) for c in given[group]]
         self.own = [merge(own, given.get(group, ())) for group, own in enumerate(self.own)]
         self.weights = merge(self.weights, [replace(c, view=self.shared[g]) for g, own in given.items() for c in own])
-        self._whole = {}
 
     def shared_weights(self) -> dict[str, State]:
         return {**super().shared_weights(), **{f"group{number}": own for number, own in enumerate(self.own)}}
@@ -99,15 +92,14 @@ class InclusiveFL(ByDepth):
     def take_weights(self, weights: Mapping[str, State]) -> None:
         super().take_weights(weights)
         self.own = [weights.get(f"group{number}", own) for number, own in enumerate(self.own)]
-        self._whole = {}
 
     def _taught(self, group: int, deeper: int, update: Mapping[str, Tensor]) -> State:
         """G by tensor of the group's last layers."""
         view, beyond, taught = self.ladder.pieces[group].view, self.ladder.pieces[deeper].view, {}
         for column in self.columns:
-            last, end = kept(view, column) - 1, kept(beyond, column)
+            last, end = units(view, column) - 1, units(beyond, column)
             if end > last + 1:
-                for name in _under(column[last], self.world.main.parameters):
+                for name in sorted(n for n in self.world.main.parameters if n.startswith(column[last] + ".")):
                     leaf = name.removeprefix(column[last])
                     others = [unit + leaf for unit in column[last:end] if unit + leaf in update]
                     alike = [update[other] for other in others if update[other].shape == update[name].shape]
@@ -124,14 +116,6 @@ class InclusiveFL(ByDepth):
         view = self.ladder.pieces[group].view
         return Model(self.world.main, view, {**view.extract(self.weights), **self.own[group]})
 
-    def state(self) -> dict[str, State]:
-        return {"weights": self.weights, **{f"group{number}": own for number, own in enumerate(self.own)}}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        super().restore(state)
-        self.own = [dict(state.get(f"group{number}", {})) for number in range(len(self.own))]
-        self._whole = {}
-
 
 def _update(sent: Mapping[str, Tensor], given: Sequence[Contribution]) -> State:
     mean = merge(sent, given)
@@ -142,14 +126,3 @@ def _blend(given: Contribution, sent: Mapping[str, Tensor], taught: Mapping[str,
     """The contribution with its last layers' updates mixed. All members of a group shift alike, so their mean shifts by that."""
     mixed = {n: sent[n] + (1 - beta) * (given.state[n] - sent[n]) + beta * taken for n, taken in taught.items()}
     return replace(given, state={**given.state, **mixed}) if mixed else given
-
-
-def _classifier(reference: Reference, classes: int) -> list[str]:
-    """The output layer, which every group has its own of; in a network with exits each depth has one anyway."""
-    if isinstance(reference.module, ExitNet):
-        return []
-    return [output_layer(reference, classes)[0].rpartition(".")[0]]
-
-
-def _under(unit: str, names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if name.startswith(unit + "."))

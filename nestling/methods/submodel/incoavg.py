@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Info, Reference, Reply, World
-from nestling.methods.kept import made
+from nestling.methods.api import Info, InputError, Reference, Reply, World, made, pack
 from nestling.methods.submodel.by_depth import ByDepth
-from nestling.schema import require
+from nestling.settings import Compat, NotNegative, Positive
 from nestling.views.depth import residual_stages
-from nestling.views.flat import pack
 
 _SMALL = 1e-7
 
@@ -39,32 +36,25 @@ class InCoAvg(ByDepth):
     clip:   the largest entry of a corrected update.
     """
 
-    compat: str = "paper"
-    most: float = 5.0
-    clip: float = 0.1
+    compat: Compat = "paper"
+    most: NotNegative = 5.0
+    clip: Positive = 0.1
 
     pairs: dict[str, str] = made()
 
     info = Info("depth", "depth: the first blocks of every stage", "official code read", "B", model="tinyresnet")
-
-    def __post_init__(self) -> None:
-        require(self.compat in ("paper", "code"), f"unknown compat {self.compat!r}", "method.compat", "allowed: paper, code")
-        require(self.most >= 0, "must not be negative", "method.most")
-        require(self.clip > 0, "must be above 0", "method.clip")
 
     def setup(self, world: World) -> None:
         super().setup(world)
         self.pairs = correcting(world.main)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
-        before = self.weights
+        before, most = self.weights, self.most if self.compat == "code" else None
         super().merge(replies, round)
         updates = {name: self.weights[name] - before[name] for pair in self.pairs.items() for name in pair}
-        corrected = {n: before[n] + self._corrected(updates[n], updates[first]) for n, first in self.pairs.items()}
-        self.weights = pack({**self.weights, **corrected})
-
-    def _corrected(self, update: Tensor, first: Tensor) -> Tensor:
-        return correct(update, first, self.most if self.compat == "code" else None).clamp(-self.clip, self.clip)
+        corrected = {n: correct(updates[n], updates[first], most) for n, first in self.pairs.items()}
+        held = {n: before[n] + update.clamp(-self.clip, self.clip) for n, update in corrected.items()}
+        self.weights = pack({**self.weights, **held})
 
 
 def correct(update: Tensor, first: Tensor, most: float | None = None) -> Tensor:
@@ -84,9 +74,8 @@ def correcting(reference: Reference) -> dict[str, str]:
         names = [name for block in later for name in _convolutions(reference, block)]
         found.update({name: by_shape[shape] for name in names if (shape := reference.axes.shapes[name]) in by_shape})
     if not found:
-        raise InputError(
-            "InCoAvg needs a residual network with several blocks a stage", field="model.name", fix="use tinyresnet or resnet18"
-        )
+        message = "InCoAvg needs a residual network with several blocks a stage"
+        raise InputError(message, field="model.name", fix="use tinyresnet or resnet18")
     return found
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from nestling.methods.allocation import Ladder
-from nestling.methods.api import Device, Piece, View, World
+from nestling.methods.api import Device, Piece, World
 from nestling.seeds import stream
 from nestling.world import Plan
 
@@ -22,7 +22,7 @@ class Rung:
 
     size: float
     piece: Piece
-    level: bool
+    level: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +104,6 @@ class _Urn:
         drawn = self._moved.get(place, place)
         self._moved[place] = self._moved.pop(self.left, self.left)
         return drawn
-
-
-def trains(world: World, plan: Plan, view: View) -> bool:
-    """Whether a tier's devices train a view in the memory that they usually have free."""
-    return plan.fits(world.cost(Piece(world.main, view)), plan.tier.memory_mean / 100)
 
 
 def room(world: World, plan: Plan, free: float) -> float:

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reference, View, World
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reference, View, World, made, require
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.methods.submodel.scaler import scaled
-from nestling.schema import require
+from nestling.settings import Count, NonZeroShare, NotNegative, Positive, UnitShare
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.phase import Hook, divide
 from nestling.views import prefix
@@ -44,11 +43,11 @@ class ScaleFL(ByDepth):
     scaler:      the division by the width.
     """
 
-    widths: tuple[float, ...] = (0.7, 0.7, 0.75, 1.0)
-    depths: tuple[int, ...] = ()
-    gamma: float = 0.05
-    temperature: float = 3.0
-    kd_start: float = 0.25
+    widths: tuple[NonZeroShare, ...] = (0.7, 0.7, 0.75, 1.0)
+    depths: tuple[Count, ...] = ()
+    gamma: NotNegative = 0.05
+    temperature: Positive = 3.0
+    kd_start: UnitShare = 0.25
     scaler: bool = True
 
     width_of: dict[bytes, float] = made()
@@ -56,20 +55,16 @@ class ScaleFL(ByDepth):
     info = Info("depth", "width and depth: prefixes of channels and exits", "official code read", "A", model="tinyexits")
 
     def __post_init__(self) -> None:
-        self.widths, self.depths = tuple(self.widths), tuple(self.depths)
-        rising = all(a <= b for a, b in zip(self.widths, self.widths[1:], strict=False))
-        require(bool(self.widths) and rising and self.widths[0] > 0, "must rise from above 0", "method.widths")
-        require(self.widths[-1:] == (1.0,), "the last level must have all channels", "method.widths", "end with 1")
-        require(not self.depths or len(self.depths) == len(self.widths), "one number for every level", "method.depths")
+        super().__post_init__()
+        require(list(self.widths) == sorted(self.widths), "must rise", "method.widths")
+        require(1 in self.widths[-1:], "the last level must have all channels", "method.widths", "end with 1")
+        require(len(self.depths) in (0, len(self.widths)), "one number for every level", "method.depths")
         require(list(self.depths) == sorted(self.depths), "must not fall", "method.depths")
-        require(self.gamma >= 0, "must not be negative", "method.gamma")
-        require(self.temperature > 0, "must be above 0", "method.temperature")
-        require(0 <= self.kd_start <= 1, "must be in [0, 1]", "method.kd_start")
 
     def setup(self, world: World) -> None:
         stages = len(need_exits(world.main, self.info.title).stages)
         message = f"the network has {stages} stages, and the last level must have them all"
-        require(not self.depths or (self.depths[0] >= 1 and self.depths[-1] == stages), message, "method.depths")
+        require(not self.depths or self.depths[-1] == stages, message, "method.depths")
         super().setup(world)
         self.width_of = {view.key(): width for view, width in zip(self.views(world.main), self.widths, strict=True)}
 

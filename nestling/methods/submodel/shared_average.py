@@ -8,9 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, SharedWeights, View, World
-from nestling.methods.kept import made
-from nestling.schema import require
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, SharedWeights, View, World, made
+from nestling.settings import NotNegative
 from nestling.training.inner import with_inner
 from nestling.training.rules import masked_gradients
 from nestling.views import to_spec
@@ -37,7 +36,7 @@ class SharedAverage(SharedWeights):
     """
 
     nested: bool = True
-    inner: float = 1.0
+    inner: NotNegative = 1.0
 
     masks: dict[str, Tensor] = made()
 
@@ -49,9 +48,6 @@ class SharedAverage(SharedWeights):
         title="Shared-average",
         paper="TinyML model-heterogeneous FL (abstract)",
     )
-
-    def __post_init__(self) -> None:
-        require(self.inner >= 0, "must not be negative (0 leaves the smaller parts out)", "method.inner")
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -1,0 +1,83 @@
+"""The files of a run folder, by name, and what follows from its rounds: who writes a run and who reads one go by the same.
+
+A run that is still going, or that ended in a crash, may have a last line that is cut short: it is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+EXPERIMENT = "experiment.toml"
+FEDERATION = "federation.json"
+METRICS = "metrics.jsonl"
+BOARDS = "boards.jsonl"
+SUMMARY = "summary.json"
+ANALYSIS = "analysis.json"
+
+Record = dict[str, Any]
+
+ACCURACIES = ("global_accuracy", "personal_accuracy")
+_SUMS = ("bytes_up", "bytes_down", "seconds", "refused", "late", "dropped")
+_LAST = ("clock_seconds", "energy_joules")
+
+
+def lines_of(path: Path) -> list[Record]:
+    """The objects of a file with one on each line; what is no such line is left out."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            found += [record] if isinstance(record, dict) else []
+    return found
+
+
+def object_in(path: Path) -> Record:
+    """The object in a JSON file, empty where there is none."""
+    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def number(value: object) -> float | None:
+    """A finite number as it is, None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    with contextlib.suppress(OverflowError):
+        return value if math.isfinite(value) else None
+    return None
+
+
+def counted(rows: Sequence[Mapping[str, Any]], tiers: Iterable[str]) -> Record:
+    """What a summary says that follows from the rounds there are."""
+    return {
+        "rounds_done": int(rows[-1]["round"]) if rows else 0,
+        **{kind: last_and_best((row["round"], row.get(kind)) for row in rows) for kind in ACCURACIES},
+        "by_tier": {
+            tier: {kind: last_and_best((row["round"], tier_block(row, tier).get(kind)) for row in rows) for kind in ACCURACIES}
+            for tier in tiers
+        },
+        **{key: sum(number(row.get(key)) or 0 for row in rows) for key in _SUMS},
+        **{key: next((v for row in reversed(rows) if (v := number(row.get(key))) is not None), None) for key in _LAST},
+    }
+
+
+def last_and_best(points: Iterable[tuple[Any, Any]]) -> Record:
+    """Of (round, value) pairs, some without a value: the last and the best one, and when that was (the first of equals)."""
+    known = [(int(at), found) for at, value in points if (found := number(value)) is not None]
+    if not known:
+        return {"last": None, "best": None, "best_round": None}
+    best_round, best = max(known, key=lambda pair: pair[1])
+    return {"last": known[-1][1], "best": best, "best_round": best_round}
+
+
+def tier_block(record: Mapping[str, Any], tier: str) -> Mapping[str, Any]:
+    """What a round (or a summary) says of one tier."""
+    by_tier = record.get("by_tier")
+    block = by_tier.get(tier) if isinstance(by_tier, Mapping) else None
+    return block if isinstance(block, Mapping) else {}
