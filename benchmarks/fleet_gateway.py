@@ -28,6 +28,7 @@ import torch
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import assemble, site_of
 from nestling.engines.engine import Engine
+from nestling.federation import Federation
 from nestling.fleet import certs, local
 from nestling.fleet.broker import Broker, write_broker
 from nestling.fleet.courier import LoopCourier
@@ -35,7 +36,6 @@ from nestling.fleet.engine import Patience
 from nestling.fleet.mqtt_device import MqttDevice, Unwanted
 from nestling.fleet.processes import free_port
 from nestling.fleet.serving import enliven
-from nestling.federation import Federation
 from nestling.rounds import play
 from nestling.tiny.data import pack
 from nestling.tiny.job import Done

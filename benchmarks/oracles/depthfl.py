@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 from nestling import Named
 from nestling.assemble import assemble
+from nestling.federation import Federation
 from nestling.models import ExitNet
 from nestling.models.parts import named
-from nestling.federation import Federation
 from nestling.views import State
 
 STAGES, TAKING_PART, ALPHA, RAMP = 4, 4, 0.1, 3

@@ -28,8 +28,8 @@ from torch import nn
 
 from nestling import Named
 from nestling.assemble import assemble, site_of
-from nestling.methods.distill.pair import Pair
 from nestling.federation import Federation
+from nestling.methods.distill.pair import Pair
 from nestling.rounds import play
 
 RATE = 0.05

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.assemble import site_of
-from nestling.methods import Reply
 from nestling.federation import Federation
+from nestling.methods import Reply
 from nestling.training import trainer
 from nestling.training.client import Task, work
 from nestling.views import State
