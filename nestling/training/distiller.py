@@ -25,7 +25,6 @@ from nestling.training.objectives import distillation
 from nestling.training.optimisers import Buffers, Optim, step
 from nestling.views import State
 
-
 Forward = Callable[[Mapping[str, Tensor], Tensor, int], Any]
 """(student state, inputs, step number) → what the loss compares with the targets: logits, or several of them. One that does not do the
 same in every step says after how many it comes round (`turns`)."""
