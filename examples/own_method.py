@@ -5,25 +5,24 @@ python examples/own_method.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 import nestling
-from nestling.methods import Info, Reply, SharedWeights
-from nestling.views import State
-from nestling.world import World
+from nestling.methods.api import Info, Reply, SharedWeights, State, World, kept
+from nestling.settings import ShareBelowOne
 
 
 @dataclass
 class ServerMomentum(SharedWeights):
     """Idea: what the merge changed last round goes on changing, damped. Loss, messages and views are the base's."""
 
-    beta: float = 0.5
-    velocity: State = field(init=False, repr=False, compare=False)
+    beta: ShareBelowOne = 0.5
+    velocity: State = kept()
 
-    info = Info("Server momentum", "width", "width: nested prefixes", "none", True, "an example", "ours")
+    info = Info("width", "width: nested prefixes", "ours", title="Server momentum", paper="an example")
 
     def setup(self, world: World) -> None:
         super().setup(world)
@@ -34,12 +33,6 @@ class ServerMomentum(SharedWeights):
         super().merge(replies, round)
         self.velocity = {n: self.beta * self.velocity[n] + self.weights[n] - before[n] for n in before}
         self.weights = {n: before[n] + self.velocity[n] for n in before}
-
-    def state(self) -> dict[str, State]:
-        return {"weights": self.weights, "velocity": self.velocity}
-
-    def restore(self, state: Mapping[str, State]) -> None:
-        self.weights, self.velocity = dict(state["weights"]), dict(state["velocity"])
 
 
 if __name__ == "__main__":

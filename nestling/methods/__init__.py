@@ -66,6 +66,8 @@ def method_class(name: str) -> type[Method]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
+        if name in METHODS:
+            raise  # it is known, and our fault
         raise unknown("method", name, METHODS, field="method.name") from error
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise unknown("method", name, METHODS, field="method.name")

@@ -24,7 +24,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Info:
     """What a method is: on its class as `nestling methods` says it, by default; of one that is set (`Method.as_set`) as it is then.
-    Title and paper are those that its docstring begins with."""
+    Title and paper are those that its docstring begins with: `FedProto (Tan et al., "FedProto: …", AAAI 2022).`"""
 
     family: str  # baseline | width | depth | sparse | low-rank | public data | data-free | representation | fusion
     heterogeneity: str
@@ -94,7 +94,8 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         if "info" in vars(cls):
-            cls.info = _named(cls.info, cls.__doc__ or "")
+            told = _named(cls.info, cls.__doc__ or "")
+            cls.info = told if told.title else replace(told, title=cls.__name__)
 
     def __post_init__(self) -> None:
         check_settings(self, "method")

@@ -12,7 +12,7 @@ from nestling.methods import Info, Reply, SharedWeights
 class LastWins(SharedWeights):
     """The last reply of a round overwrites its part of the global model."""
 
-    info = Info("Last wins", "baseline", "width", "none", True, "–", "ours")
+    info = Info("baseline", "width", "ours", title="Last wins", paper="–")
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         for reply in replies[-1:]:
