@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, InputError, Reference
+from nestling.methods.api import Client, InputError, Part, Reference
 
 
 def held_classes(client: Client) -> Tensor:
@@ -19,9 +19,12 @@ def held_classes(client: Client) -> Tensor:
     return client.class_counts() > 0
 
 
-def any_classes(classes: int) -> dict[str, dict[str, Tensor]]:
-    """What the flags of a reply look like, for `Method.expects`."""
-    return {"present": {"classes": torch.zeros(classes, dtype=torch.bool)}}
+PRESENT = Part(
+    "present",
+    up=lambda method, client, received: {"classes": held_classes(client)},
+    like=lambda method, piece, sent: {"classes": torch.zeros(method.world.classes, dtype=torch.bool)},
+)
+"""Which classes a client holds, up."""
 
 
 def output_layer(reference: Reference, classes: int) -> tuple[str, ...]:

@@ -83,6 +83,33 @@ class Share:
     given: list[Contribution]
 
 
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that travels, said once. Messages, what a reply must look like, and bytes follow from a method's list of them.
+
+    name: what it is called in messages.
+    down: (method, piece, round) → its tensors for all devices that hold a piece; none: it is left out.
+    up:   (method, client, received) → its tensors from a client that has trained.
+    like: (method, piece, sent) → tensors like those that come up; left out: those that went down under its name.
+    """
+
+    name: str
+    down: Callable[[Any, Piece, int], Tensors] | None = None
+    up: Callable[[Any, Client, Message], Tensors] | None = None
+    like: Callable[[Any, Piece, Message], Tensors] | None = None
+
+
+WEIGHTS = Part(
+    "weights",
+    lambda method, piece, round: method.weights_for(piece),
+    lambda method, client, received: only(client.weights, client.view.names),
+)
+"""A piece's weights, down and up."""
+
+
 class Method:
     """Base of all methods: a dataclass whose fields are its settings. Server state is made in `setup`; the client's part (`start`,
     `phases`, `reply`) uses settings, the client and what it received, nothing else."""
@@ -135,9 +162,28 @@ class Method:
         """What a device trains in a round; unless the method decides otherwise, what fits it."""
         return device.piece
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        """The message to a device."""
+    def parts(self) -> Sequence[Part]:
+        """What travels; unless the method decides otherwise, weights."""
+        return (WEIGHTS,)
+
+    def weights_for(self, piece: Piece) -> Tensors:
+        """The weights of a piece as they are now, for methods that send some."""
         raise NotImplementedError
+
+    def facts(self, piece: Piece, round: int) -> Mapping[str, Any]:
+        """What the message to the holders of a piece says beside its parts: plain values."""
+        return {}
+
+    def message(self, piece: Piece, round: int) -> Message:
+        """The message to all holders of a piece."""
+        sent = {part.name: part.down(self, piece, round) for part in self.parts() if part.down}
+        return Message({name: tensors for name, tensors in sent.items() if tensors}, self.facts(piece, round))
+
+    def send(self, device: Device, piece: Piece, round: int) -> Message:
+        """The message to a device; devices with the same piece get the same one."""
+        if piece.view.masks:
+            return self.message(piece, round)
+        return self.once(round, (piece.reference.name, piece.view.key()), lambda: self.message(piece, round))
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         """The piece that a reply with these facts is of: the one that was sent, unless clients may cut it further. Facts are a
@@ -146,7 +192,7 @@ class Method:
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         """Tensors like those a reply must hold; a reply that differs is refused."""
-        return {"weights": sent["weights"]} if "weights" in sent else {}
+        return {p.name: p.like(self, piece, sent) if p.like else sent[p.name] for p in self.parts() if p.up}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         """Fuses the replies of a round into the server's state."""
@@ -205,9 +251,19 @@ class Method:
         """What the client does; unless the method decides otherwise, plain local training."""
         return [client.train.phase(client.round)]
 
+    def reply_facts(self, client: Client, received: Message) -> Mapping[str, Any]:
+        """What a reply says beside its parts and the number of samples: plain values."""
+        return {}
+
+    def keep(self, client: Client, received: Message) -> None:
+        """Puts into `client.memory` what the client keeps for its next round, once its reply is made."""
+
     def reply(self, client: Client, received: Message) -> Message:
-        """What goes back; unless the method decides otherwise, the weights."""
-        return Message({"weights": only(client.weights, client.view.names)}, {"samples": client.samples})
+        """What goes back: the parts that come up."""
+        parts = {part.name: part.up(self, client, received) for part in self.parts() if part.up}
+        said = Message(parts, {"samples": client.samples, **self.reply_facts(client, received)})
+        self.keep(client, received)
+        return said
 
 
 @dataclass
@@ -223,15 +279,9 @@ class SharedWeights(Method):
         self.world = world
         self.weights = world.main.initial.copy()
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        """The device's part of the weights; devices with the same part get the same message."""
-        if piece.view.masks:
-            return Message({"weights": piece.view.extract(self.weights)})
-        return self.once(round, piece.view.key(), lambda: self._part(piece))
-
-    def _part(self, piece: Piece) -> Message:
-        whole = piece.view.key() == self.world.main.full.key()
-        return Message({"weights": self.weights if whole else piece.view.extract(self.weights)})
+    def weights_for(self, piece: Piece) -> Tensors:
+        whole = not piece.view.masks and piece.view.key() == self.world.main.full.key()
+        return self.weights if whole else piece.view.extract(self.weights)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.methods.api import Client, Device, InputError, Message, Method, Model, Piece, State, World, made
+from nestling.methods.api import Client, Device, InputError, Message, Method, Model, Part, Piece, State, World, made
 from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
 from nestling.world import Plan, ratio_view
@@ -34,6 +34,9 @@ class Personal(Method):
         """A tier's network as the method needs it, for methods that need it otherwise than it is."""
         raise NotImplementedError
 
+    def parts(self) -> Sequence[Part]:
+        return ()
+
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
@@ -55,9 +58,8 @@ class Personal(Method):
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
         return own_weights(client.memory) or client.view.extract(client.reference.initial)
 
-    def reply(self, client: Client, received: Message) -> Message:
+    def keep(self, client: Client, received: Message) -> None:
         keep_weights(client)
-        return Message({}, {"samples": client.samples})
 
 
 def own_weights(memory: Mapping[str, Tensor]) -> State:

@@ -10,8 +10,9 @@ import torch
 
 import nestling
 from nestling import FleetConfig, Named, Tier
-from nestling.analysing import NAME, analyse, client_networks, sample_rows, spread, write_analysis
+from nestling.analysing import analyse, client_networks, sample_rows, spread, write_analysis
 from nestling.errors import InputError
+from nestling.runfiles import ANALYSIS
 from nestling.running import opened
 from tests.small import small
 from tests.test_bad_input import SMALL, call
@@ -119,8 +120,8 @@ def test_the_command_writes_the_analysis_and_the_report_shows_it(
     assert "The clients' models compared" not in (run / "report.html").read_text()
     assert call(["analyse", str(run), "--clients", "2", "--rows", "20", "--out", str(page)], monkeypatch) == 0
     shown = capsys.readouterr().out
-    assert all(str(path) in shown for path in (run / NAME, run / "report.html", page))
-    assert len(json.loads((run / NAME).read_text())["clients"]) == 2
+    assert all(str(path) in shown for path in (run / ANALYSIS, run / "report.html", page))
+    assert len(json.loads((run / ANALYSIS).read_text())["clients"]) == 2
     for written in (run / "report.html", page):
         assert "models compared" in written.read_text() and "c-cka-features" in written.read_text()
     assert call(["analyse", str(tmp_path / "nowhere")], monkeypatch) == 2

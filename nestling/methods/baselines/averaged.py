@@ -12,10 +12,10 @@ from torch import Tensor
 
 from nestling.devices.fit import RATIOS
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import Client, Contribution, Info, Message, Method, Reference, Reply, Share, State, kept, made
+from nestling.methods.api import Client, Contribution, Device, Info, Method, Model, Piece, Reference, Reply, Share, State, World
+from nestling.methods.kept import kept, made
 from nestling.views import merge, prefix
 from nestling.views.depth import depth_views
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass
@@ -88,13 +88,8 @@ class Averaged(Method):
         """A group's weights, in the reference's shape."""
         return self.weights.get(group, self.reference.initial)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        """The device's piece of its group's weights; devices with the same piece get the same message."""
-        return self.once(round, piece.view.key(), lambda: self.message(piece))
-
-    def message(self, piece: Piece) -> Message:
-        """What goes to the holders of a piece."""
-        return Message({"weights": piece.view.extract(self.state_of(self.group_of(piece)))})
+    def weights_for(self, piece: Piece) -> State:
+        return piece.view.extract(self.state_of(self.group_of(piece)))
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         for group, own in self._by_group(replies).items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nestling.devices.fit import exceeded
-from nestling.methods.api import Contribution, Device, Info, Message, Method, Model, Piece, Reply, State, World, kept, made, merge
+from nestling.methods.api import Contribution, Device, Info, Method, Model, Piece, Reply, State, World, kept, made, merge
 from nestling.seeds import stream
 from nestling.world import Plan
 
@@ -84,8 +84,8 @@ class Decoupled(Method):
         given = self._given[1] if self._given[0] == round else {}
         return self.world.plans[given.get(device.id, self.level[device.tier])].piece
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message({"weights": self.weights[self._level_of(piece)]})
+    def weights_for(self, piece: Piece) -> State:
+        return self.weights[self._level_of(piece)]
 
     def _level_of(self, piece: Piece) -> str:
         return self._levels[_what(piece)]

@@ -86,10 +86,9 @@ class FedPer(Averaged):
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
         return {**received["weights"], **_personal(client.memory, client.reference, client.view)}
 
-    def reply(self, client: Client, received: Message) -> Message:
+    def keep(self, client: Client, received: Message) -> None:
         own = {name: client.weights[name] for name in _private(client.view)}
         client.memory = keep(client.memory, "personal", client.reference, client.view, own)
-        return super().reply(client, received)
 
 
 def units(reference: Reference) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from nestling.methods.api import Device, Info, Message, Piece, Reply
+from nestling.methods.api import Info, Reply
 from nestling.methods.personal import Personal
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
@@ -38,9 +38,6 @@ class Local(Personal):
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return with_features(module, taps, self.size) if self.size else module
-
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message()
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         """Nothing to merge."""

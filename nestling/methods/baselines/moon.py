@@ -57,9 +57,8 @@ class Moon(Averaged):
         objective = partial(_contrastive, mu=self.mu, temperature=self.temperature, head=client.reference.taps.head)
         return [client.train.phase(client.round, objective=objective, given=given)]
 
-    def reply(self, client: Client, received: Message) -> Message:
+    def keep(self, client: Client, received: Message) -> None:
         client.memory = keep(client.memory, "previous", client.reference, client.view, dict(client.weights))
-        return super().reply(client, received)
 
 
 def projected(world: World, size: int) -> nn.Module:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, State, View, World, kept, made
+from nestling.methods.api import WEIGHTS, Client, Contribution, Info, Message, Part, Phase, Reply, State, View, kept, made, pack
 from nestling.methods.baselines.averaged import Averaged, parameters_of
 from nestling.schema import require
 from nestling.settings import Positive
@@ -19,7 +19,7 @@ from nestling.training.memory import drop, keep, recall
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
 from nestling.views import keep_private, merge
-from nestling.views.flat import pack
+from nestling.world import Device, Piece, World
 
 
 @dataclass
@@ -67,9 +67,12 @@ class Scaffold(Averaged):
         self._zeros = pack({name: torch.zeros_like(t) for name, t in initial.items() if name in trained})
         self.controls, self._views = {}, {}
 
-    def message(self, piece: Piece) -> Message:
-        control = self._trained(piece.view).extract(self._control_of(self.group_of(piece)))
-        return Message({**super().message(piece).parts, "control": control})
+    def parts(self) -> Sequence[Part]:
+        return (WEIGHTS, _CONTROL)
+
+    def control_for(self, piece: Piece) -> State:
+        """c of a piece."""
+        return self._trained(piece.view).extract(self._control_of(self.group_of(piece)))
 
     def _control_of(self, group: str) -> State:
         """A group's c, in the shape of the reference's parameters."""
@@ -81,9 +84,6 @@ class Scaffold(Averaged):
         if not buffers:
             return view
         return self._views.setdefault(view.key(), keep_private(view, buffers))
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"weights": sent["weights"], "control": sent["control"]}
 
     def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
         old, control = self.state_of(group), self._control_of(group)
@@ -111,16 +111,22 @@ class Scaffold(Averaged):
     def _by_gradient(self, client: Client) -> bool:
         return self.control == "gradient" or (self.control == "auto" and client.train.optimizer != "sgd")
 
-    def reply(self, client: Client, received: Message) -> Message:
+    def change(self, client: Client, received: Message) -> State:
+        """c_k⁺ − c_k; the client keeps c_k⁺."""
         own = _own_control(client, received)
         if self._by_gradient(client):
             new = recall(client.memory, "gradient", client.reference, client.view, own)
         else:
             new = _from_steps(client, received, own)
         client.memory = keep(drop(client.memory, "gradient"), "control", client.reference, client.view, new)
-        change = {name: c - own[name] for name, c in new.items()}
-        sent = super().reply(client, received)
-        return replace(sent, parts={**sent.parts, "control": change})
+        return {name: c - own[name] for name, c in new.items()}
+
+
+_CONTROL = Part(
+    "control",
+    lambda method, piece, round: method.control_for(piece),
+    lambda method, client, received: method.change(client, received),
+)
 
 
 def _own_control(client: Client, received: Message) -> State:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Contribution, Device, Message, Method, Model, Piece, Reference, Reply, State, View, World, merge
+from nestling.methods.api import Contribution, Device, Method, Model, Piece, Reference, Reply, State, View, World, merge
 from nestling.methods.kept import kept, made
 from nestling.seeds import torch_seeded
 from nestling.training.distiller import Check, Distillation, distil, logits_of, proxy, whole
@@ -34,21 +34,15 @@ class PerArchitecture(Method):
 
     def setup(self, world: World) -> None:
         self.world = world
-        self.keep(world.references.values())
+        self.begin_with(world.references.values())
 
-    def keep(self, references: Iterable[Reference]) -> None:
+    def begin_with(self, references: Iterable[Reference]) -> None:
         """Starts with these architectures, each as it was built."""
         self.references = {reference.name: reference for reference in references}
         self.weights = {name: reference.initial.copy() for name, reference in self.references.items()}
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        """The device's part of its architecture's weights; devices with the same part get the same message."""
-        key = (piece.reference.name, piece.view.key())
-        return self.once(round, key, lambda: Message({"weights": self._model(piece).state}, self.facts_for(piece)))
-
-    def facts_for(self, piece: Piece) -> Mapping[str, Any]:
-        """What a device is told beside its weights."""
-        return {}
+    def weights_for(self, piece: Piece) -> Mapping[str, Tensor]:
+        return self._model(piece).state
 
     def weight(self, reply: Reply) -> float:
         """How much a reply counts within its architecture: by its number of samples, unless the method decides otherwise."""

@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, InputError, Message, Phase, Piece, Reply, State, World, kept, made
+from nestling.methods.api import Client, Device, Info, InputError, Message, Part, Phase, Piece, Reply, State, World, kept, made
 from nestling.methods.distill import drafts
 from nestling.methods.distill.draft_networks import Key, Network, key_of, networks_of, refuse_without_convolutions
 from nestling.methods.distill.drafts import Pool, Weights, drafts_of, taps_of
-from nestling.methods.personal import Personal, keep_weights
+from nestling.methods.personal import Personal
 from nestling.methods.public import drawn
 from nestling.seeds import derive
 from nestling.settings import Count, NotNegative
@@ -95,10 +95,14 @@ class DraftFed(Personal):
         parts = {"targets": self.targets[name]} if name in self.targets else {}
         return Message(parts, {"depths": depths, "rows": derive(self.world.seed, "draft rows")})
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+    def parts(self) -> Sequence[Part]:
+        return (_DRAFTS,)
+
+    def drafts_like(self, piece: Piece) -> State:
+        """What drafts of a piece look like."""
         assert self.world.public is not None
         count, shapes = min(self.rows, len(self.world.public)), self.networks[key_of(piece)].shapes
-        return {"drafts": {name: torch.empty(count, *shape, device="meta") for name, shape in shapes.items()}}
+        return {name: torch.empty(count, *shape, device="meta") for name, shape in shapes.items()}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         said: dict[Key, list[Mapping[str, Tensor]]] = {}
@@ -136,11 +140,6 @@ class DraftFed(Personal):
             given=dict(received["targets"]),
         )
 
-    def reply(self, client: Client, received: Message) -> Message:
-        drafted = client.memory
-        keep_weights(client)
-        return Message({"drafts": drafted}, {"samples": client.samples})
-
     def _drafts(self, client: Client, received: Message) -> State:
         assert client.public is not None
         module, taps = client.reference.network(client.view, client.weights), taps_of(client.reference, client.view)
@@ -150,3 +149,10 @@ class DraftFed(Personal):
         """The public rows that drafts are about."""
         assert client.public is not None
         return drawn(int(received.facts["rows"]), self.rows, len(client.public), client.place)
+
+
+_DRAFTS = Part(
+    "drafts",
+    up=lambda method, client, received: client.memory,  # where its phases put them
+    like=lambda method, piece, sent: method.drafts_like(piece),
+)

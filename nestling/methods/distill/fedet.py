@@ -84,7 +84,7 @@ class FedET(PerArchitecture):
         self.server = self._large(world)
         with torch_seeded(world.seed, "network", "head"):
             self.head = Reference("head", nn.Linear(self.wide, world.classes), (self.wide,))
-        self.keep([self.server, *(piece.reference for piece in self.pieces.values())])
+        self.begin_with([self.server, *(piece.reference for piece in self.pieces.values())])
         first = self._head_of(self.server.name, self.weights[self.server.name])
         self.weights = {name: self._with_head(name, state, first) for name, state in self.weights.items()}
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Info, Message, Piece, Reply, State, World, kept, made, pack
+from nestling.methods.api import Info, Part, Reply, State, World, kept, made, pack
 from nestling.methods.distill.generated import Asked, Several, asked, kinds, learner, make_generator, noise
-from nestling.methods.distill.label_counts import any_counts, counts_of, own_counts, shares
+from nestling.methods.distill.label_counts import COUNTS, counts_of, shares
 from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.models.generators import codes, diversity
 from nestling.seeds import torch_seeded
@@ -70,14 +70,14 @@ class FedFTG(SharedAverage):
         auxiliary="none (label counts, and the server's generator)",
     )
 
+    def parts(self) -> Sequence[Part]:
+        return (*super().parts(), COUNTS)
+
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
         super().setup(world)
         self.network, self.generator = make_generator(world, self.nz, self.channels, world.classes)
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {**super().expects(piece, sent), **any_counts(self.world.classes)}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
@@ -129,12 +129,6 @@ class FedFTG(SharedAverage):
     def _masked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The state without what parts may not read, which then has no gradient either."""
         return {**state, **{name: state[name] * mask for name, mask in self.masks.items()}}
-
-    # -- on the client ---------------------------------------------------------------------------------------------------------
-
-    def reply(self, client: Client, received: Message) -> Message:
-        plain = super().reply(client, received)
-        return replace(plain, parts={**plain.parts, **own_counts(client)})
 
 
 def hardness(compat: str, teacher: Tensor, student: Tensor, labels: Tensor, weight: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class FedGen(Personal):
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         kind = "weights" if self.full else "head"
-        return {kind: sent[kind], **any_counts(self.world.classes)}
+        return {kind: sent[kind], "counts": any_counts(self.world.classes)}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not replies:
@@ -191,4 +191,4 @@ class FedGen(Personal):
         else:
             keep_weights(client)
             own = {"head": head_of(client.weights, client.reference.taps.head)}
-        return Message({**own, **own_counts(client)}, {"samples": client.samples})
+        return Message({**own, "counts": own_counts(client)}, {"samples": client.samples})

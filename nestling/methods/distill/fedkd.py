@@ -67,7 +67,7 @@ class FedKD(Pairs):
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return Bridged(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps)
 
-    def told(self, message: Message, like: Mapping[str, Tensor]) -> State:
+    def shared_in(self, message: Message, like: Mapping[str, Tensor]) -> State:
         return whole(message, like)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, World, made, require
+from nestling.methods.api import Client, Device, Info, Message, Part, Phase, Piece, Reply, World, made, require
 from nestling.methods.personal import own_weights
-from nestling.methods.public import PublicExchange, epochs_for
+from nestling.methods.public import SAID, PublicExchange, epochs_for
 from nestling.settings import Count, Positive, Whole
 from nestling.store import Records
-from nestling.training.distiller import combine, logits_of
+from nestling.training.distiller import combine
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
 
@@ -71,17 +71,17 @@ class FedMD(PublicExchange):
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         # Who has answered has had the labels and used them; a device that vanished may not have.
         new = bool(self.pretrain) and not self.told.get(device.id)
-        return self.once(round, new, lambda: self._message(round, new))
+        return self.once(round, new, lambda: self._message(piece, round, new))
 
-    def _message(self, round: int, new: bool) -> Message:
+    def _message(self, piece: Piece, round: int, new: bool) -> Message:
         parts = {"consensus": self.known} if self.known else {}
         if new:
             assert self.world.public_labels is not None
             parts["labels"] = {"labels": self.world.public_labels.to(torch.uint8 if self.world.classes <= 256 else torch.int32)}
-        return Message(parts, self.facts(round))
+        return Message(parts, self.facts(piece, round))
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"logits": {"logits": torch.empty(self.asked, self.world.classes)}}
+    def parts(self) -> Sequence[Part]:
+        return (SAID,)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         for reply in replies:
@@ -105,11 +105,6 @@ class FedMD(PublicExchange):
                 Phase(_digest, optim, epochs, batch=self.digest_batch, steps=self.digest, source="public", given=given, rows=rows)
             )
         return [*found, client.train.phase(client.round)]
-
-    def reply(self, client: Client, received: Message) -> Message:
-        told = super().reply(client, received)
-        said = logits_of(client.reference.network(client.view, client.weights), self.inputs(client, received))
-        return Message({"logits": {"logits": said}}, told.facts)
 
 
 def _labelled(net: Net, batch: Batch, given: Given) -> Tensor:

@@ -72,13 +72,13 @@ class KTpFL(PublicExchange):
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         if not self.known:
-            return Message({}, self.facts(round))
+            return Message({}, self.facts(piece, round))
         # In an order of its own: a checkpoint does not keep that of names, and sums are rounded by it.
         clients = sorted(self.known, key=int)
         row = self.coefficients.row(device.id, [int(client) for client in clients])
         said = torch.stack([self.known[client] for client in clients])
         target = torch.tensordot((row / row.sum()).to(said.dtype), said, 1)
-        return Message({"target": {"target": target}}, self.facts(round))
+        return Message({"target": {"target": target}}, self.facts(piece, round))
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         return {"predictions": {"predictions": torch.empty(self.asked, self.world.classes)}}

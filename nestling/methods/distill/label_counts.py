@@ -7,17 +7,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Reply, State
+from nestling.methods.api import Client, Part, Reply, State
 
 
-def any_counts(classes: int) -> dict[str, State]:
-    """What the counts of a reply look like, for `Method.expects`."""
-    return {"counts": {"classes": torch.zeros(classes, dtype=torch.int32)}}
-
-
-def own_counts(client: Client) -> dict[str, State]:
+def own_counts(client: Client) -> State:
     """A client's counts, as they travel."""
-    return {"counts": {"classes": client.class_counts().to(torch.int32)}}
+    return {"classes": client.class_counts().to(torch.int32)}
+
+
+def any_counts(classes: int) -> State:
+    """What they look like."""
+    return {"classes": torch.zeros(classes, dtype=torch.int32)}
+
+
+COUNTS = Part(
+    "counts",
+    up=lambda method, client, received: own_counts(client),
+    like=lambda method, piece, sent: any_counts(method.world.classes),
+)
+"""How many samples of every class a client has, up."""
 
 
 def counts_of(replies: Sequence[Reply]) -> Tensor:

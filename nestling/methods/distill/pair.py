@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reference, Reply, State, World
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Part, Phase, Reference, Reply, State, World
 from nestling.methods.kept import kept, made
 from nestling.methods.personal import WEIGHTS, Personal
 from nestling.models.taps import Taps
@@ -70,7 +70,7 @@ class Pairs(Personal):
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return Pair(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps.head)
 
-    def told(self, message: Message, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def shared_in(self, message: Message, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The shared network that a message holds; `like` has its shapes."""
         return message[MEME]
 
@@ -83,15 +83,12 @@ class Pairs(Personal):
         self.weights = self.shared.initial.copy()
         super().setup(world)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message({MEME: self.weights})
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {MEME: sent[MEME]}
+    def parts(self) -> Sequence[Part]:
+        return (_SHARED,)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         shares = [float(reply.samples) if self.weighting == "samples" else 1.0 for reply in replies]
-        states = [self.told(reply.message, self.weights) for reply in replies]
+        states = [self.shared_in(reply.message, self.weights) for reply in replies]
         self.weights = merge(self.weights, [Contribution(self.shared.full, *own) for own in zip(states, shares, strict=True)])
 
     def model_for(self, device: Device) -> Model:
@@ -107,14 +104,16 @@ class Pairs(Personal):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
-        return with_meme(super().start(client, received), self.told(received, meme_of(client.reference.initial)))
+        return with_meme(super().start(client, received), self.shared_in(received, meme_of(client.reference.initial)))
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         return [client.train.phase(client.round, objective=self.objective(client))]
 
-    def reply(self, client: Client, received: Message) -> Message:
+    def keep(self, client: Client, received: Message) -> None:
         client.memory = {WEIGHTS + name: t for name, t in client.weights.items() if not name.startswith(_OURS)}
-        return Message({MEME: meme_of(client.weights)}, {"samples": client.samples})
+
+
+_SHARED = Part(MEME, lambda method, piece, round: method.weights, lambda method, client, received: meme_of(client.weights))
 
 
 def meme_of(state: Mapping[str, Tensor]) -> State:

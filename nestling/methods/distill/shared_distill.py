@@ -58,7 +58,7 @@ class SharedDistill(PerArchitecture):
         paper="TinyML model-heterogeneous FL (abstract)",
     )
 
-    def facts_for(self, piece: Piece) -> Mapping[str, Any]:
+    def facts(self, piece: Piece, round: int) -> Mapping[str, Any]:
         own, parts = piece.view, held_parts(self.world, piece.reference) if self.inner else []
         return {"smaller": [to_spec(part) for part in parts if part.key() != own.key() and own.contains(part)]}
 

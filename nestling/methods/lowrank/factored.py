@@ -83,13 +83,13 @@ class Factored(SharedWeights):
             self._factors = (self.weights, pack(to_factors(self.weights, ranks, self.form)))
         return self._factors[1]
 
-    def part(self, piece: Piece) -> State:
+    def weights_for(self, piece: Piece) -> State:
         """A piece of the global weights, or of their factors."""
         return piece.view.extract(self.weights if piece.reference is self.world.main else self.factor_state())
 
     def model_for(self, device: Device) -> Model:
         piece = self.piece(device, 0)
-        return Model(piece.reference, piece.view, self.part(piece))
+        return Model(piece.reference, piece.view, self.weights_for(piece))
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         phase = client.train.phase(client.round)

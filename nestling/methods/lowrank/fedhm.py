@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from torch import Tensor
-
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, made, merge, pack, require
-from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
+from nestling.methods.api import WEIGHTS, Client, Contribution, Info, Message, Part, Phase, Piece, Reply, made, merge, require
+from nestling.methods.labels import PRESENT, counted_rows, held_classes, output_layer
 from nestling.methods.lowrank.factored import Factored, Shapes, key_of, layers_of
 from nestling.models.factorised import full_rank, to_dense
 from nestling.settings import Bounds, Compat, Positive
 from nestling.training.objectives import present_cross_entropy
+from nestling.views.flat import pack
 
 
 @dataclass
@@ -73,8 +72,8 @@ class FedHM(Factored):
         self.ratio_of = {key_of(piece): ratio for ratio, piece in found.items()}
         return list(found.values())
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return self.once(round, key_of(piece), lambda: Message({"weights": self.part(piece)}))
+    def parts(self) -> Sequence[Part]:
+        return (WEIGHTS, PRESENT) if self.compat == "code" else (WEIGHTS,)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         given = [self.contribution(reply) for reply in replies]
@@ -101,13 +100,3 @@ class FedHM(Factored):
             return phases
         present = {"present": held_classes(client).float()}
         return [replace(phase, objective=present_cross_entropy, given=present) for phase in phases]
-
-    def reply(self, client: Client, received: Message) -> Message:
-        sent = super().reply(client, received)
-        if self.compat == "paper":
-            return sent
-        return replace(sent, parts={**sent.parts, "present": {"classes": held_classes(client)}})
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        present = any_classes(self.world.classes) if self.compat == "code" else {}
-        return {**super().expects(piece, sent), **present}

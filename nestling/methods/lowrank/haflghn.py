@@ -96,8 +96,8 @@ class HAFLGHN(Method):
     def piece(self, device: Device, round: int) -> Piece:
         return self.pieces[device.tier]
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message({"weights": self.weights})
+    def weights_for(self, piece: Piece) -> State:
+        return self.weights
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         # φ is the same for everybody, so that any of its views stands for all.
@@ -124,10 +124,9 @@ class HAFLGHN(Method):
         shared = client.train.phase(client.round, freeze=("added",))
         return [shared, client.train.phase(client.round, freeze=("generator",), epochs=self.fine_tune)]
 
-    def reply(self, client: Client, received: Message) -> Message:
+    def keep(self, client: Client, received: Message) -> None:
         if self.fine_tune:
             client.memory = weights_of(Piece(client.reference, client.view), client.weights)
-        return super().reply(client, received)
 
 
 @torch.no_grad()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Info, Message, Model, Piece, State, World, kept, made
-from nestling.methods.heads import common_head, with_head
+from nestling.methods.api import Client, Device, Info, Message, Model, Part, State, World, kept, made
+from nestling.methods.heads import common_head, head_of, with_head
 from nestling.methods.personal import Personal, common_features
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
@@ -24,6 +24,14 @@ INFO = Info.of_own_networks(
     "F",
 )
 """What the methods of one common classifier are."""
+
+
+CLASSIFIER = Part(
+    HEAD,
+    lambda method, piece, round: method.head,
+    lambda method, client, received: head_of(client.weights, client.reference.taps.head),
+)
+"""The common classifier, down and up."""
 
 
 @dataclass
@@ -42,6 +50,9 @@ class CommonHead(Personal):
     wide: int = made()
     head: State = kept()
 
+    def parts(self) -> Sequence[Part]:
+        return (CLASSIFIER,)
+
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return with_features(module, taps, self.wide)
 
@@ -51,9 +62,6 @@ class CommonHead(Personal):
         self.wide = common_features(world, self.size)
         super().setup(world)
         self.head = common_head(self.pieces.values())
-
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return Message({HEAD: self.head})
 
     def model_for(self, device: Device) -> Model:
         return self._deciding_by(self.predict, device)

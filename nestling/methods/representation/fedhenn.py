@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply
+from nestling.methods.api import Client, Info, Message, Part, Phase, Reply
 from nestling.methods.public import PublicExchange
 from nestling.models.taps import watching
 from nestling.settings import Bounds, NotNegative
@@ -46,11 +46,8 @@ class FedHeNN(PublicExchange):
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return self.once(round, "kernel", lambda: Message({"kernel": self.known} if self.known else {}, self.facts(round)))
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"kernel": {"kernel": torch.empty(self.asked, self.asked)}}
+    def parts(self) -> Sequence[Part]:
+        return (_KERNEL,)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if replies:
@@ -73,12 +70,20 @@ class FedHeNN(PublicExchange):
         objective = partial(_alike, head=client.reference.taps.head)
         return [client.train.phase(client.round, objective=objective, given=given)]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        told = super().reply(client, received)
+    @torch.no_grad()
+    def kernel(self, client: Client, received: Message) -> Tensor:
+        """The client's kernel on the inputs of the next round."""
         module = client.reference.network(client.view, client.weights).eval()
-        with torch.no_grad():
-            seen = [features(module, part, client.reference.taps.head) for part in self.inputs(client, received).split(256)]
-        return Message({"kernel": {"kernel": linear_kernel(torch.cat(seen))}}, told.facts)
+        seen = [features(module, part, client.reference.taps.head) for part in self.inputs(client, received).split(256)]
+        return linear_kernel(torch.cat(seen))
+
+
+_KERNEL = Part(
+    "kernel",
+    lambda method, piece, round: method.known,
+    lambda method, client, received: {"kernel": method.kernel(client, received)},
+    lambda method, piece, sent: {"kernel": torch.empty(method.asked, method.asked)},
+)
 
 
 def features(module: nn.Module, x: Tensor, head: str) -> Tensor:

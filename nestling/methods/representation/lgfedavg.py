@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
-from nestling.methods.api import Client, Message, Piece, Reply
-from nestling.methods.heads import head_of, mean_head
-from nestling.methods.personal import keep_weights
+from nestling.methods.api import Reply
+from nestling.methods.heads import mean_head
 from nestling.methods.representation.common_head import HEAD, INFO, CommonHead
 
 
@@ -41,16 +38,7 @@ class LGFedAvg(CommonHead):
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {HEAD: sent[HEAD]}
-
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if replies:
             weights = [float(r.samples) if self.weighting == "samples" else 1.0 for r in replies]
             self.head = mean_head([r.message[HEAD] for r in replies], weights)
-
-    # -- on the client ---------------------------------------------------------------------------------------------------------
-
-    def reply(self, client: Client, received: Message) -> Message:
-        keep_weights(client)
-        return Message({HEAD: head_of(client.weights, client.reference.taps.head)}, {"samples": client.samples})

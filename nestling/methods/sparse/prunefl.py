@@ -101,10 +101,9 @@ class PruneFL(SharedWeights):
         return self._pieces[1].setdefault(key, Piece(base.reference, masked(base.view, self.masks)))
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        """What devices of one piece get is one message."""
-        return self.once(round, piece.view.key(), lambda: self._message(piece, round))
+        return self.once(round, piece.view.key(), lambda: self.message(piece, round))
 
-    def _message(self, piece: Piece, round: int) -> Message:
+    def message(self, piece: Piece, round: int) -> Message:
         weights = survivors(piece.view, piece.view.extract(self.weights))
         return Message({"weights": weights, "mask": masks_of(piece.view)}, {"adjust": self._adjusts(round)})
 

@@ -63,9 +63,8 @@ class DepthFL(ByDepth):
     def views(self, reference: Reference) -> list[View]:
         return depth_views(reference, exits=self.exits)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        sent = super().send(device, piece, round)
-        return replace(sent, facts={"kd": self.ramped(round, self.world.rounds)}) if self.kd else sent
+    def facts(self, piece: Piece, round: int) -> dict[str, float]:
+        return {"kd": self.ramped(round, self.world.rounds)} if self.kd else {}
 
     def ramped(self, round: int, rounds: int) -> float:
         """λₜ in a run of so many rounds."""
@@ -102,11 +101,10 @@ class DepthFL(ByDepth):
             rule = partial(_dynamic, alpha=self.alpha)
         return [client.train.phase(client.round, objective=_mutual, given=given, rule=rule)]
 
-    def reply(self, client: Client, received: Message) -> Message:
+    def keep(self, client: Client, received: Message) -> None:
         if self.feddyn:
             moved = {n: h - self.alpha * (client.weights[n] - received["weights"][n]) for n, h in _past(client, received).items()}
             client.memory = {**client.memory, **moved}
-        return super().reply(client, received)
 
 
 def _past(client: Client, received: Message) -> State:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,9 +89,8 @@ class FjORD(SharedWeights):
     def piece(self, device: Device, round: int) -> Piece:
         return self.rungs.of(device, round)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        inside = [level.spec() for level in self.rungs.pieces if piece.view.contains(level.view)]
-        return replace(super().send(device, piece, round), facts={"levels": inside})
+    def facts(self, piece: Piece, round: int) -> dict[str, Any]:
+        return {"levels": [level.spec() for level in self.rungs.pieces if piece.view.contains(level.view)]}
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         views = tuple(client.reference.view(spec) for spec in received.facts["levels"])

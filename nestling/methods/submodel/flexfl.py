@@ -191,6 +191,5 @@ class FlexFL(SharedWeights):
             return super().phases(client, received)
         return [taught(client, teachers, self.lam, self.temperature)]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        sent = super().reply(client, received)
-        return replace(sent, facts={**sent.facts, "trained": received.facts["fits"]})
+    def reply_facts(self, client: Client, received: Message) -> dict[str, int]:
+        return {"trained": received.facts["fits"]}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, SharedWeights, World
-from nestling.methods.kept import made
-from nestling.methods.labels import any_classes, counted_rows, held_classes, output_layer
+from nestling.methods.api import WEIGHTS, Client, Contribution, Info, Message, Part, Phase, Reply, SharedWeights, made
+from nestling.methods.labels import PRESENT, counted_rows, held_classes, output_layer
 from nestling.methods.submodel.scaler import dividing, narrowed, scaled
 from nestling.seeds import stream
 from nestling.training.objectives import cross_entropy, present_cross_entropy
+from nestling.world import Device, Model, Piece, World
 
 
 @dataclass
@@ -47,6 +45,9 @@ class HeteroFL(SharedWeights):
     def blocks(self) -> tuple[str, ...]:
         return ("present",) if self.mask_labels else ()
 
+    def parts(self) -> Sequence[Part]:
+        return (WEIGHTS, PRESENT) if self.mask_labels else (WEIGHTS,)
+
     def setup(self, world: World) -> None:
         super().setup(world)
         self.output = output_layer(world.main, world.classes) if self.mask_labels else ()
@@ -71,14 +72,6 @@ class HeteroFL(SharedWeights):
         given = {"present": held_classes(client).float()} if self.mask_labels else {}
         objective = present_cross_entropy if self.mask_labels else cross_entropy
         return [client.train.phase(client.round, objective=objective, given=given, hooks=hooks)]
-
-    def reply(self, client: Client, received: Message) -> Message:
-        sent = super().reply(client, received)
-        return replace(sent, parts={**sent.parts, "present": {"classes": held_classes(client)}}) if self.mask_labels else sent
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        weights = super().expects(piece, sent)
-        return {**weights, **any_classes(self.world.classes)} if self.mask_labels else weights
 
     def contribution(self, reply: Reply) -> Contribution:
         weights = reply.message["weights"]

@@ -9,8 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Contribution, Device, Info, Message, Model, Piece, Reference, Reply, State, View, World, pack
-from nestling.methods.kept import kept, made
+from nestling.methods.api import Contribution, Device, Info, Model, Piece, Reference, Reply, State, View, World, kept, made, pack
 from nestling.methods.labels import output_layer
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.models import ExitNet
@@ -67,8 +66,8 @@ class InclusiveFL(ByDepth):
     def _group(self, view: View) -> int:
         return next(g for g, piece in enumerate(self.ladder.pieces) if piece.view.key() == view.key())
 
-    def _part(self, piece: Piece) -> Message:
-        return Message({"weights": pack(self._model(self._group(piece.view)).state)})
+    def weights_for(self, piece: Piece) -> State:
+        return pack(self._model(self._group(piece.view)).state)
 
     def contribution(self, reply: Reply) -> Contribution:
         return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))

@@ -74,10 +74,10 @@ class ScaleFL(ByDepth):
         levels = zip(self.widths, depths, strict=True)
         return [replace(every[depth - 1], keep=prefix(reference.axes, width).keep) for width, depth in levels]
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
+    def facts(self, piece: Piece, round: int) -> dict[str, float]:
         late = round > math.ceil(self.kd_start * self.world.rounds)
         kd = self.gamma / self.world.classes if late else 0.0
-        return replace(super().send(device, piece, round), facts={"width": self.width_of[piece.view.key()], "kd": kd})
+        return {"width": self.width_of[piece.view.key()], "kd": kd}
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         width = float(received.facts["width"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, SharedWeights, View, World, made
+from nestling.methods.api import Client, Info, Message, Phase, Piece, SharedWeights, View, World, made
 from nestling.settings import NotNegative
 from nestling.training.inner import with_inner
 from nestling.training.rules import masked_gradients
@@ -68,9 +69,8 @@ class SharedAverage(SharedWeights):
     def _levels(self) -> list[View]:
         return list({p.piece.view.key(): p.piece.view for p in self.world.plans.values()}.values())
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        levels = [to_spec(view) for view in self._levels() if piece.view.contains(view)]
-        return replace(super().send(device, piece, round), facts={"levels": levels})
+    def facts(self, piece: Piece, round: int) -> dict[str, Any]:
+        return {"levels": [to_spec(view) for view in self._levels() if piece.view.contains(view)]}
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         levels = [client.reference.view(spec) for spec in received.facts["levels"]]
