@@ -180,10 +180,14 @@ class Method:
         return Message({name: tensors for name, tensors in sent.items() if tensors}, self.facts(piece, round))
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
-        """The message to a device; devices with the same piece get the same one."""
+        """The message to a device; devices that are alike get the same one."""
         if piece.view.masks:
             return self.message(piece, round)
-        return self.once(round, (piece.reference.name, piece.view.key()), lambda: self.message(piece, round))
+        return self.once(round, self.alike(piece), lambda: self.message(piece, round))
+
+    def alike(self, piece: Piece) -> Hashable:
+        """What those have in common that get the same message: the same piece."""
+        return piece.reference.name, piece.view.key()
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         """The piece that a reply with these facts is of: the one that was sent, unless clients may cut it further. Facts are a
