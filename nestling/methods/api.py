@@ -5,7 +5,7 @@ from __future__ import annotations
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.kept import kept, made
-from nestling.methods.method import WEIGHTS, Info, Method, Part, Reply, Share, SharedWeights
+from nestling.methods.method import Info, Method, Reply, Share, SharedWeights
 from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.phase import Phase
@@ -14,6 +14,6 @@ from nestling.views.flat import only, pack
 from nestling.world import Device, Model, Piece, World
 
 __all__ = [
-    "WEIGHTS", "Client", "Contribution", "Device", "Info", "InputError", "Message", "Method", "Model", "Part", "Phase", "Piece",
+    "Client", "Contribution", "Device", "Info", "InputError", "Message", "Method", "Model", "Phase", "Piece",
     "Reference", "Reply", "Share", "SharedWeights", "State", "View", "World", "kept", "made", "merge", "only", "pack", "require",
 ]  # fmt: skip

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, InputError, Part, Reference
+from nestling.methods.api import Client, InputError, Reference
+from nestling.methods.part import Part
 
 
 def held_classes(client: Client) -> Tensor:

@@ -9,13 +9,14 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.kept import kept, made, put_back, state_of
+from nestling.methods.part import WEIGHTS, Fact, Part, Tensors
 from nestling.settings import check_settings
 from nestling.training.client import Client
 from nestling.training.phase import Phase
 from nestling.views import Contribution, State, merge
-from nestling.views.flat import only
 from nestling.world import Device, Model, Piece, World
 
 T = TypeVar("T")
@@ -83,33 +84,6 @@ class Share:
     given: list[Contribution]
 
 
-Tensors = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One thing that travels, said once. Messages, what a reply must look like, and bytes follow from a method's list of them.
-
-    name: what it is called in messages.
-    down: (method, piece, round) → its tensors for all devices that hold a piece; none: it is left out.
-    up:   (method, client, received) → its tensors from a client that has trained.
-    like: (method, piece, sent) → tensors like those that come up; left out: those that went down under its name.
-    """
-
-    name: str
-    down: Callable[[Any, Piece, int], Tensors] | None = None
-    up: Callable[[Any, Client, Message], Tensors] | None = None
-    like: Callable[[Any, Piece, Message], Tensors] | None = None
-
-
-WEIGHTS = Part(
-    "weights",
-    lambda method, piece, round: method.weights_for(piece),
-    lambda method, client, received: only(client.weights, client.view.names),
-)
-"""A piece's weights, down and up."""
-
-
 class Method:
     """Base of all methods: a dataclass whose fields are its settings. Server state is made in `setup`; the client's part (`start`,
     `phases`, `reply`) uses settings, the client and what it received, nothing else."""
@@ -170,33 +144,52 @@ class Method:
         """The weights of a piece as they are now, for methods that send some."""
         raise NotImplementedError
 
-    def facts(self, piece: Piece, round: int) -> Mapping[str, Any]:
-        """What the message to the holders of a piece says beside its parts: plain values."""
+    def weights_once(self, piece: Piece, round: int) -> Tensors:
+        """The weights of a piece, the same ones for all its holders."""
+        if piece.view.masks:
+            return self.weights_for(piece)
+        return self.once(round, ("weights", piece.reference.name, piece.view.key()), lambda: self.weights_for(piece))
+
+    def facts(self, device: Device, piece: Piece, round: int) -> Mapping[str, Any]:
+        """What the message to a device says beside its parts: plain values."""
         return {}
 
-    def message(self, piece: Piece, round: int) -> Message:
-        """The message to all holders of a piece."""
-        sent = {part.name: part.down(self, piece, round) for part in self.parts() if part.down}
-        return Message({name: tensors for name, tensors in sent.items() if tensors}, self.facts(piece, round))
+    def message(self, device: Device, piece: Piece, round: int) -> Message:
+        """The message to a device, and to all that are alike."""
+        sent = {part.name: part.down(self, device, piece, round) for part in self.parts() if part.down}
+        return Message({name: tensors for name, tensors in sent.items() if tensors}, self.facts(device, piece, round))
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         """The message to a device; devices that are alike get the same one."""
-        if piece.view.masks:
-            return self.message(piece, round)
-        return self.once(round, self.alike(piece), lambda: self.message(piece, round))
+        key = self.alike(device, piece)
+        if key is None:
+            return self.message(device, piece, round)
+        return self.once(round, ("message", key), lambda: self.message(device, piece, round))
 
-    def alike(self, piece: Piece) -> Hashable:
-        """What those have in common that get the same message: the same piece."""
-        return piece.reference.name, piece.view.key()
+    def alike(self, device: Device, piece: Piece) -> Hashable | None:
+        """What those have in common that get the same message: the same piece. None: everybody gets a message of its own."""
+        return None if piece.view.masks else (piece.reference.name, piece.view.key())
+
+    def said(self) -> Sequence[Fact]:
+        """What a reply says beside its parts and the number of samples; unless the method decides otherwise, nothing."""
+        return ()
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        """The piece that a reply with these facts is of: the one that was sent, unless clients may cut it further. Facts are a
-        client's word: what they name must be checked (an `InputError` refuses the reply)."""
+        """The piece that a reply with these facts is of; an `InputError` says what in them cannot be."""
+        for fact in self.said():
+            value = facts.get(fact.name)
+            if not fact.can(self, sent, value):
+                raise InputError(f"{fact.what} cannot be {repr(value)[:60]}")
+        return self.cut_to(piece, sent, facts)
+
+    def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """The piece that a client has trained, for methods whose clients may cut what was sent further: facts that can be tell how."""
         return piece
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
         """Tensors like those a reply must hold; a reply that differs is refused."""
-        return {p.name: p.like(self, piece, sent) if p.like else sent[p.name] for p in self.parts() if p.up}
+        up = {p.name: p.like(self, piece, sent) if p.like else sent.parts.get(p.name, {}) for p in self.parts() if p.up}
+        return {name: tensors for name, tensors in up.items() if tensors}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         """Fuses the replies of a round into the server's state."""
@@ -255,19 +248,15 @@ class Method:
         """What the client does; unless the method decides otherwise, plain local training."""
         return [client.train.phase(client.round)]
 
-    def reply_facts(self, client: Client, received: Message) -> Mapping[str, Any]:
-        """What a reply says beside its parts and the number of samples: plain values."""
-        return {}
-
     def keep(self, client: Client, received: Message) -> None:
         """Puts into `client.memory` what the client keeps for its next round, once its reply is made."""
 
     def reply(self, client: Client, received: Message) -> Message:
-        """What goes back: the parts that come up."""
+        """What goes back: the parts that come up, the number of samples, and what else is said."""
         parts = {part.name: part.up(self, client, received) for part in self.parts() if part.up}
-        said = Message(parts, {"samples": client.samples, **self.reply_facts(client, received)})
+        facts = {"samples": client.samples, **{fact.name: fact.say(self, client, received) for fact in self.said()}}
         self.keep(client, received)
-        return said
+        return Message({name: tensors for name, tensors in parts.items() if tensors}, facts)
 
 
 @dataclass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.methods.api import Client, Device, InputError, Message, Method, Model, Part, Piece, State, World, made
+from nestling.methods.api import Client, Device, InputError, Message, Method, Model, Piece, State, World, made
+from nestling.methods.part import Part
 from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
 from nestling.world import Plan, ratio_view
@@ -37,7 +38,7 @@ class Personal(Method):
     def parts(self) -> Sequence[Part]:
         return ()
 
-    def alike(self, piece: Piece) -> str:
+    def alike(self, device: Device, piece: Piece) -> Hashable | None:
         return ""  # what the server knows is for everybody, whatever network a client has
 
     # -- on the server ---------------------------------------------------------------------------------------------------------

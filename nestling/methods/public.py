@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, InputError, Message, Part, Piece, State, World, kept
+from nestling.methods.api import Client, Device, InputError, Message, Piece, State, World, kept
+from nestling.methods.part import Part
 from nestling.methods.personal import Personal
 from nestling.seeds import derive, stream
 from nestling.settings import Count
@@ -49,7 +50,7 @@ class PublicExchange(Personal):
         """The server makes this of the replies of a round; it is about the rows of the next."""
         self.known, self.about = known, round + 1
 
-    def facts(self, piece: Piece, round: int) -> dict[str, int]:
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, int]:
         """Which rows a message of the round is about, and which its reply."""
         return {
             "rows": derive(self.world.seed, "public rows", self.about),
@@ -74,14 +75,14 @@ class PublicExchange(Personal):
         assert client.public is not None
         return client.public[self.rows(client, received, "next")]
 
-    def said(self, client: Client, received: Message) -> Tensor:
+    def said_of(self, client: Client, received: Message) -> Tensor:
         """What the client's network, as it is now, says of them."""
         return logits_of(client.reference.network(client.view, client.weights), self.inputs(client, received))
 
 
 SAID = Part(
     "logits",
-    up=lambda method, client, received: {"logits": method.said(client, received)},
+    up=lambda method, client, received: {"logits": method.said_of(client, received)},
     like=lambda method, piece, sent: {"logits": torch.empty(method.asked, method.world.classes)},
 )
 """What a client's network says of the rows of the next round, up."""

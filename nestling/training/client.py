@@ -111,9 +111,14 @@ class Client:
         """The most batches that any client has in so many epochs."""
         return epochs * -(-max(self.site.most_rows, 1) // batch)
 
-    def class_counts(self) -> Tensor:
+    @cached_property
+    def counts(self) -> np.ndarray:
         """Its rows by class."""
-        return torch.from_numpy(self.site.split.counts(self.id)).to(self.site.y.device)
+        return self.site.split.counts(self.id)
+
+    def class_counts(self) -> Tensor:
+        """Its rows by class, where the client is."""
+        return torch.from_numpy(self.counts).to(self.site.y.device)
 
 
 class ClientSide(Protocol):

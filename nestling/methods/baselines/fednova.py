@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
-from nestling.methods.api import Client, Contribution, Info, InputError, Message, Phase, Piece, Reply, State, merge, pack
+from nestling.methods.api import Client, Contribution, Info, Message, Phase, Reply, State, merge, pack
 from nestling.methods.baselines.averaged import Averaged, parameters_of
+from nestling.methods.part import WEIGHTS, Fact, Part
 from nestling.settings import NotNegative
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.objectives import proximal
@@ -50,21 +50,22 @@ class FedNova(Averaged):
         given = parameters_of(client, received["weights"])
         return [client.train.phase(client.round, objective=partial(proximal, mu=self.mu), given=given)]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        phase, before = self.phases(client, received)[0], received["weights"]
-        a = effective_steps(phase.optim, steps_of(client, phase), self.mu) or 1.0
-        update = {name: client.weights[name] for name in client.view.names}
-        update.update({name: (before[name] - tensor) / a for name, tensor in parameters_of(client, update).items()})
-        return Message({"update": update}, {"samples": client.samples, "effective_steps": a})
+    def parts(self) -> Sequence[Part]:
+        return replace(WEIGHTS, up=None), _UPDATE
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"update": sent["weights"]}
+    def said(self) -> Sequence[Fact]:
+        return (_STEPS,)
 
-    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        a = facts.get("effective_steps")
-        if not (isinstance(a, float) and math.isfinite(a) and 0 < a < 2**40):
-            raise InputError(f"the effective number of steps is {a!r}")
-        return piece
+    def steps(self, client: Client, received: Message) -> float:
+        """a_k."""
+        phase = self.phases(client, received)[0]
+        return effective_steps(phase.optim, steps_of(client, phase), self.mu) or 1.0
+
+    def update(self, client: Client, received: Message) -> State:
+        """d_k, and buffers as they are."""
+        a, before = self.steps(client, received), received["weights"]
+        now = {name: client.weights[name] for name in client.view.names}
+        return {**now, **{name: (before[name] - tensor) / a for name, tensor in parameters_of(client, now).items()}}
 
     def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
         old, trained = self.state_of(group), self.reference.parameters
@@ -86,3 +87,16 @@ class FedNova(Averaged):
         trained, like = self.reference.parameters, replies[0].message["update"]
         state: State = {name: torch.full_like(t, mean) if name in trained else t for name, t in like.items()}
         return Contribution(replies[0].piece.view, state, weight)
+
+
+_UPDATE = Part(
+    "update",
+    up=lambda method, client, received: method.update(client, received),
+    like=lambda method, piece, sent: sent["weights"],
+)
+_STEPS = Fact(
+    "effective_steps",
+    lambda method, client, received: method.steps(client, received),
+    lambda method, sent, said: isinstance(said, float) and math.isfinite(said) and 0 < said < 2**40,
+    "the effective number of steps",
+)

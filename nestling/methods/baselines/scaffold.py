@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import WEIGHTS, Client, Contribution, Info, Message, Part, Phase, Reply, State, View, kept, made, pack
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, State, View, World, pack
 from nestling.methods.baselines.averaged import Averaged, parameters_of
+from nestling.methods.kept import kept, made
+from nestling.methods.part import WEIGHTS, Part
 from nestling.schema import require
 from nestling.settings import Positive
 from nestling.training.effective import effective_steps, steps_of
@@ -19,7 +21,6 @@ from nestling.training.memory import drop, keep, recall
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
 from nestling.views import keep_private, merge
-from nestling.world import Device, Piece, World
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Scaffold(Averaged):
 
 _CONTROL = Part(
     "control",
-    lambda method, piece, round: method.control_for(piece),
+    lambda method, device, piece, round: method.control_for(piece),
     lambda method, client, received: method.change(client, received),
 )
 

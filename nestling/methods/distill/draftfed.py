@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, InputError, Message, Part, Phase, Piece, Reply, State, World, kept, made
+from nestling.methods.api import Client, Device, Info, InputError, Message, Phase, Piece, Reply, State, World, kept, made
 from nestling.methods.distill import drafts
 from nestling.methods.distill.draft_networks import Key, Network, key_of, networks_of, refuse_without_convolutions
 from nestling.methods.distill.drafts import Pool, Weights, drafts_of, taps_of
+from nestling.methods.part import Part
 from nestling.methods.personal import Personal
 from nestling.methods.public import drawn
 from nestling.seeds import derive
@@ -86,17 +87,15 @@ class DraftFed(Personal):
         self.networks = networks_of(self.pieces.values(), world.public[:1], self._weights)
         self.targets = {}
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        name = self.networks[key_of(piece)].name
-        return self.once(round, name, lambda: self._message(name))
-
-    def _message(self, name: str) -> Message:
-        depths = sorted({network.depth for network in self.networks.values()})
-        parts = {"targets": self.targets[name]} if name in self.targets else {}
-        return Message(parts, {"depths": depths, "rows": derive(self.world.seed, "draft rows")})
-
     def parts(self) -> Sequence[Part]:
-        return (_DRAFTS,)
+        return _TARGETS, _DRAFTS
+
+    def alike(self, device: Device, piece: Piece) -> str:
+        return self.networks[key_of(piece)].name
+
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        depths = sorted({network.depth for network in self.networks.values()})
+        return {"depths": depths, "rows": derive(self.world.seed, "draft rows")}
 
     def drafts_like(self, piece: Piece) -> State:
         """What drafts of a piece look like."""
@@ -151,6 +150,7 @@ class DraftFed(Personal):
         return drawn(int(received.facts["rows"]), self.rows, len(client.public), client.place)
 
 
+_TARGETS = Part("targets", lambda method, device, piece, round: method.targets.get(method.alike(device, piece), {}))
 _DRAFTS = Part(
     "drafts",
     up=lambda method, client, received: client.memory,  # where its phases put them

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Info, Part, Reply, State, World, kept, made, pack
+from nestling.methods.api import Info, Reply, State, World, kept, made, pack
 from nestling.methods.distill.generated import Asked, Several, asked, kinds, learner, make_generator, noise
 from nestling.methods.distill.label_counts import COUNTS, counts_of, shares
+from nestling.methods.part import Part
 from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.models.generators import codes, diversity
 from nestling.seeds import torch_seeded

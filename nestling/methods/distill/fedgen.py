@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, World, kept, made
 from nestling.methods.distill.generated import Several, learner, started
-from nestling.methods.distill.label_counts import any_counts, counts_of, own_counts, shares
+from nestling.methods.distill.label_counts import COUNTS, counts_of, shares
 from nestling.methods.distill.latent import Classifier, generative, mean_classifier, step, told
 from nestling.methods.heads import common_head, head_of, with_head
-from nestling.methods.personal import Personal, common_features, keep_weights
+from nestling.methods.part import WEIGHTS, Part
+from nestling.methods.personal import Personal, common_features
 from nestling.models.embedding import with_features
 from nestling.models.latent_generator import LatentGenerator
 from nestling.models.taps import Taps
@@ -24,7 +25,6 @@ from nestling.seeds import torch_seeded
 from nestling.settings import Compat, Count, NonZeroShare, NotNegative, Positive, Whole
 from nestling.training.optimisers import Optim
 from nestling.views import merge
-from nestling.views.flat import only
 
 
 @dataclass
@@ -115,18 +115,14 @@ class FedGen(Personal):
     def piece(self, device: Device, round: int) -> Piece:
         return device.piece if self.full else super().piece(device, round)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return self.once(round, piece.view.key() if self.full else b"", lambda: self._message(piece))
+    def parts(self) -> Sequence[Part]:
+        return WEIGHTS, _HEAD, _GENERATOR, _SEEN, COUNTS
 
-    def _message(self, piece: Piece) -> Message:
-        own = {"weights": piece.view.extract(self.weights)} if self.full else {"head": self.weights}
-        # Before anybody has answered the generator knows nothing.
-        taught = {"generator": self.generator, "classes": {"seen": self.seen}} if self.seen.any() else {}
-        return Message({**own, **taught})
+    def alike(self, device: Device, piece: Piece) -> bytes:
+        return piece.view.key() if self.full else b""
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        kind = "weights" if self.full else "head"
-        return {kind: sent[kind], "counts": any_counts(self.world.classes)}
+    def weights_for(self, piece: Piece) -> State:
+        return piece.view.extract(self.weights) if self.full else {}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not replies:
@@ -161,8 +157,7 @@ class FedGen(Personal):
 
     def model_for(self, device: Device) -> Model:
         if self.full:
-            piece = self.piece(device, 0)
-            return Model(piece.reference, piece.view, piece.view.extract(self.weights))
+            return Model(device.piece.reference, device.piece.view, self.weights_for(device.piece))
         own = super().model_for(device)
         known = bool(self.world.store.get(device.id))
         return own if known else replace(own, state=with_head(own.state, own.reference.taps.head, self.weights))
@@ -185,10 +180,16 @@ class FedGen(Personal):
         given = told(client, received, self.alpha * fallen, self.beta * fallen)
         return [client.train.phase(client.round, objective=objective, given=given)]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        if "weights" in received:
-            own = {"weights": only(client.weights, client.view.names)}
-        else:
-            keep_weights(client)
-            own = {"head": head_of(client.weights, client.reference.taps.head)}
-        return Message({**own, "counts": own_counts(client)}, {"samples": client.samples})
+    def keep(self, client: Client, received: Message) -> None:
+        if "head" in received:
+            super().keep(client, received)
+
+
+_HEAD = Part(
+    "head",
+    lambda method, device, piece, round: {} if method.full else method.weights,
+    lambda method, client, received: head_of(client.weights, client.reference.taps.head) if "head" in received else {},
+)
+# Before anybody has answered the generator knows nothing.
+_GENERATOR = Part("generator", lambda method, device, piece, round: method.generator if method.seen.any() else {})
+_SEEN = Part("classes", lambda method, device, piece, round: {"seen": method.seen} if method.seen.any() else {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
@@ -16,11 +16,11 @@ from nestling.methods.api import Client, Contribution, Device, Info, Message, Mo
 from nestling.methods.distill import gaussian
 from nestling.methods.distill.embedded import embedded_ladder
 from nestling.methods.distill.hyper_knowledge import clipped, noised, noised_alike, taught
+from nestling.methods.part import WEIGHTS, Part
 from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, look, spread
 from nestling.seeds import stream
 from nestling.settings import BetweenZeroAndOne, Compat, Count, NotNegative, Positive
 from nestling.views import merge
-from nestling.views.flat import only
 
 EMBEDDING = 32
 
@@ -128,14 +128,14 @@ class FedHKD(ByClass):
     def piece(self, device: Device, round: int) -> Piece:
         return self._ladder.of(device, round) if self.merges else super().piece(device, round)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        known = super().send(device, piece, round)
-        if not self.merges:
-            return known
-        return self.once(round, piece.view.key(), lambda: _with_weights(known, piece.view.extract(self.weights)))
+    def parts(self) -> Sequence[Part]:
+        return (*super().parts(), WEIGHTS) if self.merges else super().parts()
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {**super().expects(piece, sent), **({"weights": sent["weights"]} if self.merges else {})}
+    def alike(self, device: Device, piece: Piece) -> Hashable:
+        return piece.view.key() if self.merges else super().alike(device, piece)
+
+    def weights_for(self, piece: Piece) -> State:
+        return piece.view.extract(self.weights)
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         for some in [[reply] for reply in replies] if self.compat == "code" else [replies]:
@@ -152,7 +152,7 @@ class FedHKD(ByClass):
         return self._model(self._ladder.pieces[max(map(self._ladder.at_rest, self.world.plans))]) if self.merges else None
 
     def _model(self, piece: Piece) -> Model:
-        return Model(piece.reference, piece.view, piece.view.extract(self.weights))
+        return Model(piece.reference, piece.view, self.weights_for(piece))
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
@@ -178,12 +178,6 @@ class FedHKD(ByClass):
         scale = self.sigma / torch.bincount(client.y, minlength=client.classes).clamp(min=1).to(means)[:, None]
         return noised(means, soft, scale, self.clip, self.protect == "both", chance)
 
-    def reply(self, client: Client, received: Message) -> Message:
+    def keep(self, client: Client, received: Message) -> None:
         if not self.merges:
-            return super().reply(client, received)
-        told = self.tell(client, self.statistics(client))
-        return _with_weights(told, only(client.weights, client.view.names))
-
-
-def _with_weights(told: Message, weights: Mapping[str, Tensor]) -> Message:
-    return replace(told, parts={**told.parts, "weights": weights})
+            super().keep(client, received)

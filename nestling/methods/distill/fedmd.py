@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Part, Phase, Piece, Reply, World, made, require
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, made, require
+from nestling.methods.part import Part
 from nestling.methods.personal import own_weights
 from nestling.methods.public import SAID, PublicExchange, epochs_for
 from nestling.settings import Count, Positive, Whole
@@ -68,20 +69,20 @@ class FedMD(PublicExchange):
         there = world.public_labels is not None or not self.pretrain
         require(there, "FedMD starts from public labels, and there are none", "split.public", "set method.pretrain = 0")
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        # Who has answered has had the labels and used them; a device that vanished may not have.
-        new = bool(self.pretrain) and not self.told.get(device.id)
-        return self.once(round, new, lambda: self._message(piece, round, new))
-
-    def _message(self, piece: Piece, round: int, new: bool) -> Message:
-        parts = {"consensus": self.known} if self.known else {}
-        if new:
-            assert self.world.public_labels is not None
-            parts["labels"] = {"labels": self.world.public_labels.to(torch.uint8 if self.world.classes <= 256 else torch.int32)}
-        return Message(parts, self.facts(piece, round))
-
     def parts(self) -> Sequence[Part]:
-        return (SAID,)
+        return _CONSENSUS, _LABELS, SAID
+
+    def alike(self, device: Device, piece: Piece) -> bool:
+        return self._new(device)
+
+    def _new(self, device: Device) -> bool:
+        """Whether it may lack labels: who has answered has had them and used them, a device that vanished may not have."""
+        return bool(self.pretrain) and not self.told.get(device.id)
+
+    def labels_for(self, device: Device) -> State:
+        """The public labels, as they travel to who is new."""
+        labels = self.world.public_labels if self._new(device) else None
+        return {} if labels is None else {"labels": labels.to(torch.uint8 if self.world.classes <= 256 else torch.int32)}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         for reply in replies:
@@ -105,6 +106,10 @@ class FedMD(PublicExchange):
                 Phase(_digest, optim, epochs, batch=self.digest_batch, steps=self.digest, source="public", given=given, rows=rows)
             )
         return [*found, client.train.phase(client.round)]
+
+
+_CONSENSUS = Part("consensus", lambda method, device, piece, round: method.known)
+_LABELS = Part("labels", lambda method, device, piece, round: method.labels_for(device))
 
 
 def _labelled(net: Net, batch: Batch, given: Given) -> Tensor:

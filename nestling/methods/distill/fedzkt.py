@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nestling.methods.api import Client, Device, Info, Message, Method, Model, Phase, Piece, Reply, State, World, kept, made, pack
 from nestling.methods.baselines.averaged import parameters_of
 from nestling.methods.distill.generated import Asked, Several, asked, kinds, learner, make_generator, noise
+from nestling.methods.part import WEIGHTS, Part
 from nestling.seeds import torch_seeded
 from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.store import Records
@@ -88,11 +89,15 @@ class FedZKT(Method):
     def piece(self, device: Device, round: int) -> Piece:
         return self.world.plans[device.tier].piece
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        known = self._known(device)
-        if known:
-            return Message({"weights": pack(known)})
-        return self.once(round, device.tier, lambda: Message({"weights": piece.view.extract(piece.reference.initial)}))
+    def parts(self) -> Sequence[Part]:
+        return (replace(WEIGHTS, down=lambda method, device, piece, round: method.weights_of(device, piece)),)
+
+    def alike(self, device: Device, piece: Piece) -> str | None:
+        return None if self.records.get(device.id) else device.tier
+
+    def weights_of(self, device: Device, piece: Piece) -> State:
+        """The model that a device goes on from."""
+        return pack(self._known(device)) or piece.view.extract(piece.reference.initial)
 
     def _known(self, device: Device) -> State:
         """The server's copy of a device's model; nothing before it took part."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -10,12 +10,13 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, World, made
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, made
 from nestling.methods.distill.coefficients import Coefficients, released_step, row_loss
+from nestling.methods.part import Part
 from nestling.methods.public import PublicExchange
 from nestling.settings import Compat, Count, NotNegative, Positive, Whole
 from nestling.store import Records
-from nestling.training.distiller import Distillation, Student, distil, logits_of
+from nestling.training.distiller import Distillation, Student, distil
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
 
@@ -70,18 +71,21 @@ class KTpFL(PublicExchange):
         super().setup(world)
         self.coefficients = Coefficients(Records(world.store), world.fleet.size, world.place)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
+    def parts(self) -> Sequence[Part]:
+        return _TARGET, _PREDICTIONS
+
+    def alike(self, device: Device, piece: Piece) -> None:
+        return None
+
+    def target(self, device: Device) -> State:
+        """What a device is to learn from."""
         if not self.known:
-            return Message({}, self.facts(piece, round))
+            return {}
         # In an order of its own: a checkpoint does not keep that of names, and sums are rounded by it.
         clients = sorted(self.known, key=int)
         row = self.coefficients.row(device.id, [int(client) for client in clients])
         said = torch.stack([self.known[client] for client in clients])
-        target = torch.tensordot((row / row.sum()).to(said.dtype), said, 1)
-        return Message({"target": {"target": target}}, self.facts(piece, round))
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"predictions": {"predictions": torch.empty(self.asked, self.world.classes)}}
+        return {"target": torch.tensordot((row / row.sum()).to(said.dtype), said, 1)}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not replies:
@@ -128,10 +132,13 @@ class KTpFL(PublicExchange):
         )
         return [learn, usual]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        told = super().reply(client, received)
-        said = logits_of(client.reference.network(client.view, client.weights), self.inputs(client, received))
-        return Message({"predictions": {"predictions": (said / self.temperature).softmax(-1)}}, told.facts)
+
+_TARGET = Part("target", lambda method, device, piece, round: method.target(device))
+_PREDICTIONS = Part(
+    "predictions",
+    up=lambda method, client, received: {"predictions": (method.said_of(client, received) / method.temperature).softmax(-1)},
+    like=lambda method, piece, sent: {"predictions": torch.empty(method.asked, method.world.classes)},
+)
 
 
 def _match(net: Net, batch: Batch, given: Given, *, temperature: float, weight: float) -> Tensor:

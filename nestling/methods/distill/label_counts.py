@@ -7,23 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Part, Reply, State
-
-
-def own_counts(client: Client) -> State:
-    """A client's counts, as they travel."""
-    return {"classes": client.class_counts().to(torch.int32)}
-
-
-def any_counts(classes: int) -> State:
-    """What they look like."""
-    return {"classes": torch.zeros(classes, dtype=torch.int32)}
-
+from nestling.methods.api import Reply
+from nestling.methods.part import Part
 
 COUNTS = Part(
     "counts",
-    up=lambda method, client, received: own_counts(client),
-    like=lambda method, piece, sent: any_counts(method.world.classes),
+    up=lambda method, client, received: {"classes": client.class_counts().to(torch.int32)},
+    like=lambda method, piece, sent: {"classes": torch.zeros(method.world.classes, dtype=torch.int32)},
 )
 """How many samples of every class a client has, up."""
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Part, Phase, Reference, Reply, State, World
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Reference, Reply, State, World
 from nestling.methods.kept import kept, made
+from nestling.methods.part import Part
 from nestling.methods.personal import WEIGHTS, Personal
 from nestling.models.taps import Taps
 from nestling.settings import UnitShare
@@ -113,7 +114,9 @@ class Pairs(Personal):
         client.memory = {WEIGHTS + name: t for name, t in client.weights.items() if not name.startswith(_OURS)}
 
 
-_SHARED = Part(MEME, lambda method, piece, round: method.weights, lambda method, client, received: meme_of(client.weights))
+_SHARED = Part(
+    MEME, lambda method, device, piece, round: method.weights, lambda method, client, received: meme_of(client.weights)
+)
 
 
 def meme_of(state: Mapping[str, Tensor]) -> State:

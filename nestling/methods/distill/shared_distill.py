@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from nestling.methods.api import Client, Info, Message, Phase, Piece, Reply
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply
 from nestling.methods.distill.architectures import PerArchitecture, Weighting, held_parts, noise_inputs, said_of
 from nestling.settings import Count, NotNegative, Positive, Whole
 from nestling.training.distiller import Distillation, combine, logits_of
@@ -58,7 +58,7 @@ class SharedDistill(PerArchitecture):
         paper="TinyML model-heterogeneous FL (abstract)",
     )
 
-    def facts(self, piece: Piece, round: int) -> Mapping[str, Any]:
+    def facts(self, device: Device, piece: Piece, round: int) -> Mapping[str, Any]:
         own, parts = piece.view, held_parts(self.world, piece.reference) if self.inner else []
         return {"smaller": [to_spec(part) for part in parts if part.key() != own.key() and own.contains(part)]}
 

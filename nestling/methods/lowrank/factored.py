@@ -10,13 +10,13 @@ from typing import ClassVar
 
 from nestling.errors import InputError
 from nestling.methods.allocation import Ladder
-from nestling.methods.api import Client, Device, Message, Model, Phase, Piece, Reference, SharedWeights, State, View, World, made
+from nestling.methods.api import Client, Device, Message, Model, Phase, Piece, Reference, SharedWeights, State, View, World, pack
+from nestling.methods.kept import made
 from nestling.models.factorised import factorable, factorise, frobenius_decay, to_factors
 from nestling.schema import require
 from nestling.seeds import stream
 from nestling.settings import NotNegative, Whole
 from nestling.views import by_index
-from nestling.views.flat import pack
 
 FACTORS = "main/factors"
 """The reference whose views are the clients' networks of factors: the components of a layer are an axis like any other."""

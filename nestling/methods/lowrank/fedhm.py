@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from nestling.methods.api import WEIGHTS, Client, Contribution, Info, Message, Part, Phase, Piece, Reply, made, merge, require
+from nestling.methods.api import Client, Contribution, Info, Message, Phase, Piece, Reply, made, merge, pack, require
 from nestling.methods.labels import PRESENT, counted_rows, held_classes, output_layer
 from nestling.methods.lowrank.factored import Factored, Shapes, key_of, layers_of
+from nestling.methods.part import WEIGHTS, Part
 from nestling.models.factorised import full_rank, to_dense
 from nestling.settings import Bounds, Compat, Positive
 from nestling.training.objectives import present_cross_entropy
-from nestling.views.flat import pack
 
 
 @dataclass

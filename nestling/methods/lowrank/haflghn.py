@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from nestling.methods.allocation import Ladder
-from nestling.methods.api import Client, Contribution, Info, Message, Method, Phase, Reference, Reply, State, kept, made, require
+from nestling.methods.api import Client, Contribution, Info, Message, Method, Phase, Reference, Reply, State
+from nestling.methods.kept import kept, made
 from nestling.methods.lowrank.factored import able_tiers, choose_among, key_of
 from nestling.models.hypernetwork import Generated, HyperNetwork
+from nestling.schema import require
 from nestling.seeds import torch_seeded
 from nestling.settings import Count, Whole
 from nestling.views import keep_private, merge

@@ -64,7 +64,7 @@ class PriSM(Factored):
         views = [self.first({layer: math.ceil(keep * n - 1e-9) for layer, n in every.items()}) for keep in self.keeps]
         return [Piece(self.factors, view) for view in views]
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
+    def message(self, device: Device, piece: Piece, round: int) -> Message:
         """Other components for every client and round, in a network of the same shape, so that equal clients still do equal work."""
         state, drawn = self.factor_state(), {}
         chance = stream(self.world.seed, "components", device.id, round)
@@ -72,6 +72,9 @@ class PriSM(Factored):
             values = singular_values(state[f"{layer}.u.weight"]).cpu().numpy()
             drawn[layer] = self.draw(values, piece.view.shape(f"{layer}.v.weight")[0], chance)
         return Message({"weights": self._view(drawn).extract(state)}, {"components": drawn})
+
+    def alike(self, device: Device, piece: Piece) -> None:
+        return None
 
     def draw(self, values: np.ndarray, count: int, chance: np.random.Generator) -> list[int]:
         """Which `count` components, given their singular values."""

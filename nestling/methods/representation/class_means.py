@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, InputError, Message, Piece, Reply, State, World, kept, made
-from nestling.methods.personal import Personal, common_features, keep_weights
+from nestling.methods.api import Client, Device, Message, Piece, Reply, State, World, kept, made
+from nestling.methods.part import Fact, Part
+from nestling.methods.personal import Personal, common_features
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps, watching
 from nestling.settings import Whole
@@ -57,11 +59,13 @@ class Table:
             rows[name] = torch.where(_wide(said, old), both, old)
         return Table(rows, self.known | said)
 
-    def message(self) -> Message:
-        """What is known, as it travels."""
-        classes = self.known.nonzero().flatten()
-        part = {STATISTICS: {name: rows[classes] for name, rows in self.rows.items()}} if len(classes) else {}
-        return Message(part, {"classes": classes.tolist()})
+    def classes(self) -> Tensor:
+        """The classes it knows of."""
+        return self.known.nonzero().flatten()
+
+    def of(self, classes: Tensor) -> State:
+        """What it knows of some classes, a row each; nothing of none."""
+        return {name: rows[classes] for name, rows in self.rows.items()} if len(classes) else {}
 
 
 def _class_mean(replies: Sequence[Reply], name: str, like: Tensor, weighting: str) -> tuple[Tensor, Tensor]:
@@ -101,38 +105,59 @@ class TellsByClass(Personal):
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
-    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        found, most = facts.get("classes"), self.world.classes
-        good = isinstance(found, list) and all(type(c) is int and 0 <= c < most for c in found) and sorted(set(found)) == found
-        if not isinstance(found, list) or not good:
-            raise InputError(f"the classes told of are {str(found)[:60]!r}, no rising numbers below {most}")
-        return Told(piece.reference, piece.view, tuple(found))
+    def parts(self) -> Sequence[Part]:
+        return (_TOLD, _COUNTED) if self.counted else (_TOLD,)
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        assert isinstance(piece, Told)
-        rows = len(piece.classes)
-        like = {name: torch.empty(rows, *shape, device="meta") for name, shape in self.shapes(self.world.classes).items()}
-        counts = {COUNTS: {"rows": torch.empty(rows, dtype=torch.int32, device="meta")}} if self.counted else {}
-        return {STATISTICS: like, **counts}
+    def said(self) -> Sequence[Fact]:
+        return (_CLASSES,)
+
+    def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        return Told(piece.reference, piece.view, tuple(facts["classes"]))
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
-
-    def reply(self, client: Client, received: Message) -> Message:
-        keep_weights(client)
-        return self.tell(client, self.statistics(client))
 
     def statistics(self, client: Client) -> State:
         """The client's statistics now, one row a class each; what rows of absent classes hold does not matter."""
         raise NotImplementedError
 
-    def tell(self, client: Client, statistics: Mapping[str, Tensor]) -> Message:
-        """The reply about the classes of which a client has enough rows."""
-        counts = torch.bincount(client.y, minlength=client.classes)
-        classes = (counts >= self.fewest).nonzero().flatten()
-        parts: dict[str, dict[str, Tensor]] = {STATISTICS: {name: rows[classes] for name, rows in statistics.items()}}
-        if self.counted:
-            parts[COUNTS] = {"rows": counts[classes].to(torch.int32)}
-        return Message(parts, {"samples": client.samples, "classes": classes.tolist()})
+    def told_of(self, client: Client) -> Tensor:
+        """The classes of which a client has enough rows."""
+        return torch.from_numpy(np.flatnonzero(client.counts >= self.fewest)).to(client.place)
+
+
+def _told(method: TellsByClass, client: Client, received: Message) -> State:
+    classes = method.told_of(client)
+    return {name: rows[classes] for name, rows in method.statistics(client).items()}
+
+
+def _told_like(method: TellsByClass, piece: Piece, sent: Message) -> State:
+    assert isinstance(piece, Told)
+    shapes = method.shapes(method.world.classes)
+    return {name: torch.empty(len(piece.classes), *shape, device="meta") for name, shape in shapes.items()}
+
+
+def _counted(method: TellsByClass, client: Client, received: Message) -> State:
+    return {"rows": client.class_counts()[method.told_of(client)].to(torch.int32)}
+
+
+def _counted_like(method: TellsByClass, piece: Piece, sent: Message) -> State:
+    assert isinstance(piece, Told)
+    return {"rows": torch.empty(len(piece.classes), dtype=torch.int32, device="meta")}
+
+
+def _rising(method: TellsByClass, sent: Message, said: Any) -> bool:
+    most = method.world.classes
+    return isinstance(said, list) and all(type(c) is int and 0 <= c < most for c in said) and sorted(set(said)) == said
+
+
+_TOLD = Part(STATISTICS, up=_told, like=_told_like)
+_COUNTED = Part(COUNTS, up=_counted, like=_counted_like)
+_CLASSES = Fact(
+    "classes",
+    lambda method, client, received: method.told_of(client).tolist(),
+    _rising,
+    "the classes told of, rising numbers below that of all classes,",
+)
 
 
 @dataclass
@@ -160,8 +185,12 @@ class ByClass(TellsByClass):
         """Makes the table for a new run."""
         self.table = Table.empty(self.shapes(world.classes), world.classes, world.place)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return self.once(round, STATISTICS, self.table.message)
+    def parts(self) -> Sequence[Part]:
+        told, *others = super().parts()
+        return (replace(told, down=lambda method, *_: method.table.of(method.table.classes())), *others)
+
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        return {"classes": self.table.classes().tolist()}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         self.table = self.table.told(replies)

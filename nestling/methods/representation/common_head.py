@@ -8,8 +8,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Info, Message, Model, Part, State, World, kept, made
+from nestling.methods.api import Client, Device, Info, Message, Model, State, World, kept, made
 from nestling.methods.heads import common_head, head_of, with_head
+from nestling.methods.part import Part
 from nestling.methods.personal import Personal, common_features
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
@@ -28,7 +29,7 @@ INFO = Info.of_own_networks(
 
 CLASSIFIER = Part(
     HEAD,
-    lambda method, piece, round: method.head,
+    lambda method, device, piece, round: method.head,
     lambda method, client, received: head_of(client.weights, client.reference.taps.head),
 )
 """The common classifier, down and up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Message, Phase, Piece, Reply, State, World, kept
-from nestling.methods.heads import head_of
+from nestling.methods.api import Client, Message, Phase, Piece, Reply, State, World, kept
+from nestling.methods.part import Part
 from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, look, spread
-from nestling.methods.representation.common_head import HEAD, INFO
+from nestling.methods.representation.common_head import CLASSIFIER, HEAD, INFO
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
 from nestling.settings import Compat, Count, NonZeroShare, NotNegative
@@ -79,17 +79,8 @@ class FedCMA(ByClass):
         super().setup(world)
         self.head = {}
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return self.once(round, STATISTICS, self._message)
-
-    def _message(self) -> Message:
-        known = self.table.message()
-        return Message({**known.parts, HEAD: self.head}, known.facts) if self.head else known
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        classes = self.world.classes
-        like = {"weight": torch.empty(classes, self.wide, device="meta"), "bias": torch.empty(classes, device="meta")}
-        return {**super().expects(piece, sent), HEAD: like}
+    def parts(self) -> Sequence[Part]:
+        return (*super().parts(), replace(CLASSIFIER, like=_head_like))
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if not replies:
@@ -120,9 +111,10 @@ class FedCMA(ByClass):
         central = [class_means((z - first[y]) ** q, y, client.classes) for q in range(2, self.moments + 1)]
         return {"moments": torch.stack([first, *central], 1)}
 
-    def reply(self, client: Client, received: Message) -> Message:
-        told = super().reply(client, received)
-        return Message({**told.parts, HEAD: head_of(client.weights, client.reference.taps.head)}, told.facts)
+
+def _head_like(method: FedCMA, piece: Piece, sent: Message) -> State:
+    classes = method.world.classes
+    return {"weight": torch.empty(classes, method.wide, device="meta"), "bias": torch.empty(classes, device="meta")}
 
 
 def _aligned(net: Net, batch: Batch, given: Given, *, lam: float, lam_c: float, moments: int, head: str) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Reply, State, pack
+from nestling.methods.part import Part
 from nestling.methods.representation.class_means import class_means, look
-from nestling.methods.representation.common_head import INFO, CommonHead
+from nestling.methods.representation.common_head import CLASSIFIER, INFO, CommonHead
 from nestling.methods.representation.prototypes import TrainsOnPrototypes
 
 
@@ -42,6 +43,9 @@ class FedGH(CommonHead, TrainsOnPrototypes):
         return {"features": (self.wide,)}
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def parts(self) -> Sequence[Part]:
+        return (replace(CLASSIFIER, up=None), *TrainsOnPrototypes.parts(self))
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         if any(reply.message.facts["classes"] for reply in replies):

@@ -11,7 +11,8 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Info, Message, Part, Phase, Reply
+from nestling.methods.api import Client, Info, Message, Phase, Reply
+from nestling.methods.part import Part
 from nestling.methods.public import PublicExchange
 from nestling.models.taps import watching
 from nestling.settings import Bounds, NotNegative
@@ -80,7 +81,7 @@ class FedHeNN(PublicExchange):
 
 _KERNEL = Part(
     "kernel",
-    lambda method, piece, round: method.known,
+    lambda method, device, piece, round: method.known,
     lambda method, client, received: {"kernel": method.kernel(client, received)},
     lambda method, piece, sent: {"kernel": torch.empty(method.asked, method.asked)},
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, made, require
 from nestling.methods.baselines.averaged import Averaged, parameters_of
+from nestling.methods.part import WEIGHTS, Part
 from nestling.methods.representation.feature_noise import FeatureNoise, noise_key, noisy
 from nestling.seeds import stream
 from nestling.settings import Count, NotNegative
@@ -97,24 +98,23 @@ class FedIN(Averaged):
     def _middle(self, of: Piece | Client) -> Middle:
         return middle_of(of.reference, of.view, self.entry)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        whole = super().send(device, piece, round)
-        pair = self._drawn(device, piece, round) if self.exchange else None
-        return whole if pair is None else Message({**whole.parts, "pairs": pair})
+    def parts(self) -> Sequence[Part]:
+        return (WEIGHTS, _PAIRS) if self.exchange else (WEIGHTS,)
 
-    def _drawn(self, device: Device, piece: Piece, round: int) -> State | None:
+    def alike(self, device: Device, piece: Piece) -> Hashable | None:
+        return None if self.pairs else super().alike(device, piece)
+
+    def drawn(self, device: Device, piece: Piece, round: int) -> State:
         """Somebody's pairs, another's where there are any, that fit the piece."""
-        wanted = self._like(piece)
+        wanted = self.pairs_like(piece)
         fitting = [(owner, pair) for owner, pair in self.pairs if all(pair[n].shape == t.shape for n, t in wanted.items())]
         chosen = [pair for owner, pair in fitting if owner != device.id] or [pair for _, pair in fitting]
-        return chosen[stream(self.world.seed, "pairs", device.id, round).integers(len(chosen))] if chosen else None
+        return chosen[stream(self.world.seed, "pairs", device.id, round).integers(len(chosen))] if chosen else {}
 
-    def _like(self, piece: Piece) -> State:
+    def pairs_like(self, piece: Piece) -> State:
+        """What pairs of a piece look like."""
         middle = self._middle(piece)
         return {n: torch.empty(self.batch, *s, device="meta") for n, s in (("in", middle.before), ("out", middle.after))}
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"weights": sent["weights"], **({"pairs": self._like(piece)} if self.exchange else {})}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
@@ -150,15 +150,11 @@ class FedIN(Averaged):
             changes["rule"] = partial(_joined, along=along, middle=middle.parameters)
         return [client.train.phase(client.round, objective=objective, given=given, **changes)]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        sent = super().reply(client, received)
-        if not self.exchange or not client.samples:
-            return sent
-        return replace(sent, parts={**sent.parts, "pairs": self._own_pairs(client)})
-
     @torch.no_grad()
-    def _own_pairs(self, client: Client) -> State:
+    def own_pairs(self, client: Client) -> State:
         """One batch of what enters and leaves the middle of the client's network; rows repeat where it has too few."""
+        if not client.samples:
+            return {}
         order = stream(client.site.seed, "rows of pairs", client.id, client.round).permutation(client.samples)
         rows = torch.from_numpy(client.rows[np.resize(order, self.batch)]).to(client.place)
         middle, module = self._middle(client), client.reference.network(client.view, client.weights).train()
@@ -168,6 +164,14 @@ class FedIN(Averaged):
         if change is not None and within is None:
             pair = change(pair[0]), change(pair[1])
         return {"in": pair[0].clone(), "out": pair[1].clone()}
+
+
+_PAIRS = Part(
+    "pairs",
+    lambda method, device, piece, round: method.drawn(device, piece, round),
+    lambda method, client, received: method.own_pairs(client),
+    lambda method, piece, sent: method.pairs_like(piece),
+)
 
 
 def _matching(net: Net, batch: Batch, given: Given, *, entry: str, head: str, shape: tuple[int, ...]) -> Tensor:

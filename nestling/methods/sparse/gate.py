@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, InputError, Message, Phase, SharedWeights, World, made
+from nestling.methods.api import Client, Device, Message, Phase, Piece, SharedWeights, World, made
+from nestling.methods.part import Fact
 from nestling.settings import BetweenZeroAndOne, NonZeroShare, ShareBelowOne, UnitShare
 from nestling.store import Records
 from nestling.training.distiller import logits_of
@@ -60,12 +62,22 @@ class PrunesItself(SharedWeights):
         """How often a client has pruned, as the server knows it."""
         return int(self.records.get(device.id).get(PRUNINGS, 0))
 
-    def prunings_in(self, sent: Message, facts: Mapping[str, Any]) -> int:
-        """How often a client says that it has pruned by now: as often as the server knows, or once more."""
-        said, known = facts.get(PRUNINGS), int(sent.facts[PRUNINGS])
-        if type(said) is not int or not (said == known or (said == known + 1 and self.may_prune(known))):
-            raise InputError(f"the number of prunings is {said!r} after {known}")
-        return said
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        return {PRUNINGS: self.prunings_of(device)}
+
+    def said(self) -> Sequence[Fact]:
+        return (_PRUNED,)
+
+    def can_be(self, known: int, said: Any) -> bool:
+        """Whether a client may have pruned so often by now: as often as the server knows, or once more."""
+        return type(said) is int and (said == known or (said == known + 1 and self.may_prune(known)))
+
+    def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        return piece if facts[PRUNINGS] == sent.facts[PRUNINGS] else self.pruned(piece, sent, facts)
+
+    @abstractmethod
+    def pruned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """What a client is left with that has pruned once more."""
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
@@ -88,6 +100,14 @@ class PrunesItself(SharedWeights):
     def _held_out(self, client: Client) -> int:
         """How many of the client's rows, the first ones of their random order, decide on pruning: none where none is possible."""
         return min(int(self.validation * client.samples), client.samples - 1) if self.acc_thr < 1 and self.r_target < 1 else 0
+
+
+_PRUNED = Fact(
+    PRUNINGS,
+    lambda method, client, received: int(client.memory.get(PRUNINGS, 0)),
+    lambda method, sent, said: method.can_be(int(sent.facts[PRUNINGS]), said),
+    "the number of prunings",
+)
 
 
 def _on_used_rows(net: Net, batch: Batch, given: Given) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, InputError, Message, Model, Phase, Piece, Reply, View
+from nestling.methods.part import WEIGHTS, Fact, Part
 from nestling.methods.sparse.gate import HELD_OUT, PRUNINGS, PrunesItself
 from nestling.views import from_spec, to_spec
 from nestling.views.sparse import channel_norms, inside_of, overwritten, strongest, whole_widths
@@ -62,22 +63,24 @@ class Hermes(PrunesItself):
             return self.world.device(device.id).piece
         return Piece(self.world.main, View(self.world.main.axes, known[_CHANNELS].cpu().numpy()))
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        facts = {PRUNINGS: self.prunings_of(device), "of": _widths(self.world.device(device.id).piece.view)}
-        return Message({"weights": self.model_for(device).state}, facts)
+    def parts(self) -> Sequence[Part]:
+        return (_PERSONAL,)
 
-    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        prunings = self.prunings_in(sent, facts)
-        if prunings == sent.facts[PRUNINGS]:
-            return piece
-        view = _read(piece.view, facts.get("index"))
-        wanted = whole_widths(piece.view, self._widths(sent, prunings))
+    def alike(self, device: Device, piece: Piece) -> None:
+        return None
+
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        return {**super().facts(device, piece, round), "of": _widths(self.world.device(device.id).piece.view)}
+
+    def said(self) -> Sequence[Fact]:
+        return (*super().said(), _KEPT)
+
+    def pruned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        view = _read(piece.view, facts["index"])
+        wanted = whole_widths(piece.view, self._widths(sent, facts[PRUNINGS]))
         if not piece.view.contains(view) or _widths(view) != wanted:
             raise InputError("the channels kept are not those that a pruning leaves")
         return Piece(piece.reference, view)
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"weights": {name: self.weights[name].new_empty(shape) for name, shape in piece.view.shapes.items()}}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
@@ -121,11 +124,22 @@ class Hermes(PrunesItself):
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         return [self.training(client)]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        # The server keeps everything, also how often the client has pruned; the memory only led here from `start`.
-        prunings, client.memory = int(client.memory[PRUNINGS]), {}
-        facts = {"samples": client.samples, PRUNINGS: prunings, "index": to_spec(client.view)["index"]}
-        return Message({"weights": {name: client.weights[name] for name in client.view.names}}, facts)
+    def keep(self, client: Client, received: Message) -> None:
+        client.memory = {}  # the server keeps everything, also how often the client has pruned; the memory only led here from `start`
+
+
+_PERSONAL = replace(
+    WEIGHTS,
+    down=lambda method, device, piece, round: method.model_for(device).state,
+    up=lambda method, client, received: {name: client.weights[name] for name in client.view.names},
+    like=lambda method, piece, sent: {n: method.weights[n].new_empty(shape) for n, shape in piece.view.shapes.items()},
+)
+_KEPT = Fact(
+    "index",
+    lambda method, client, received: to_spec(client.view)["index"],
+    lambda method, sent, said: isinstance(said, dict),
+    "the channels kept",
+)
 
 
 def _read(outer: View, index: Any) -> View:

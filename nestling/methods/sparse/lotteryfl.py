@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, View
+from nestling.methods.part import Part
 from nestling.methods.sparse.gate import HELD_OUT, PRUNINGS, PrunesItself
+from nestling.methods.sparse.survivors import SURVIVORS
 from nestling.settings import Compat, NonZeroShare, UnitShare, Whole
 from nestling.training.rules import frozen_near_zero, masked_gradients
 from nestling.views import masked
-from nestling.views.sparse import like_survivors, masks_of, prunable, prune_lowest, restored, survivors
+from nestling.views.sparse import masks_of, prunable, prune_lowest, restored, survivors
 
 _MASK, _BEFORE, _OWN, _CHANNELS = "mask.", "before.", "own.", "channels"
 
@@ -60,20 +62,19 @@ class LotteryFL(PrunesItself):
             return device.piece
         return Piece(device.piece.reference, masked(device.piece.view, _part(known, _MASK)))
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        facts = {PRUNINGS: self.prunings_of(device)}
-        if not piece.view.masks:
-            return replace(super().send(device, piece, round), facts=facts)
-        return Message({"weights": survivors(piece.view, piece.view.extract(self.weights))}, facts)
+    def parts(self) -> Sequence[Part]:
+        return SURVIVORS, _MASKS
 
-    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        if self.prunings_in(sent, facts) == sent.facts[PRUNINGS]:
-            return piece
-        return Piece(piece.reference, self._pruned(piece, restored(piece.view, sent["weights"])))
+    def weights_for(self, piece: Piece) -> Mapping[str, Tensor]:
+        whole = super().weights_for(piece)
+        return survivors(piece.view, whole) if piece.view.masks else whole
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        weights = {"weights": like_survivors(piece.view, self.weights)}
-        return {**weights, "mask": masks_of(piece.view)} if self.send_mask and piece.view.masks else weights
+    def mask_of(self, of: Piece | Client) -> State:
+        """The mask that a reply carries."""
+        return masks_of(of.view) if self.send_mask and of.view.masks else {}
+
+    def pruned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        return Piece(piece.reference, self._ticket(piece, restored(piece.view, sent["weights"])))
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
@@ -97,7 +98,7 @@ class LotteryFL(PrunesItself):
     def _here(self, state: State) -> State:
         return {name: t.to(self.world.place) for name, t in state.items()}
 
-    def _pruned(self, piece: Piece, weights: Mapping[str, Tensor]) -> View:
+    def _ticket(self, piece: Piece, weights: Mapping[str, Tensor]) -> View:
         return masked(piece.view, prune_lowest(piece.view, weights, prunable(piece.reference), self.prune_step))
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class LotteryFL(PrunesItself):
         weights = restored(client.view, received["weights"])
         client.memory = _remembered(known, masks)
         if self.opens(client, weights, known):
-            client.view = self._pruned(Piece(client.reference, client.view), weights)
+            client.view = self._ticket(Piece(client.reference, client.view), weights)
             client.memory = {**_remembered(known + 1, client.view.masks), **_named(_BEFORE, masks)}
             return client.view.extract(client.reference.initial)
         return weights
@@ -121,13 +122,13 @@ class LotteryFL(PrunesItself):
         epochs = max(client.train.epochs, self.recover) if rewound else 0
         return [self.training(client, masks, rule if masks else None, epochs)]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        own = survivors(client.view, client.weights)
-        parts = {"weights": own, "mask": masks_of(client.view)} if self.send_mask and client.view.masks else {"weights": own}
-        facts = {"samples": client.samples, PRUNINGS: int(client.memory.get(PRUNINGS, 0))}
+    def keep(self, client: Client, received: Message) -> None:
         if self.personal == "trained":
-            client.memory = {**client.memory, **_named(_OWN, own), _CHANNELS: torch.from_numpy(client.view.keep.copy())}
-        return Message(parts, facts)
+            own = _named(_OWN, survivors(client.view, client.weights))
+            client.memory = {**client.memory, **own, _CHANNELS: torch.from_numpy(client.view.keep.copy())}
+
+
+_MASKS = Part("mask", up=lambda method, client, _: method.mask_of(client), like=lambda method, piece, _: method.mask_of(piece))
 
 
 def _remembered(prunings: int, masks: Mapping[str, Tensor]) -> State:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, SharedWeights, State, World
 from nestling.methods.kept import kept, made
+from nestling.methods.part import Part
 from nestling.methods.schedule import in_rounds
 from nestling.methods.sparse.adjust import adjust, squared_gradients, trained_part, weight_seconds
+from nestling.methods.sparse.survivors import SURVIVORS
 from nestling.schema import require
 from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.training.distiller import logits_of
@@ -100,19 +102,20 @@ class PruneFL(SharedWeights):
             self._pieces = (self.masks, {})
         return self._pieces[1].setdefault(key, Piece(base.reference, masked(base.view, self.masks)))
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        return self.once(round, piece.view.key(), lambda: self.message(piece, round))
+    def parts(self) -> Sequence[Part]:
+        return SURVIVORS, _MASK, _SQUARES
 
-    def message(self, piece: Piece, round: int) -> Message:
-        weights = survivors(piece.view, piece.view.extract(self.weights))
-        return Message({"weights": weights, "mask": masks_of(piece.view)}, {"adjust": self._adjusts(round)})
+    def alike(self, device: Device, piece: Piece) -> bytes:
+        return piece.view.key()  # the mask is everybody's
+
+    def weights_for(self, piece: Piece) -> State:
+        return survivors(piece.view, piece.view.extract(self.weights))
+
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, bool]:
+        return {"adjust": self._adjusts(round)}
 
     def _adjusts(self, round: int) -> bool:
         return round % in_rounds(self.every, self.world.rounds) == 0
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        weights = {"weights": like_survivors(piece.view, self.weights)}
-        return {**weights, "squares": like_survivors(trained_part(piece), self.weights)} if sent.facts["adjust"] else weights
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
@@ -166,13 +169,21 @@ class PruneFL(SharedWeights):
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         return [_phase(client.train, client.round, received["mask"], self.steps)]
 
-    def reply(self, client: Client, received: Message) -> Message:
-        parts = {"weights": survivors(client.view, client.weights)}
-        if received.facts["adjust"]:
-            module = client.reference.network(client.view, restored(client.view, received["weights"]))
-            phase = self.phases(client, received)[0]
-            parts["squares"] = squared_gradients(module, phase, client.x, client.y, client.site.seed, client.id, client.round)
-        return Message(parts, {"samples": client.samples})
+    def squares(self, client: Client, received: Message) -> State:
+        """The squared gradients of all weights, at those that were received, where the mask is adjusted."""
+        if not received.facts["adjust"]:
+            return {}
+        module = client.reference.network(client.view, restored(client.view, received["weights"]))
+        phase = self.phases(client, received)[0]
+        return squared_gradients(module, phase, client.x, client.y, client.site.seed, client.id, client.round)
+
+
+_MASK = Part("mask", lambda method, device, piece, round: masks_of(piece.view))
+_SQUARES = Part(
+    "squares",
+    up=lambda method, client, received: method.squares(client, received),
+    like=lambda m, piece, sent: like_survivors(trained_part(piece), m.weights) if sent.facts["adjust"] else {},
+)
 
 
 def _phase(settings: Train, round: int, masks: Mapping[str, Tensor], steps: int) -> Phase:

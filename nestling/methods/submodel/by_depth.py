@@ -8,9 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import Contribution, Device, Model, Piece, Reference, Reply, SharedWeights, View, World, made
+from nestling.methods.api import Contribution, Device, InputError, Model, Piece, Reference, Reply, SharedWeights, View, World
+from nestling.methods.kept import made
 from nestling.models import ExitNet
 from nestling.training.objectives import Net
 from nestling.views.depth import depth_views

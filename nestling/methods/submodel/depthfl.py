@@ -63,7 +63,7 @@ class DepthFL(ByDepth):
     def views(self, reference: Reference) -> list[View]:
         return depth_views(reference, exits=self.exits)
 
-    def facts(self, piece: Piece, round: int) -> dict[str, float]:
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, float]:
         return {"kd": self.ramped(round, self.world.rounds)} if self.kd else {}
 
     def ramped(self, round: int, rounds: int) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from nestling.errors import InputError
 from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reference, Reply, SharedWeights, State, World
 from nestling.methods.kept import kept, made
+from nestling.methods.part import WEIGHTS, Part
 from nestling.methods.proxy import Proxy, labelled_proxy
 from nestling.methods.submodel.dropout_search import Vector, affordable, front, pymoo, search, single
 from nestling.methods.submodel.random_filters import draws, dropped, narrowed
@@ -131,12 +132,14 @@ class Distreal(SharedWeights):
     def piece(self, device: Device, round: int) -> Piece:
         return Piece(self.world.main, self.world.main.full)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        if not len(self.rates):
-            self.rates = torch.tensor(self._search())
-        sent, budget = super().send(device, piece, round), self._share(device.piece)
-        # A device keeps the list, so that it travels until the device has answered.
-        return Message(sent.parts if self.told.get(device.id) else {**sent.parts, "pareto": self._table()}, {"budget": budget})
+    def parts(self) -> Sequence[Part]:
+        return WEIGHTS, _PARETO
+
+    def alike(self, device: Device, piece: Piece) -> tuple[float, bool]:
+        return self._share(device.piece), bool(self.told.get(device.id))
+
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, float]:
+        return {"budget": self._share(device.piece)}
 
     def merge(self, replies: Sequence[Reply], round: int) -> None:
         super().merge(replies, round)
@@ -144,8 +147,12 @@ class Distreal(SharedWeights):
             if "pareto" in reply.sent:
                 self.told.put(reply.device.id, {"pareto": torch.tensor(True)}, round)
 
-    def _table(self) -> State:
-        """One row a vector: its cost, then its rates."""
+    def table_for(self, device: Device) -> State:
+        """One row a vector: its cost, then its rates. A device keeps the list, so that it travels until the device has answered."""
+        if self.told.get(device.id):
+            return {}
+        if not len(self.rates):
+            self.rates = torch.tensor(self._search())
         return {"pareto": torch.tensor([[self.cost(v), *v] for v in self.vectors], device=self.world.place)}
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
@@ -168,3 +175,6 @@ class Distreal(SharedWeights):
         objective = partial(dropped, picker=picker(main, place), view=view, rescale=self.rescale)
         given = {name: drawn.to(place) for name, drawn in draws(view, steps, seed, client, round).items()}
         return replace(plain, objective=objective, given=given, optim=replace(plain.optim, lazy=True))
+
+
+_PARETO = Part("pareto", lambda method, device, piece, round: method.table_for(device))

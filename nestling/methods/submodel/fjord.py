@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import Client, Contribution, Info, Message, Phase, Reference, Reply, SharedWeights, View, made, require
+from nestling.methods.api import Client, Contribution, Info, Message, Phase, Reference, Reply, SharedWeights, View
+from nestling.methods.kept import made
 from nestling.models.norm import WidthNorm, used_rows
+from nestling.schema import require
 from nestling.seeds import stream
 from nestling.settings import NonZeroShare, Positive, UnitShare
 from nestling.training.objectives import Batch, Given, Net, distillation
@@ -89,7 +91,7 @@ class FjORD(SharedWeights):
     def piece(self, device: Device, round: int) -> Piece:
         return self.rungs.of(device, round)
 
-    def facts(self, piece: Piece, round: int) -> dict[str, Any]:
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
         return {"levels": [level.spec() for level in self.rungs.pieces if piece.view.contains(level.view)]}
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:

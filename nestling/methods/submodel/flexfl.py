@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, SharedWeights, State, World, kept, made
+from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, SharedWeights, State, World, require
+from nestling.methods.kept import kept, made
+from nestling.methods.part import WEIGHTS, Fact, Part
 from nestling.methods.submodel.apoz import Scale, measure_on_proxy, units_of
 from nestling.methods.submodel.inner_teachers import taught
 from nestling.methods.submodel.levels import anew, fitted, with_smaller
 from nestling.methods.submodel.pool import Pool, Rung, params, whole
-from nestling.schema import require
 from nestling.settings import Compat, Count, NonZeroShare, NotNegative, Positive, ShareBelowOne, UnitShare
 from nestling.views.nested import within
 from nestling.views.view import take
@@ -136,32 +136,34 @@ class FlexFL(SharedWeights):
         drawn = self._dispatched[1] if self._dispatched[0] == round else {}
         return drawn[device.id] if device.id in drawn else self.pool.most(device.tier)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
-        number, parts = self._number(device, round), super().send(device, piece, round).parts
-        if round == 1 and self.compat == "code":
-            parts = {"weights": self.once(round, number, lambda: self._drawn(number))}
+    def parts(self) -> Sequence[Part]:
+        return _DISPATCHED, _IDLE
+
+    def alike(self, device: Device, piece: Piece) -> None:
+        return None
+
+    def dispatched(self, device: Device, piece: Piece, round: int) -> Mapping[str, Tensor]:
+        """The weights of the model that a device gets; in the released code's first round all but the whole are drawn anew."""
+        number = self._number(device, round)
+        if round > 1 or self.compat == "paper" or number + 1 == len(self.pool.rungs):
+            return self.weights_once(piece, round)
+        return self.once(round, number, lambda: anew(self.pool.rungs[number].piece, self.world.seed, number))
+
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        number = self._number(device, round)
         rungs = self.pool.rungs[: number + 1]
-        facts = {
+        return {
             "pool": [rung.piece.spec() for rung in rungs],
             "levels": [rung.level for rung in rungs],
             # What the device would read off its own memory; in a simulation the fleet knows it.
             "fits": min(number, self.pool.held(device.tier, device, round)),
         }
-        return Message({**parts, "apoz": self.idle} if self.idle else parts, facts)
 
-    def _drawn(self, number: int) -> State:
-        """Initial weights of a model's own; the whole has those of the network."""
-        whole = number + 1 == len(self.pool.rungs)
-        return self.weights if whole else anew(self.pool.rungs[number].piece, self.world.seed, number)
+    def said(self) -> Sequence[Fact]:
+        return (_TRAINED,)
 
-    def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        trained = facts.get("trained")
-        if type(trained) is not int or not 0 <= trained < len(sent.facts["pool"]):
-            raise InputError(f"a reply of model {trained!r}, which is not one up to the dispatched")
-        return self.pool.rungs[trained].piece
-
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"weights": piece.reference.network(piece.view).state_dict()}
+    def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        return self.pool.rungs[facts["trained"]].piece
 
     def global_model(self) -> Model:
         view = self.pool.rungs[-1].piece.view
@@ -191,5 +193,16 @@ class FlexFL(SharedWeights):
             return super().phases(client, received)
         return [taught(client, teachers, self.lam, self.temperature)]
 
-    def reply_facts(self, client: Client, received: Message) -> dict[str, int]:
-        return {"trained": received.facts["fits"]}
+
+_DISPATCHED = replace(
+    WEIGHTS,
+    down=lambda method, device, piece, round: method.dispatched(device, piece, round),
+    like=lambda method, piece, sent: piece.reference.network(piece.view).state_dict(),
+)
+_IDLE = Part("apoz", lambda method, device, piece, round: method.idle)
+_TRAINED = Fact(
+    "trained",
+    lambda method, client, received: received.facts["fits"],
+    lambda method, sent, said: type(said) is int and 0 <= said < len(sent.facts["pool"]),
+    "the model trained, one up to the dispatched,",
+)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nestling.methods.api import WEIGHTS, Client, Contribution, Info, Message, Part, Phase, Reply, SharedWeights, made
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, SharedWeights, World
+from nestling.methods.kept import made
 from nestling.methods.labels import PRESENT, counted_rows, held_classes, output_layer
+from nestling.methods.part import WEIGHTS, Part
 from nestling.methods.submodel.scaler import dividing, narrowed, scaled
 from nestling.seeds import stream
 from nestling.training.objectives import cross_entropy, present_cross_entropy
-from nestling.world import Device, Model, Piece, World
 
 
 @dataclass

@@ -74,7 +74,7 @@ class ScaleFL(ByDepth):
         levels = zip(self.widths, depths, strict=True)
         return [replace(every[depth - 1], keep=prefix(reference.axes, width).keep) for width, depth in levels]
 
-    def facts(self, piece: Piece, round: int) -> dict[str, float]:
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, float]:
         late = round > math.ceil(self.kd_start * self.world.rounds)
         kd = self.gamma / self.world.classes if late else 0.0
         return {"width": self.width_of[piece.view.key()], "kd": kd}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nestling.methods.api import Client, Info, Message, Phase, Piece, SharedWeights, View, World, made
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, SharedWeights, View, World, made
 from nestling.settings import NotNegative
 from nestling.training.inner import with_inner
 from nestling.training.rules import masked_gradients
@@ -69,7 +69,7 @@ class SharedAverage(SharedWeights):
     def _levels(self) -> list[View]:
         return list({p.piece.view.key(): p.piece.view for p in self.world.plans.values()}.values())
 
-    def facts(self, piece: Piece, round: int) -> dict[str, Any]:
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
         return {"levels": [to_spec(view) for view in self._levels() if piece.view.contains(view)]}
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:

@@ -1,0 +1,57 @@
+"""What travels, as data: the parts of messages, and what replies say beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from nestling.message import Message
+from nestling.training.client import Client
+from nestling.views.flat import only
+from nestling.world import Device, Piece
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that travels, said once. Messages, what a reply must look like, and bytes follow from a method's list of them. Where
+    there are no tensors it is left out.
+
+    name: what it is called in messages.
+    down: (method, device, piece, round) → its tensors for a device, and for all that are `alike`.
+    up:   (method, client, received) → its tensors from a client that has trained.
+    like: (method, piece, sent) → tensors like those that come up; left out: those that went down under its name.
+    """
+
+    name: str
+    down: Callable[[Any, Device, Piece, int], Tensors] | None = None
+    up: Callable[[Any, Client, Message], Tensors] | None = None
+    like: Callable[[Any, Piece, Message], Tensors] | None = None
+
+
+WEIGHTS = Part(
+    "weights",
+    lambda method, device, piece, round: method.weights_once(piece, round),
+    lambda method, client, received: only(client.weights, client.view.names) if "weights" in received else {},
+)
+"""A piece's weights, down and, from who got some, up."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that a reply says beside its parts, as a plain value. It is a client's word: one that cannot be refuses the reply.
+
+    name: what it is called in the reply.
+    say:  (method, client, received) → what a client says.
+    can:  (method, sent, said) → whether it can be so.
+    what: what it is, as the refusal calls it.
+    """
+
+    name: str
+    say: Callable[[Any, Client, Message], Any]
+    can: Callable[[Any, Message, Any], bool]
+    what: str
