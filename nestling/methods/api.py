@@ -5,15 +5,16 @@ from __future__ import annotations
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.kept import kept, made
-from nestling.methods.method import Info, Method, Reply, Share, SharedWeights
+from nestling.methods.method import Info, Method, Phases, Replies, Reply, Share, SharedWeights
 from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.phase import Phase
-from nestling.views import Contribution, Reference, State, View, merge
+from nestling.views import Contribution, Reference, State, Tensors, View, merge
 from nestling.views.flat import only, pack
 from nestling.world import Device, Model, Piece, World
 
 __all__ = [
-    "Client", "Contribution", "Device", "Info", "InputError", "Message", "Method", "Model", "Phase", "Piece",
-    "Reference", "Reply", "Share", "SharedWeights", "State", "View", "World", "kept", "made", "merge", "only", "pack", "require",
+    "Client", "Contribution", "Device", "Info", "InputError", "Message", "Method", "Model", "Phase", "Phases", "Piece",
+    "Reference", "Replies", "Reply", "Share", "SharedWeights", "State", "Tensors", "View", "World",
+    "kept", "made", "merge", "only", "pack", "require",
 ]  # fmt: skip

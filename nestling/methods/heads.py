@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import InputError, Piece, Reference, State, View, pack
+from nestling.methods.api import InputError, Piece, Reference, State, Tensors, View, pack
 
 LEAVES = ("weight", "bias")
 
 
-def head_of(state: Mapping[str, Tensor], head: str) -> State:
+def head_of(state: Tensors, head: str) -> State:
     """The tensors of the layer `head`, by their own names."""
     return {leaf: state[f"{head}.{leaf}"] for leaf in LEAVES if f"{head}.{leaf}" in state}
 
 
-def with_head(state: Mapping[str, Tensor], head: str, common: Mapping[str, Tensor]) -> State:
+def with_head(state: Tensors, head: str, common: Tensors) -> State:
     """The state with another classifier."""
     return {**state, **{f"{head}.{leaf}": tensor for leaf, tensor in common.items()}}
 
@@ -45,7 +45,7 @@ def common_head(pieces: Iterable[Piece]) -> State:
     return pack(found[0])
 
 
-def mean_head(heads: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> State:
+def mean_head(heads: Sequence[Tensors], weights: Sequence[float]) -> State:
     """The weighted mean of some classifiers, summed as the one merge does it."""
     total = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in heads[0].items()}
     for head, weight in zip(heads, weights, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.views import State
+from nestling.views import State, Tensors
 from nestling.views.flat import Packed, pack
 
 _ALONE = "value"  # the name of a tensor or number that is a field by itself
@@ -84,6 +84,6 @@ def _read(hint: Any, name: str, state: Mapping[str, State], now: Any) -> Any:
     return {key: _like(part, now.get(key)) for key, part in own.items()}
 
 
-def _like(state: Mapping[str, Tensor], now: Any) -> State:
+def _like(state: Tensors, now: Any) -> State:
     """In one piece of memory where it was so, or where nothing was."""
     return pack(state) if now is None or isinstance(now, Packed) else dict(state)

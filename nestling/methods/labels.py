@@ -6,12 +6,12 @@ counts only from clients that hold its class. HeteroFL, FedRolex and FedHM share
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, InputError, Reference
+from nestling.methods.api import Client, InputError, Reference, Tensors
 from nestling.methods.part import Part
 
 
@@ -41,7 +41,7 @@ def output_layer(reference: Reference, classes: int) -> tuple[str, ...]:
     return tuple(name for name in reference.axes.shapes if name.rpartition(".")[0] == layer)
 
 
-def counted_rows(held: Tensor, weights: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+def counted_rows(held: Tensor, weights: Tensors, names: Sequence[str]) -> dict[str, Tensor]:
     """For the named tensors, flags of the entries in rows of held classes (see `Contribution.present`)."""
     present = {name: weights[name] for name in names if name in weights}
     return {name: held.reshape(-1, *[1] * (t.dim() - 1)).expand(t.shape) for name, t in present.items()}

@@ -7,19 +7,19 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
-from torch import Tensor
-
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.kept import kept, made, put_back, state_of
-from nestling.methods.part import WEIGHTS, Fact, Part, Tensors
+from nestling.methods.part import WEIGHTS, Facts, Part, Parts
 from nestling.settings import check_settings
 from nestling.training.client import Client
 from nestling.training.phase import Phase
-from nestling.views import Contribution, State, merge
+from nestling.views import Contribution, State, Tensors, merge
 from nestling.world import Device, Model, Piece, World
 
 T = TypeVar("T")
+
+Phases = Sequence[Phase]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ class Reply:
         return int(self.message.facts["samples"])
 
 
+Replies = Sequence[Reply]
+
+
 @dataclass(eq=False)
 class Share:
     """Weights that the server keeps for several clients: what they are before a merge, which of them are trained, and what is given to
@@ -89,6 +92,8 @@ class Method:
     `phases`, `reply`) uses settings, the client and what it received, nothing else."""
 
     info: ClassVar[Info]
+    parts: ClassVar[Parts] = (WEIGHTS,)  # what travels
+    said: ClassVar[Facts] = ()  # what a reply says beside that and the number of samples
     shares_weights: ClassVar[bool] = False  # whether clients train from weights that the server keeps for all of them
     world: World
     _made: tuple[int, dict[Any, Any]] = (-1, {})
@@ -136,9 +141,9 @@ class Method:
         """What a device trains in a round; unless the method decides otherwise, what fits it."""
         return device.piece
 
-    def parts(self) -> Sequence[Part]:
-        """What travels; unless the method decides otherwise, weights."""
-        return (WEIGHTS,)
+    def travelling(self) -> list[Part]:
+        """The parts that travel as it is set."""
+        return [part for part in self.parts if part.when is None or part.when(self)]
 
     def weights_for(self, piece: Piece) -> Tensors:
         """The weights of a piece as they are now, for methods that send some."""
@@ -156,7 +161,7 @@ class Method:
 
     def message(self, device: Device, piece: Piece, round: int) -> Message:
         """The message to a device, and to all that are alike."""
-        sent = {part.name: part.down(self, device, piece, round) for part in self.parts() if part.down}
+        sent = {part.name: part.down(self, device, piece, round) for part in self.travelling() if part.down}
         return Message({name: tensors for name, tensors in sent.items() if tensors}, self.facts(device, piece, round))
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
@@ -170,13 +175,9 @@ class Method:
         """What those have in common that get the same message: the same piece. None: everybody gets a message of its own."""
         return None if piece.view.masks else (piece.reference.name, piece.view.key())
 
-    def said(self) -> Sequence[Fact]:
-        """What a reply says beside its parts and the number of samples; unless the method decides otherwise, nothing."""
-        return ()
-
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         """The piece that a reply with these facts is of; an `InputError` says what in them cannot be."""
-        for fact in self.said():
+        for fact in self.said:
             value = facts.get(fact.name)
             if not fact.can(self, sent, value):
                 raise InputError(f"{fact.what} cannot be {repr(value)[:60]}")
@@ -186,16 +187,16 @@ class Method:
         """The piece that a client has trained, for methods whose clients may cut what was sent further: facts that can be tell how."""
         return piece
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Tensors]:
         """Tensors like those a reply must hold; a reply that differs is refused."""
-        up = {p.name: p.like(self, piece, sent) if p.like else sent.parts.get(p.name, {}) for p in self.parts() if p.up}
+        up = {p.name: p.like(self, piece, sent) if p.like else sent.parts.get(p.name, {}) for p in self.travelling() if p.up}
         return {name: tensors for name, tensors in up.items() if tensors}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         """Fuses the replies of a round into the server's state."""
         raise NotImplementedError
 
-    def shares(self, replies: Sequence[Reply]) -> Mapping[str, Share]:
+    def shares(self, replies: Replies) -> Mapping[str, Share]:
         """By group (most methods have one), the shared weights that a merge of these replies would change."""
         return {}
 
@@ -240,7 +241,7 @@ class Method:
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         """The weights a client starts its round with; they are read, never written to."""
         return received["weights"]
 
@@ -253,8 +254,8 @@ class Method:
 
     def reply(self, client: Client, received: Message) -> Message:
         """What goes back: the parts that come up, the number of samples, and what else is said."""
-        parts = {part.name: part.up(self, client, received) for part in self.parts() if part.up}
-        facts = {"samples": client.samples, **{fact.name: fact.say(self, client, received) for fact in self.said()}}
+        parts = {part.name: part.up(self, client, received) for part in self.travelling() if part.up}
+        facts = {"samples": client.samples, **{fact.name: fact.say(self, client, received) for fact in self.said}}
         self.keep(client, received)
         return Message({name: tensors for name, tensors in parts.items() if tensors}, facts)
 
@@ -276,14 +277,14 @@ class SharedWeights(Method):
         whole = not piece.view.masks and piece.view.key() == self.world.main.full.key()
         return self.weights if whole else piece.view.extract(self.weights)
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])
 
     def contribution(self, reply: Reply) -> Contribution:
         """How much a reply counts: by its number of samples, unless the method decides otherwise."""
         return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
 
-    def shares(self, replies: Sequence[Reply]) -> Mapping[str, Share]:
+    def shares(self, replies: Replies) -> Mapping[str, Share]:
         return {"": Share(self.weights, self.world.main.parameters, [self.contribution(reply) for reply in replies])}
 
     def shared_weights(self) -> dict[str, State]:

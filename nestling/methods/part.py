@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from nestling.message import Message
 from nestling.training.client import Client
+from nestling.views import Tensors
 from nestling.views.flat import only
 from nestling.world import Device, Piece
-
-Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,14 @@ class Part:
     down: (method, device, piece, round) → its tensors for a device, and for all that are `alike`.
     up:   (method, client, received) → its tensors from a client that has trained.
     like: (method, piece, sent) → tensors like those that come up; left out: those that went down under its name.
+    when: (method) → whether it travels at all; left out: always.
     """
 
     name: str
     down: Callable[[Any, Device, Piece, int], Tensors] | None = None
     up: Callable[[Any, Client, Message], Tensors] | None = None
     like: Callable[[Any, Piece, Message], Tensors] | None = None
+    when: Callable[[Any], bool] | None = None
 
 
 WEIGHTS = Part(
@@ -55,3 +54,7 @@ class Fact:
     say: Callable[[Any, Client, Message], Any]
     can: Callable[[Any, Message, Any], bool]
     what: str
+
+
+Parts = tuple[Part, ...]
+Facts = tuple[Fact, ...]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.methods.api import Client, Device, InputError, Message, Method, Model, Piece, State, World, made
-from nestling.methods.part import Part
+from nestling.methods.api import Client, Device, InputError, Message, Method, Model, Piece, State, Tensors, World, made
+from nestling.methods.part import Parts
 from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
 from nestling.world import Plan, ratio_view
@@ -30,13 +31,11 @@ class Personal(Method):
 
     world: World = made()
     pieces: dict[str, Piece] = made()
+    parts: ClassVar[Parts] = ()
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         """A tier's network as the method needs it, for methods that need it otherwise than it is."""
         raise NotImplementedError
-
-    def parts(self) -> Sequence[Part]:
-        return ()
 
     def alike(self, device: Device, piece: Piece) -> Hashable | None:
         return ""  # what the server knows is for everybody, whatever network a client has
@@ -59,14 +58,14 @@ class Personal(Method):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         return own_weights(client.memory) or client.view.extract(client.reference.initial)
 
     def keep(self, client: Client, received: Message) -> None:
         keep_weights(client)
 
 
-def own_weights(memory: Mapping[str, Tensor]) -> State:
+def own_weights(memory: Tensors) -> State:
     """The weights among what a client keeps; nothing before its first round."""
     return {name.removeprefix(WEIGHTS): t for name, t in memory.items() if name.startswith(WEIGHTS)}
 

@@ -13,6 +13,9 @@ from nestling.seeds import stream
 TRIED, FEWEST = 0.8, 5
 """The share of the proxy that networks are trained on (they are judged on the rest), and the fewest rows of one."""
 
+PROXY_FIRST = "server proxy (labelled), before the first round"
+"""What their auxiliary data is called."""
+
 Proxy = tuple[Tensor, Tensor, Tensor, Tensor]
 """Inputs and labels to train on, inputs and labels to judge by."""
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nestling.methods.method import Method, Reply, Share
+from nestling.methods.method import Method, Replies, Share
 from nestling.schema import require
 from nestling.views import State
 from nestling.views.flat import Layout, Packed, flat_of, layout_of
@@ -81,7 +81,7 @@ class Server:
             )
 
 
-def merge_round(server: Server, method: Method, replies: Sequence[Reply], round: int, kept: Kept) -> Kept:
+def merge_round(server: Server, method: Method, replies: Replies, round: int, kept: Kept) -> Kept:
     """Has the method merge a round, and the server do its own part; gives what the server keeps from now on."""
     shares = method.shares(replies) if server.optimises else {}
     method.merge(replies, round)

@@ -6,6 +6,7 @@ from nestling.views.reference import Reference
 from nestling.views.shrink import resize, sub_module
 from nestling.views.view import (
     State,
+    Tensors,
     View,
     by_index,
     from_spec,
@@ -24,6 +25,7 @@ __all__ = [
     "Contribution",
     "Reference",
     "State",
+    "Tensors",
     "View",
     "by_index",
     "from_spec",

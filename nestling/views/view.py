@@ -22,6 +22,7 @@ from nestling.views.axes import Axes
 from nestling.views.flat import Layout, Packed, layout
 
 State = dict[str, Tensor]
+Tensors = Mapping[str, Tensor]
 """Named tensors: a network's parameters and buffers, whole or sliced."""
 
 Index = tuple[slice | np.ndarray, ...]

@@ -18,7 +18,7 @@ from nestling.assemble import assemble, site_of
 from nestling.methods import Reply, method_class
 from nestling.methods.baselines.averaged import Averaged
 from nestling.methods.baselines.fednova import FedNova
-from nestling.methods.baselines.fedper import FedPer, units
+from nestling.methods.baselines.fedper import FedPer
 from nestling.methods.baselines.fedprox import FedProx
 from nestling.methods.baselines.moon import Moon
 from nestling.methods.baselines.scaffold import Scaffold
@@ -28,6 +28,7 @@ from nestling.training.memory import keep, recall
 from nestling.training.objectives import Batch, Net, cross_entropy, proximal
 from nestling.training.optimisers import Buffers, Optim, step
 from nestling.views import State, prefix, without
+from nestling.views.units import units
 from tests.methods.learning import alone, learned, mean
 from tests.small import TIERS, small
 

@@ -220,6 +220,8 @@ def test_what_it_is_follows_from_what_travels() -> None:
     assert min(tested) <= unlike.metrics[-1]["global_accuracy"] <= max(tested)
     assert FedGen().as_set is FedGen.info
     assert not FedGen(share="full").as_set.own_networks and not FedGen(share="head").as_set.global_model
+    assert FedGen(share="full").as_set.group == "E" and FedGen(share="head").as_set.group == "F"
+    assert alike.federation.method.as_set.group == "E" and unlike.federation.method.as_set.group == "F"
 
 
 def test_unlike_networks_share_their_classifier_only() -> None:

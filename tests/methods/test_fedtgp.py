@@ -14,7 +14,8 @@ from nestling.message import faults
 from nestling.methods.baselines.local import Local
 from nestling.methods.representation.class_means import STATISTICS
 from nestling.methods.representation.fedproto import FedProto
-from nestling.methods.representation.fedtgp import FedTGP, Prototypes, contrast, margin
+from nestling.methods.representation.fedtgp import FedTGP, contrast, margin
+from nestling.models.prototypes import Prototypes
 from nestling.training.distiller import rows_of
 from tests.methods.by_class import MIXED, SHOTS, few_shots_alone, held, known_after, one_round, resumes, same_on_every_engine
 from tests.methods.learning import mean

@@ -18,7 +18,7 @@ from nestling.federation import Federation
 from nestling.methods import Reply
 from nestling.methods.submodel import fjord
 from nestling.methods.submodel.fedrolex import FedRolex
-from nestling.methods.submodel.fjord import FjORD, _drawn
+from nestling.methods.submodel.fjord import FjORD
 from nestling.methods.submodel.heterofl import HeteroFL
 from nestling.methods.submodel.scaler import narrowed
 from nestling.models import build, norm_layer
@@ -28,6 +28,7 @@ from nestling.training.group import Group
 from nestling.training.phase import Phase
 from nestling.training.together import Losses, work_together
 from nestling.training.trainer import hooked
+from nestling.training.widths import widths_by_batch
 from nestling.views import Reference, State, View, prefix, rolled, rolling, sub_module, trace
 from nestling.views.nested import by_zeros
 from tests.engines.test_cohort import assert_same, trainer
@@ -78,7 +79,7 @@ def clients_of(federation: Federation, tier: str) -> list[int]:
 
 def drawn(client: Client, views: tuple[View, ...]) -> tuple[int, ...]:
     """The widths of a client's batches."""
-    inner, given = _drawn(client, views)
+    inner, given = widths_by_batch(client, views)
     return tuple(given["draws"].tolist()) if given else inner.keywords["draws"]
 
 

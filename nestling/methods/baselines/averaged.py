@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from nestling.devices.fit import RATIOS
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import Client, Contribution, Device, Info, Method, Model, Piece, Reference, Reply, Share, State, World
-from nestling.methods.kept import kept, made
-from nestling.views import merge, prefix
+from nestling.methods.api import Client, Device, Info, Method, Model, Piece, Replies, Reply, Share, World, kept, made
+from nestling.views import Contribution, Reference, State, Tensors, merge, prefix
 from nestling.views.depth import depth_views
 
 
@@ -45,13 +42,7 @@ class Averaged(Method):
     weights: dict[str, State] = kept()
     _ladder: Ladder | None = made()
 
-    info = Info(
-        "baseline",
-        "width or depth: averaged by name, or among equals",
-        "official code read",
-        "B",
-        paper="Chan et al. (InCo), ICLR 2024",
-    )
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "official code read", "B")
 
     @property
     def as_set(self) -> Info:
@@ -91,17 +82,17 @@ class Averaged(Method):
     def weights_for(self, piece: Piece) -> State:
         return piece.view.extract(self.state_of(self.group_of(piece)))
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         for group, own in self._by_group(replies).items():
             self.merge_group(group, own)
 
-    def _by_group(self, replies: Sequence[Reply]) -> dict[str, list[Reply]]:
+    def _by_group(self, replies: Replies) -> dict[str, list[Reply]]:
         groups: dict[str, list[Reply]] = defaultdict(list)
         for reply in replies:
             groups[self.group_of(reply.piece)].append(reply)
         return groups
 
-    def shares(self, replies: Sequence[Reply]) -> dict[str, Share]:
+    def shares(self, replies: Replies) -> dict[str, Share]:
         trained, groups = self.reference.parameters, self._by_group(replies)
         return {g: Share(self.state_of(g), trained, [self.contribution(r) for r in own]) for g, own in groups.items()}
 
@@ -111,7 +102,7 @@ class Averaged(Method):
     def take_weights(self, weights: Mapping[str, State]) -> None:
         self.weights = {**self.weights, **weights}
 
-    def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
+    def merge_group(self, group: str, replies: Replies) -> None:
         """Fuses the replies of clients that are averaged with one another."""
         self.weights[group] = merge(self.state_of(group), [self.contribution(reply) for reply in replies])
 
@@ -136,6 +127,6 @@ class Averaged(Method):
         return Model(piece.reference, piece.view, piece.view.extract(self.state_of(self.group_of(piece))))
 
 
-def parameters_of(client: Client, tensors: Mapping[str, Tensor]) -> State:
+def parameters_of(client: Client, tensors: Tensors) -> State:
     """The trained tensors among some of a client's state."""
     return {name: tensor for name, tensor in tensors.items() if name in client.reference.parameters}

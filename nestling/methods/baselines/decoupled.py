@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nestling.devices.fit import exceeded
-from nestling.methods.api import Contribution, Device, Info, Method, Model, Piece, Reply, State, World, kept, made, merge
+from nestling.methods.api import Contribution, Device, Info, Method, Model, Piece, Replies, Reply, State, World, kept, made, merge
 from nestling.seeds import stream
 from nestling.world import Plan
 
@@ -90,7 +90,7 @@ class Decoupled(Method):
     def _level_of(self, piece: Piece) -> str:
         return self._levels[_what(piece)]
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         by_level: dict[str, list[Reply]] = defaultdict(list)
         for reply in replies:
             by_level[self._level_of(reply.piece)].append(reply)

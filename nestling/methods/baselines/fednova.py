@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
 
-from nestling.methods.api import Client, Contribution, Info, Message, Phase, Reply, State, merge, pack
+from nestling.methods.api import Client, Contribution, Info, Message, Phases, Replies, Reply, State, merge, pack
 from nestling.methods.baselines.averaged import Averaged, parameters_of
 from nestling.methods.part import WEIGHTS, Fact, Part
 from nestling.settings import NotNegative
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.objectives import proximal
+
+_UPDATE = Part(
+    "update",
+    up=lambda method, client, received: method.update(client, received),
+    like=lambda method, piece, sent: sent["weights"],
+)
+
+
+_STEPS = Fact(
+    "effective_steps",
+    lambda method, client, received: method.steps(client, received),
+    lambda method, sent, said: isinstance(said, float) and math.isfinite(said) and 0 < said < 2**40,
+    "the effective number of steps",
+)
 
 
 @dataclass
@@ -39,22 +52,18 @@ class FedNova(Averaged):
     mu: NotNegative = 0.0
 
     info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
+    parts = (replace(WEIGHTS, up=None), _UPDATE)
+    said = (_STEPS,)
 
     @property
     def blocks(self) -> tuple[str, ...]:
         return ("anchor",) if self.mu else ()
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if not self.mu:
             return [client.train.phase(client.round)]
         given = parameters_of(client, received["weights"])
         return [client.train.phase(client.round, objective=partial(proximal, mu=self.mu), given=given)]
-
-    def parts(self) -> Sequence[Part]:
-        return replace(WEIGHTS, up=None), _UPDATE
-
-    def said(self) -> Sequence[Fact]:
-        return (_STEPS,)
 
     def steps(self, client: Client, received: Message) -> float:
         """a_k."""
@@ -67,7 +76,7 @@ class FedNova(Averaged):
         now = {name: client.weights[name] for name in client.view.names}
         return {**now, **{name: (before[name] - tensor) / a for name, tensor in parameters_of(client, now).items()}}
 
-    def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
+    def merge_group(self, group: str, replies: Replies) -> None:
         old, trained = self.state_of(group), self.reference.parameters
         still = {name: torch.zeros_like(t) if name in trained else t for name, t in old.items()}
         moved = merge(still, [self.contribution(reply) for reply in replies])
@@ -80,23 +89,10 @@ class FedNova(Averaged):
     def contribution(self, reply: Reply, part: str = "update") -> Contribution:
         return super().contribution(reply, part)
 
-    def _steps(self, replies: Sequence[Reply]) -> Contribution:
+    def _steps(self, replies: Replies) -> Contribution:
         """The mean a_k of the holders of one view, for every entry of it."""
         weight = sum(self.weight(reply) for reply in replies)
         mean = sum(self.weight(reply) * reply.message.facts["effective_steps"] for reply in replies) / weight
         trained, like = self.reference.parameters, replies[0].message["update"]
         state: State = {name: torch.full_like(t, mean) if name in trained else t for name, t in like.items()}
         return Contribution(replies[0].piece.view, state, weight)
-
-
-_UPDATE = Part(
-    "update",
-    up=lambda method, client, received: method.update(client, received),
-    like=lambda method, piece, sent: sent["weights"],
-)
-_STEPS = Fact(
-    "effective_steps",
-    lambda method, client, received: method.steps(client, received),
-    lambda method, sent, said: isinstance(said, float) and math.isfinite(said) and 0 < said < 2**40,
-    "the effective number of steps",
-)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import Tensor, nn
-
-from nestling.methods.api import Client, Device, Info, Message, Model, Piece, Reference, State, View, World, made, require
+from nestling.methods.api import Client, Device, Info, Message, Model, Piece, World, made, require
 from nestling.methods.baselines.averaged import Averaged
 from nestling.training.memory import keep, recall
-from nestling.views import keep_private
+from nestling.views import Reference, State, Tensors, View, keep_private
+from nestling.views.units import units
 
 
 @dataclass
@@ -38,7 +36,7 @@ class FedPer(Averaged):
 
     info = Info(
         "baseline",
-        "width or depth: the base averaged by name, heads personal",
+        "width or depth: bases averaged by name, heads of one's own",
         "from paper",
         "C",
         global_model=False,
@@ -83,25 +81,12 @@ class FedPer(Averaged):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         return {**received["weights"], **_personal(client.memory, client.reference, client.view)}
 
     def keep(self, client: Client, received: Message) -> None:
         own = {name: client.weights[name] for name in _private(client.view)}
         client.memory = keep(client.memory, "personal", client.reference, client.view, own)
-
-
-def units(reference: Reference) -> list[str]:
-    """The network's layers and blocks with weights, by name, in order."""
-    return [name for name in _units(reference.module) if any(n.startswith(f"{name}.") for n in reference.axes.shapes)]
-
-
-def _units(module: nn.Module, prefix: str = "") -> list[str]:
-    found = []
-    for name, part in module.named_children():
-        series = isinstance(part, (nn.Sequential, nn.ModuleList)) and any(list(child.children()) for child in part.children())
-        found += _units(part, f"{prefix}{name}.") if series else [f"{prefix}{name}"]
-    return found
 
 
 def _private(view: View) -> list[str]:

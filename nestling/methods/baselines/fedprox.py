@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from nestling.methods.api import Client, Info, Message, Phase
+from nestling.methods.api import Client, Info, Message, Phases
 from nestling.methods.baselines.averaged import Averaged, parameters_of
 from nestling.settings import NotNegative
 from nestling.training.objectives import proximal
@@ -37,6 +36,6 @@ class FedProx(Averaged):
     def blocks(self) -> tuple[str, ...]:
         return ("anchor",) if self.mu else ()
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         given = parameters_of(client, received["weights"])
         return [client.train.phase(client.round, objective=partial(proximal, mu=self.mu), given=given)]

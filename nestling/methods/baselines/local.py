@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from nestling.methods.api import Info, Reply
+from nestling.methods.api import Info, Replies
 from nestling.methods.personal import Personal
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
@@ -39,5 +38,5 @@ class Local(Personal):
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return with_features(module, taps, self.size) if self.size else module
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         """Nothing to merge."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from nestling.methods.api import Client, Info, InputError, Message, Phase, Reference, World
+from nestling.methods.api import Client, Info, Message, Phases, Reference, World
 from nestling.methods.baselines.averaged import Averaged
-from nestling.seeds import torch_seeded
+from nestling.models.projection import projected
 from nestling.settings import NotNegative, Positive, Whole
 from nestling.training.memory import keep, recall
 from nestling.training.objectives import Batch, Given, Net, see
@@ -48,9 +46,9 @@ class Moon(Averaged):
     info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
 
     def network(self, world: World) -> Reference:
-        return world.adopt("moon", projected(world, self.projection)) if self.projection else world.main
+        return world.adopt("moon", projected(world.main.module, self.projection, world.seed)) if self.projection else world.main
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         glob = received["weights"]
         both = {"global": glob, "previous": recall(client.memory, "previous", client.reference, client.view, glob)}
         given = {f"{of}/{name}": t for of, weights in both.items() for name, t in weights.items()}
@@ -59,22 +57,6 @@ class Moon(Averaged):
 
     def keep(self, client: Client, received: Message) -> None:
         client.memory = keep(client.memory, "previous", client.reference, client.view, dict(client.weights))
-
-
-def projected(world: World, size: int) -> nn.Module:
-    """The main network with a 2-layer projection head in front of its classifier."""
-    module = copy.deepcopy(world.main.module).to("cpu")
-    head = dict(module.named_children()).get("head")
-    if not isinstance(head, nn.Linear):
-        raise InputError(
-            "a projection head needs a network that ends in one linear layer named 'head'",
-            field="method.projection",
-            fix="set method.projection = 0 or take another network, e.g. tinycnn",
-        )
-    with torch_seeded(world.seed, "network", "projection"):
-        features, classes = head.in_features, head.out_features
-        module.head = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, size), nn.Linear(size, classes))
-    return module
 
 
 def _contrastive(net: Net, batch: Batch, given: Given, *, mu: float, temperature: float, head: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,17 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, State, View, World, pack
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Replies, World, kept, made, pack, require
 from nestling.methods.baselines.averaged import Averaged, parameters_of
-from nestling.methods.kept import kept, made
-from nestling.methods.part import WEIGHTS, Part
-from nestling.schema import require
+from nestling.methods.part import WEIGHTS, Part, Tensors
 from nestling.settings import Positive
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.memory import drop, keep, recall
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
-from nestling.views import keep_private, merge
+from nestling.views import Contribution, State, View, keep_private, merge
+
+_CONTROL = Part(
+    "control",
+    lambda method, device, piece, round: method.control_for(piece),
+    lambda method, client, received: method.change(client, received),
+)
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Scaffold(Averaged):
     _views: dict[bytes, View] = made()
 
     info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
+    parts = (WEIGHTS, _CONTROL)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -67,9 +72,6 @@ class Scaffold(Averaged):
         initial, trained = self.reference.initial, self.reference.parameters
         self._zeros = pack({name: torch.zeros_like(t) for name, t in initial.items() if name in trained})
         self.controls, self._views = {}, {}
-
-    def parts(self) -> Sequence[Part]:
-        return (WEIGHTS, _CONTROL)
 
     def control_for(self, piece: Piece) -> State:
         """c of a piece."""
@@ -86,7 +88,7 @@ class Scaffold(Averaged):
             return view
         return self._views.setdefault(view.key(), keep_private(view, buffers))
 
-    def merge_group(self, group: str, replies: Sequence[Reply]) -> None:
+    def merge_group(self, group: str, replies: Replies) -> None:
         old, control = self.state_of(group), self._control_of(group)
         super().merge_group(group, replies)
         if self.server_lr != 1:
@@ -123,19 +125,12 @@ class Scaffold(Averaged):
         return {name: c - own[name] for name, c in new.items()}
 
 
-_CONTROL = Part(
-    "control",
-    lambda method, device, piece, round: method.control_for(piece),
-    lambda method, client, received: method.change(client, received),
-)
-
-
 def _own_control(client: Client, received: Message) -> State:
     zeros = {name: torch.zeros_like(c) for name, c in received["control"].items()}
     return recall(client.memory, "control", client.reference, client.view, zeros)
 
 
-def _corrected(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], given: Given) -> Mapping[str, Tensor]:
+def _corrected(params: Tensors, grads: Tensors, given: Given) -> Tensors:
     return {name: grad + given[name] if name in given else grad for name, grad in grads.items()}
 
 

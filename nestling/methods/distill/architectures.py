@@ -7,17 +7,17 @@ between two that have nothing in common only what they say of inputs can pass.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Contribution, Device, Method, Model, Piece, Reference, Reply, State, View, World, merge
-from nestling.methods.kept import kept, made
+from nestling.methods.api import Device, Method, Model, Piece, Replies, Reply, World, kept, made
 from nestling.seeds import torch_seeded
 from nestling.training.distiller import Check, Distillation, distil, logits_of, proxy, whole
+from nestling.views import Contribution, Reference, State, Tensors, View, merge
 from nestling.views.nested import forward
 
 Weighting = Literal["samples", "variance", "uniform"]
@@ -41,14 +41,14 @@ class PerArchitecture(Method):
         self.references = {reference.name: reference for reference in references}
         self.weights = {name: reference.initial.copy() for name, reference in self.references.items()}
 
-    def weights_for(self, piece: Piece) -> Mapping[str, Tensor]:
+    def weights_for(self, piece: Piece) -> Tensors:
         return self._model(piece).state
 
     def weight(self, reply: Reply) -> float:
         """How much a reply counts within its architecture: by its number of samples, unless the method decides otherwise."""
         return float(reply.samples)
 
-    def average(self, replies: Sequence[Reply]) -> dict[str, State]:
+    def average(self, replies: Replies) -> dict[str, State]:
         """Every architecture after merging its own replies; one that nobody sent stays as it is."""
         given: dict[str, list[Contribution]] = defaultdict(list)
         for reply in replies:
@@ -93,7 +93,7 @@ class _WholeAndParts:
         self.reference, self.parts = reference, held_parts(world, reference)
         self.everything, self.turns = whole(reference.network(reference.full)), len(self.parts)
 
-    def __call__(self, state: Mapping[str, Tensor], x: Tensor, number: int) -> list[Tensor]:
+    def __call__(self, state: Tensors, x: Tensor, number: int) -> list[Tensor]:
         part, said = self.parts[number % self.turns], [self.everything(state, x, number)]
         return said if part is self.reference.full else [*said, forward(self.reference, part, state, x)]
 

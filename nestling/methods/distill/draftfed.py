@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -10,15 +10,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, InputError, Message, Phase, Piece, Reply, State, World, kept, made
+from nestling.methods.api import Client, Device, Info, InputError, Message, Phase, Piece, Replies, State, World, kept, made
 from nestling.methods.distill import drafts
 from nestling.methods.distill.draft_networks import Key, Network, key_of, networks_of, refuse_without_convolutions
 from nestling.methods.distill.drafts import Pool, Weights, drafts_of, taps_of
-from nestling.methods.part import Part
+from nestling.methods.part import Part, Tensors
 from nestling.methods.personal import Personal
 from nestling.methods.public import drawn
 from nestling.seeds import derive
 from nestling.settings import Count, NotNegative
+
+_TARGETS = Part("targets", lambda method, device, piece, round: method.targets.get(method.alike(device, piece), {}))
+
+
+_DRAFTS = Part(
+    "drafts",
+    up=lambda method, client, received: client.memory,  # where its phases put them
+    like=lambda method, piece, sent: method.drafts_like(piece),
+)
 
 
 @dataclass
@@ -70,6 +79,7 @@ class DraftFed(Personal):
         title="DraftFed",
         paper="DraftFed",
     )
+    parts = (_TARGETS, _DRAFTS)
 
     @property
     def _weights(self) -> Weights:
@@ -87,9 +97,6 @@ class DraftFed(Personal):
         self.networks = networks_of(self.pieces.values(), world.public[:1], self._weights)
         self.targets = {}
 
-    def parts(self) -> Sequence[Part]:
-        return _TARGETS, _DRAFTS
-
     def alike(self, device: Device, piece: Piece) -> str:
         return self.networks[key_of(piece)].name
 
@@ -103,8 +110,8 @@ class DraftFed(Personal):
         count, shapes = min(self.rows, len(self.world.public)), self.networks[key_of(piece)].shapes
         return {name: torch.empty(count, *shape, device="meta") for name, shape in shapes.items()}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
-        said: dict[Key, list[Mapping[str, Tensor]]] = {}
+    def merge(self, replies: Replies, round: int) -> None:
+        said: dict[Key, list[Tensors]] = {}
         for reply in replies:
             said.setdefault(key_of(reply.piece), []).append(reply.message["drafts"])
         if not said:
@@ -148,11 +155,3 @@ class DraftFed(Personal):
         """The public rows that drafts are about."""
         assert client.public is not None
         return drawn(int(received.facts["rows"]), self.rows, len(client.public), client.place)
-
-
-_TARGETS = Part("targets", lambda method, device, piece, round: method.targets.get(method.alike(device, piece), {}))
-_DRAFTS = Part(
-    "drafts",
-    up=lambda method, client, received: client.memory,  # where its phases put them
-    like=lambda method, piece, sent: method.drafts_like(piece),
-)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Reference, State, View
+from nestling.methods.api import Reference, State, Tensors, View
 from nestling.models.taps import Taps, find_taps, watching
 from nestling.training.objectives import Batch, Given, Net
 
@@ -91,7 +91,7 @@ class Pool:
     sums: State
 
     @staticmethod
-    def of(depth: int, drafts: Sequence[Mapping[str, Tensor]]) -> Pool:
+    def of(depth: int, drafts: Sequence[Tensors]) -> Pool:
         return Pool(depth, len(drafts), {name: torch.stack([d[name] for d in drafts]).sum(0) for name in drafts[0]})
 
     def at(self, depth: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.methods.api import InputError, Message, Piece, State
+from nestling.methods.api import InputError, Message, Piece, State, Tensors
 from nestling.methods.distill.pair import MEME
 
 LEFT, RIGHT = "left", "right"
@@ -23,7 +23,7 @@ class Ranked(Piece):
 
 
 @torch.no_grad()
-def factored(state: Mapping[str, Tensor], energy: float, facts: Mapping[str, Any]) -> Message:
+def factored(state: Tensors, energy: float, facts: Mapping[str, Any]) -> Message:
     """A state as it travels: matrices by the components that hold a share of their energy, where these are fewer numbers. The facts
     also say in how many, one number a tensor in the order of names (0: as it is)."""
     parts: dict[str, dict[str, Tensor]] = {}
@@ -45,13 +45,13 @@ def _components(matrix: Tensor, energy: float) -> tuple[Tensor, Tensor] | None:
     return (left[:, :rank] * values[:rank]).to(matrix.dtype), right[:rank].to(matrix.dtype).contiguous()
 
 
-def whole(message: Message, like: Mapping[str, Tensor]) -> State:
+def whole(message: Message, like: Tensors) -> State:
     """The state that a message's factors make, in the shapes of another one."""
     left, right = message.parts.get(LEFT, {}), message.parts.get(RIGHT, {})
     return {n: (left[n] @ right[n]).reshape(t.shape) if n in left else message[MEME][n] for n, t in like.items()}
 
 
-def ranks_of(facts: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[int, ...]:
+def ranks_of(facts: Mapping[str, Any], state: Tensors) -> tuple[int, ...]:
     """In how many components a client says that it sends each tensor of a state; refuses what the tensors cannot have."""
     told: Any = facts.get("ranks")
     most = [min(tensor.flatten(1).shape) if tensor.dim() > 1 else 0 for _, tensor in sorted(state.items())]
@@ -61,7 +61,7 @@ def ranks_of(facts: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[int
     return tuple(told)
 
 
-def factors_like(state: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, dict[str, Tensor]]:
+def factors_like(state: Tensors, ranks: Sequence[int]) -> dict[str, dict[str, Tensor]]:
     """Tensors like those in which a state travels in so many components."""
     like: dict[str, dict[str, Tensor]] = {}
     for rank, (name, tensor) in zip(ranks, sorted(state.items()), strict=True):

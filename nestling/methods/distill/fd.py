@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, kept, made
+from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, Replies, State, World, kept, made
 from nestling.methods.representation.class_means import STATISTICS, TellsByClass, class_means, gap, look, spread
 from nestling.settings import NotNegative, Positive
 from nestling.store import Records
@@ -84,7 +83,7 @@ class FD(TellsByClass):
             return torch.zeros_like(self.total), torch.zeros_like(self.tellers)
         return known[LOGITS].to(place, torch.float64), known["told"].to(place, torch.int64)
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         for reply in replies:
             old, was_told = self._last(reply.device.id)
             classes = torch.tensor(reply.message.facts["classes"], dtype=torch.int64, device=self.world.place)
@@ -96,7 +95,7 @@ class FD(TellsByClass):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if STATISTICS not in received:
             return [client.train.phase(client.round)]
         objective = partial(_taught, gamma=self.gamma, distance=self.distance, temperature=self.temperature)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Info, InputError, Reference, Reply, State, View, World, made, require
+from nestling.methods.api import Info, InputError, Reference, Replies, Reply, State, Tensors, View, World, made, require
 from nestling.methods.distill.architectures import PerArchitecture, Weighting, held_parts, noise_inputs, said_of
 from nestling.methods.proxy import labelled_proxy
 from nestling.settings import Bounds, Compat, Count, NotNegative, Positive, Whole
@@ -92,7 +92,7 @@ class FedDF(PerArchitecture):
         elif self.inputs is None:
             raise InputError("FedDF distils on public data and there is none", field="split.public", fix=fix)
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if self.drop_worst:
             replies = self._above_chance(replies)
         if not replies:
@@ -124,13 +124,13 @@ class FedDF(PerArchitecture):
 
         return check if self.judged else None
 
-    def _accuracy(self, reference: Reference, view: View, state: Mapping[str, Tensor]) -> float:
+    def _accuracy(self, reference: Reference, view: View, state: Tensors) -> float:
         """On the validation set."""
         assert self.judged is not None
         x, y = self.judged
         return float((logits_of(reference.network(view, state), x).argmax(-1) == y).float().mean())
 
-    def _above_chance(self, replies: Sequence[Reply]) -> list[Reply]:
+    def _above_chance(self, replies: Replies) -> list[Reply]:
         """The replies whose model knows something; all of them where none does, so that a slow start is not the end."""
         chance = 1 / self.world.classes
         good = [r for r in replies if self._accuracy(r.piece.reference, r.piece.view, r.message["weights"]) > chance]

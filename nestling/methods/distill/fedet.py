@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Contribution, Device, Info, InputError, Model, Piece, Reference, Reply, State, World, made, merge
+from nestling.methods.api import Device, Info, InputError, Model, Piece, Replies, Reply, World, made
 from nestling.methods.distill.architectures import PerArchitecture, said_of
 from nestling.methods.heads import head_of, with_head
 from nestling.methods.personal import common_features, own_pieces
@@ -23,6 +23,7 @@ from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.training.distiller import Distillation, distil, proxy, teacher_shares, whole
 from nestling.training.objectives import divergence
 from nestling.training.optimisers import Optim
+from nestling.views import Contribution, Reference, State, Tensors, merge
 from nestling.views.flat import layout_of
 
 Consensus = tuple[Tensor, Tensor, Tensor]
@@ -65,12 +66,7 @@ class FedET(PerArchitecture):
     head: Reference = made()
 
     info = Info(
-        "public data",
-        "any: averaged within an architecture; all share the head's shape",
-        "from memory",
-        "D",
-        auxiliary="server proxy, unlabelled",
-        own_networks=True,
+        "public data", "any: averaged by kind, heads alike", "from memory", "D", "server proxy, unlabelled", own_networks=True
     )
 
     # -- the networks ----------------------------------------------------------------------------------------------------------
@@ -108,7 +104,7 @@ class FedET(PerArchitecture):
 
     # -- the merge -------------------------------------------------------------------------------------------------------------
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if not replies:
             return
         means, name = self.average(replies), self.server.name
@@ -122,7 +118,7 @@ class FedET(PerArchitecture):
     def weight(self, reply: Reply) -> float:
         return super().weight(reply) if self.weighting == "samples" else 1.0
 
-    def _teach(self, start: State, replies: Sequence[Reply], round: int) -> State:
+    def _teach(self, start: State, replies: Replies, round: int) -> State:
         """The server's network after its training."""
         x = self.world.public
         assert x is not None
@@ -133,10 +129,10 @@ class FedET(PerArchitecture):
         seed, loss = self.world.seed, partial(server_loss, diversity=self.diversity)
         return distil(student, proxy(x, targets, self.batch, seed, round), settings, seed, round, loss=loss, work=work)
 
-    def _head_of(self, name: str, state: Mapping[str, Tensor]) -> State:
+    def _head_of(self, name: str, state: Tensors) -> State:
         return head_of(state, self.references[name].taps.head)
 
-    def _with_head(self, name: str, state: State, head: Mapping[str, Tensor]) -> State:
+    def _with_head(self, name: str, state: State, head: Tensors) -> State:
         return with_head(state, self.references[name].taps.head, {leaf: tensor.clone() for leaf, tensor in head.items()})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Info, Reply, State, World, kept, made, pack
+from nestling.methods.api import Info, Replies, State, Tensors, World, kept, made, pack
 from nestling.methods.distill.generated import Asked, Several, asked, kinds, learner, make_generator, noise
 from nestling.methods.distill.label_counts import COUNTS, counts_of, shares
-from nestling.methods.part import Part
 from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.models.generators import codes, diversity
 from nestling.seeds import torch_seeded
@@ -64,15 +63,9 @@ class FedFTG(SharedAverage):
     network: nn.Module = made()
 
     info = Info(
-        "data-free",
-        "width: nested parts that fit each device (none in the paper)",
-        "official code read",
-        "E",
-        auxiliary="none (label counts, and the server's generator)",
+        "data-free", "width: nested parts (none in the paper)", "official code read", "E", "none (label counts, a generator)"
     )
-
-    def parts(self) -> Sequence[Part]:
-        return (*super().parts(), COUNTS)
+    parts = (*SharedAverage.parts, COUNTS)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -80,7 +73,7 @@ class FedFTG(SharedAverage):
         super().setup(world)
         self.network, self.generator = make_generator(world, self.nz, self.channels, world.classes)
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         super().merge(replies, round)
         if not replies or not self.iterations:
             return
@@ -89,7 +82,7 @@ class FedFTG(SharedAverage):
             with torch_seeded(self.world.seed, "fedftg", round):
                 self._tune(replies, counts, self.decay ** (round - 1))
 
-    def _tune(self, replies: Sequence[Reply], counts: Tensor, decay: float) -> None:
+    def _tune(self, replies: Replies, counts: Tensor, decay: float) -> None:
         world, work, pooled = self.world, self.world.recorder, counts.sum(0)
         share = shares(counts).to(world.place)
         step = Optim("sgd", self.lr / world.classes * decay)
@@ -122,12 +115,12 @@ class FedFTG(SharedAverage):
         for _ in range(self.student_steps):
             student.update(torch.stack([F.cross_entropy(said, target) for said in student(x)]).mean())
 
-    def _outputs(self, state: Mapping[str, Tensor], x: Tensor, number: int) -> list[Tensor]:
+    def _outputs(self, state: Tensors, x: Tensor, number: int) -> list[Tensor]:
         """What the whole network says, and one of the parts that clients hold."""
         main, levels = self.world.main, self._levels()
         return [forward(main, view, self._masked(state), x) for view in dict.fromkeys([main.full, levels[number % len(levels)]])]
 
-    def _masked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _masked(self, state: Tensors) -> Tensors:
         """The state without what parts may not read, which then has no gradient either."""
         return {**state, **{name: state[name] * mask for name, mask in self.masks.items()}}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -11,12 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, World, kept, made
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Replies, State, World, merge
 from nestling.methods.distill.generated import Several, learner, started
 from nestling.methods.distill.label_counts import COUNTS, counts_of, shares
 from nestling.methods.distill.latent import Classifier, generative, mean_classifier, step, told
 from nestling.methods.heads import common_head, head_of, with_head
-from nestling.methods.part import WEIGHTS, Part
+from nestling.methods.kept import kept, made
+from nestling.methods.part import WEIGHTS, Part, Tensors
 from nestling.methods.personal import Personal, common_features
 from nestling.models.embedding import with_features
 from nestling.models.latent_generator import LatentGenerator
@@ -24,7 +25,19 @@ from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
 from nestling.settings import Compat, Count, NonZeroShare, NotNegative, Positive, Whole
 from nestling.training.optimisers import Optim
-from nestling.views import merge
+
+_HEAD = Part(
+    "head",
+    lambda method, device, piece, round: {} if method.full else method.weights,
+    lambda method, client, received: head_of(client.weights, client.reference.taps.head) if "head" in received else {},
+)
+
+
+# Before anybody has answered the generator knows nothing.
+_GENERATOR = Part("generator", lambda method, device, piece, round: method.generator if method.seen.any() else {})
+
+
+_SEEN = Part("classes", lambda method, device, piece, round: {"seen": method.seen} if method.seen.any() else {})
 
 
 @dataclass
@@ -84,6 +97,7 @@ class FedGen(Personal):
         own_networks=True,
         personal=True,
     )
+    parts = (WEIGHTS, _HEAD, _GENERATOR, _SEEN, COUNTS)
 
     @property
     def as_set(self) -> Info:
@@ -91,7 +105,7 @@ class FedGen(Personal):
             return self.info  # the networks decide
         full = self.full if self.share == "auto" else self.share == "full"
         own = self.info.own_networks and self.share != "full"
-        return replace(self.info, global_model=full, personal=not full, own_networks=own)
+        return replace(self.info, group="E" if full else "F", global_model=full, personal=not full, own_networks=own)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         # A network of its own also where nothing is changed: its head is the common one, whatever it is a part of.
@@ -115,16 +129,13 @@ class FedGen(Personal):
     def piece(self, device: Device, round: int) -> Piece:
         return device.piece if self.full else super().piece(device, round)
 
-    def parts(self) -> Sequence[Part]:
-        return WEIGHTS, _HEAD, _GENERATOR, _SEEN, COUNTS
-
     def alike(self, device: Device, piece: Piece) -> bytes:
         return piece.view.key() if self.full else b""
 
     def weights_for(self, piece: Piece) -> State:
         return piece.view.extract(self.weights) if self.full else {}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if not replies:
             return
         if self.full:
@@ -167,12 +178,12 @@ class FedGen(Personal):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         if "weights" in received:
             return received["weights"]
         return with_head(super().start(client, received), client.reference.taps.head, received["head"])
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if "generator" not in received:
             return [client.train.phase(client.round)]
         fallen, head = self.decay ** (client.round - 1), client.reference.taps.head
@@ -183,13 +194,3 @@ class FedGen(Personal):
     def keep(self, client: Client, received: Message) -> None:
         if "head" in received:
             super().keep(client, received)
-
-
-_HEAD = Part(
-    "head",
-    lambda method, device, piece, round: {} if method.full else method.weights,
-    lambda method, client, received: head_of(client.weights, client.reference.taps.head) if "head" in received else {},
-)
-# Before anybody has answered the generator knows nothing.
-_GENERATOR = Part("generator", lambda method, device, piece, round: method.generator if method.seen.any() else {})
-_SEEN = Part("classes", lambda method, device, piece, round: {"seen": method.seen} if method.seen.any() else {})

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, World, kept, made
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Replies, State, World, merge
 from nestling.methods.distill import gaussian
 from nestling.methods.distill.embedded import embedded_ladder
 from nestling.methods.distill.hyper_knowledge import clipped, noised, noised_alike, taught
-from nestling.methods.part import WEIGHTS, Part
+from nestling.methods.kept import kept, made
+from nestling.methods.part import WEIGHTS, Tensors
 from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, look, spread
 from nestling.seeds import stream
 from nestling.settings import BetweenZeroAndOne, Compat, Count, NotNegative, Positive
-from nestling.views import merge
 
 EMBEDDING = 32
 
@@ -76,6 +75,7 @@ class FedHKD(ByClass):
     info = Info.of_own_networks(
         "data-free", "any: networks never meet, features have one size (or width, with weights)", "official code read", "F"
     )
+    parts = (*ByClass.parts, replace(WEIGHTS, when=lambda method: method.merges))
 
     @property
     def as_set(self) -> Info:
@@ -128,16 +128,13 @@ class FedHKD(ByClass):
     def piece(self, device: Device, round: int) -> Piece:
         return self._ladder.of(device, round) if self.merges else super().piece(device, round)
 
-    def parts(self) -> Sequence[Part]:
-        return (*super().parts(), WEIGHTS) if self.merges else super().parts()
-
     def alike(self, device: Device, piece: Piece) -> Hashable:
         return piece.view.key() if self.merges else super().alike(device, piece)
 
     def weights_for(self, piece: Piece) -> State:
         return piece.view.extract(self.weights)
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         for some in [[reply] for reply in replies] if self.compat == "code" else [replies]:
             self.table = self.table.told(some)
         if self.merges:
@@ -156,10 +153,10 @@ class FedHKD(ByClass):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         return received["weights"] if self.merges else super().start(client, received)
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if STATISTICS not in received:
             return [client.train.phase(client.round)]
         code, head = self.compat == "code", client.reference.taps.head

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Message, Piece, State
+from nestling.methods.api import Client, Device, Message, Piece, State, Tensors
 from nestling.methods.distill.factors import Ranked, factored, factors_like, ranks_of, whole
 from nestling.methods.distill.pair import INFO, MEME, Pair, Pairs
 from nestling.models.taps import Taps, watching
@@ -67,7 +67,7 @@ class FedKD(Pairs):
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return Bridged(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps)
 
-    def shared_in(self, message: Message, like: Mapping[str, Tensor]) -> State:
+    def shared_in(self, message: Message, like: Tensors) -> State:
         return whole(message, like)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class FedKD(Pairs):
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         return Ranked(piece.reference, piece.view, ranks_of(facts, self.weights))
 
-    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Mapping[str, Tensor]]:
+    def expects(self, piece: Piece, sent: Message) -> Mapping[str, Tensors]:
         assert isinstance(piece, Ranked)
         return factors_like(self.weights, piece.ranks)
 

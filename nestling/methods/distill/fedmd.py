@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, made, require
+from nestling.methods.api import Client, Device, Info, Message, Phase, Phases, Piece, Replies, State, World, made, require
 from nestling.methods.part import Part
 from nestling.methods.personal import own_weights
 from nestling.methods.public import SAID, PublicExchange, epochs_for
@@ -18,6 +17,11 @@ from nestling.store import Records
 from nestling.training.distiller import combine
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
+
+_CONSENSUS = Part("consensus", lambda method, device, piece, round: method.known)
+
+
+_LABELS = Part("labels", lambda method, device, piece, round: method.labels_for(device))
 
 
 @dataclass
@@ -56,6 +60,7 @@ class FedMD(PublicExchange):
         "D",
         "public inputs on every client, labelled for the start",
     )
+    parts = (_CONSENSUS, _LABELS, SAID)
 
     @property
     def as_set(self) -> Info:
@@ -69,9 +74,6 @@ class FedMD(PublicExchange):
         there = world.public_labels is not None or not self.pretrain
         require(there, "FedMD starts from public labels, and there are none", "split.public", "set method.pretrain = 0")
 
-    def parts(self) -> Sequence[Part]:
-        return _CONSENSUS, _LABELS, SAID
-
     def alike(self, device: Device, piece: Piece) -> bool:
         return self._new(device)
 
@@ -84,7 +86,7 @@ class FedMD(PublicExchange):
         labels = self.world.public_labels if self._new(device) else None
         return {} if labels is None else {"labels": labels.to(torch.uint8 if self.world.classes <= 256 else torch.int32)}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         for reply in replies:
             if "labels" in reply.sent:
                 self.told.put(reply.device.id, {"labels": torch.tensor(True)}, round)
@@ -94,7 +96,7 @@ class FedMD(PublicExchange):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         found = []
         if "labels" in received and not own_weights(client.memory):
             start = {"epochs": self.pretrain, "objective": _labelled, "given": received["labels"]}
@@ -106,10 +108,6 @@ class FedMD(PublicExchange):
                 Phase(_digest, optim, epochs, batch=self.digest_batch, steps=self.digest, source="public", given=given, rows=rows)
             )
         return [*found, client.train.phase(client.round)]
-
-
-_CONSENSUS = Part("consensus", lambda method, device, piece, round: method.known)
-_LABELS = Part("labels", lambda method, device, piece, round: method.labels_for(device))
 
 
 def _labelled(net: Net, batch: Batch, given: Given) -> Tensor:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Info, Message, Method, Model, Phase, Piece, Reply, State, World, kept, made, pack
+from nestling.methods.api import Client, Device, Info, Message, Method, Model, Phases, Piece, Replies, Reply, State, World, pack
 from nestling.methods.baselines.averaged import parameters_of
 from nestling.methods.distill.generated import Asked, Several, asked, kinds, learner, make_generator, noise
-from nestling.methods.part import WEIGHTS, Part
+from nestling.methods.kept import kept, made
+from nestling.methods.part import WEIGHTS
 from nestling.seeds import torch_seeded
 from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.store import Records
@@ -70,14 +71,9 @@ class FedZKT(Method):
     records: Records = made()
 
     info = Info(
-        "data-free",
-        "any: unlike networks and parts",
-        "from paper (abstract) and memory",
-        "E",
-        auxiliary="none (the server's generator)",
-        own_networks=True,
-        personal=True,
+        "data-free", "any: unlike networks and parts", "from memory", "E", "none (a generator)", own_networks=True, personal=True
     )
+    parts = (replace(WEIGHTS, down=lambda method, device, piece, round: method.weights_of(device, piece)),)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
@@ -88,9 +84,6 @@ class FedZKT(Method):
 
     def piece(self, device: Device, round: int) -> Piece:
         return self.world.plans[device.tier].piece
-
-    def parts(self) -> Sequence[Part]:
-        return (replace(WEIGHTS, down=lambda method, device, piece, round: method.weights_of(device, piece)),)
 
     def alike(self, device: Device, piece: Piece) -> str | None:
         return None if self.records.get(device.id) else device.tier
@@ -103,7 +96,7 @@ class FedZKT(Method):
         """The server's copy of a device's model; nothing before it took part."""
         return {name: t.to(self.world.place) for name, t in self.records.get(device.id).items()}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if not replies:
             return
         main, work = self.world.main, self.world.recorder
@@ -119,7 +112,7 @@ class FedZKT(Method):
         for reply, state in zip(replies, taught, strict=True):
             self.records.put(reply.device.id, state, round)
 
-    def _repeat(self, what: str, times: int, replies: Sequence[Reply], body: Callable[[Tensor], None]) -> None:
+    def _repeat(self, what: str, times: int, replies: Replies, body: Callable[[Tensor], None]) -> None:
         """Some work on one batch of noise after another."""
         for _ in range(times):
             self.world.recorder.do((what, kinds(replies)), body, noise(self.batch, self.nz, self.world))
@@ -154,7 +147,7 @@ class FedZKT(Method):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if not self.mu:
             return [client.train.phase(client.round)]
         given = parameters_of(client, received["weights"])

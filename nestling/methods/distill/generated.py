@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Reply, State, World
+from nestling.methods.api import Replies, State, Tensors, World
 from nestling.models.generators import generator
 from nestling.seeds import torch_seeded
 from nestling.settings import Bounds
@@ -42,18 +42,18 @@ def learner(world: World, module: nn.Module, state: State, optim: Optim) -> Stud
     return world.recorder.student("generator", state, dict(module.named_parameters()), whole(module), optim)
 
 
-def asked(world: World, replies: Sequence[Reply]) -> list[Asked]:
+def asked(world: World, replies: Replies) -> list[Asked]:
     """What came back as teachers: the clients' networks under the clients' weights, in evaluation mode."""
     states = [world.recorder.keep(("teacher", number), reply.message["weights"]) for number, reply in enumerate(replies)]
     networks = [whole(reply.piece.reference.network(reply.piece.view), training=False) for reply in replies]
     return [partial(_ask, network, weights) for network, weights in zip(networks, states, strict=True)]
 
 
-def _ask(network: Forward, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _ask(network: Forward, weights: Tensors, x: Tensor) -> Tensor:
     return network(weights, x, 0)
 
 
-def kinds(replies: Sequence[Reply]) -> tuple[tuple[str, bytes], ...]:
+def kinds(replies: Replies) -> tuple[tuple[str, bytes], ...]:
     """Equal for replies of the same networks in the same order: with them a server's work is the same."""
     return tuple((reply.piece.reference.name, reply.piece.view.form()) for reply in replies)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -10,7 +9,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, made
+from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, Replies, State, World, made
 from nestling.methods.distill.coefficients import Coefficients, released_step, row_loss
 from nestling.methods.part import Part
 from nestling.methods.public import PublicExchange
@@ -19,6 +18,15 @@ from nestling.store import Records
 from nestling.training.distiller import Distillation, Student, distil
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
+
+_TARGET = Part("target", lambda method, device, piece, round: method.target(device))
+
+
+_PREDICTIONS = Part(
+    "predictions",
+    up=lambda method, client, received: {"predictions": (method.said_of(client, received) / method.temperature).softmax(-1)},
+    like=lambda method, piece, sent: {"predictions": torch.empty(method.asked, method.world.classes)},
+)
 
 
 @dataclass
@@ -64,15 +72,13 @@ class KTpFL(PublicExchange):
     info = Info.of_own_networks(
         "public data", "any: only predictions travel", "official code read", "D", "public inputs on every client, unlabelled"
     )
+    parts = (_TARGET, _PREDICTIONS)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
         super().setup(world)
         self.coefficients = Coefficients(Records(world.store), world.fleet.size, world.place)
-
-    def parts(self) -> Sequence[Part]:
-        return _TARGET, _PREDICTIONS
 
     def alike(self, device: Device, piece: Piece) -> None:
         return None
@@ -87,7 +93,7 @@ class KTpFL(PublicExchange):
         said = torch.stack([self.known[client] for client in clients])
         return {"target": torch.tensordot((row / row.sum()).to(said.dtype), said, 1)}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if not replies:
             return
         clients = [reply.device.id for reply in replies]
@@ -113,7 +119,7 @@ class KTpFL(PublicExchange):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         usual = client.train.phase(client.round)
         if "target" not in received:
             return [usual]
@@ -131,14 +137,6 @@ class KTpFL(PublicExchange):
             given={"logits": self.temperature * (target if code else target.clamp_min(1e-12).log())},
         )
         return [learn, usual]
-
-
-_TARGET = Part("target", lambda method, device, piece, round: method.target(device))
-_PREDICTIONS = Part(
-    "predictions",
-    up=lambda method, client, received: {"predictions": (method.said_of(client, received) / method.temperature).softmax(-1)},
-    like=lambda method, piece, sent: {"predictions": torch.empty(method.asked, method.world.classes)},
-)
 
 
 def _match(net: Net, batch: Batch, given: Given, *, temperature: float, weight: float) -> Tensor:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Reply
+from nestling.methods.api import Replies
 from nestling.methods.part import Part
 
 COUNTS = Part(
@@ -18,7 +16,7 @@ COUNTS = Part(
 """How many samples of every class a client has, up."""
 
 
-def counts_of(replies: Sequence[Reply]) -> Tensor:
+def counts_of(replies: Replies) -> Tensor:
     """What clients counted, (clients, classes)."""
     # It is their word: fewer than none would make other clients' shares negative.
     return torch.stack([reply.message["counts"]["classes"] for reply in replies]).clamp(min=0)

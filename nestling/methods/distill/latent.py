@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Message, Reply, State, pack
+from nestling.methods.api import Client, Message, Reply, State, Tensors, pack
 from nestling.methods.heads import columns_of, head_of
 from nestling.models.generators import diversity
 from nestling.models.latent_generator import generated
@@ -24,7 +24,7 @@ from nestling.training.recorder import Recorder
 class Classifier:
     """A client's last layer, and which of the generated features it reads (None: all)."""
 
-    head: Mapping[str, Tensor]
+    head: Tensors
     columns: Tensor | None = None
 
     @staticmethod
@@ -46,7 +46,7 @@ class Classifier:
         return F.linear(z if self.columns is None else z[:, self.columns], self.head["weight"], self.head.get("bias"))
 
 
-def mean_classifier(heads: Sequence[Mapping[str, Tensor]], samples: Sequence[int]) -> State:
+def mean_classifier(heads: Sequence[Tensors], samples: Sequence[int]) -> State:
     """The mean of some classifiers by n_k."""
     share = torch.tensor(samples, dtype=torch.float64) / sum(samples)
     return pack({n: torch.tensordot(share.to(t), torch.stack([h[n] for h in heads]), 1) for n, t in heads[0].items()})

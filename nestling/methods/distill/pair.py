@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Reference, Reply, State, World
-from nestling.methods.kept import kept, made
-from nestling.methods.part import Part
+from nestling.methods.api import Client, Contribution, Info, Message, Phases, Reference, Replies, State, kept, made, merge
+from nestling.methods.part import Part, Parts, Tensors
 from nestling.methods.personal import WEIGHTS, Personal
 from nestling.models.taps import Taps
 from nestling.settings import UnitShare
 from nestling.training.objectives import Objective
-from nestling.views import merge
-from nestling.world import ratio_cost, ratio_view
+from nestling.world import Device, Model, World, ratio_cost, ratio_view
 
 MEME = "meme"
 _OURS = f"{MEME}."
@@ -49,6 +46,11 @@ class Pair(nn.Module):
         return torch.stack([self.own(x), self.meme(x)]) if self.training else self.own(x)
 
 
+_SHARED = Part(
+    MEME, lambda method, device, piece, round: method.weights, lambda method, client, received: meme_of(client.weights)
+)
+
+
 @dataclass
 class Pairs(Personal):
     """Base of the methods whose clients train a network of their own and a small shared one together. A device must have room for
@@ -63,6 +65,7 @@ class Pairs(Personal):
 
     shared: Reference = made()
     weights: State = kept()
+    parts: ClassVar[Parts] = (_SHARED,)
 
     @abstractmethod
     def objective(self, client: Client) -> Objective:
@@ -71,7 +74,7 @@ class Pairs(Personal):
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return Pair(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps.head)
 
-    def shared_in(self, message: Message, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def shared_in(self, message: Message, like: Tensors) -> Tensors:
         """The shared network that a message holds; `like` has its shapes."""
         return message[MEME]
 
@@ -84,10 +87,7 @@ class Pairs(Personal):
         self.weights = self.shared.initial.copy()
         super().setup(world)
 
-    def parts(self) -> Sequence[Part]:
-        return (_SHARED,)
-
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         shares = [float(reply.samples) if self.weighting == "samples" else 1.0 for reply in replies]
         states = [self.shared_in(reply.message, self.weights) for reply in replies]
         self.weights = merge(self.weights, [Contribution(self.shared.full, *own) for own in zip(states, shares, strict=True)])
@@ -104,27 +104,22 @@ class Pairs(Personal):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         return with_meme(super().start(client, received), self.shared_in(received, meme_of(client.reference.initial)))
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         return [client.train.phase(client.round, objective=self.objective(client))]
 
     def keep(self, client: Client, received: Message) -> None:
         client.memory = {WEIGHTS + name: t for name, t in client.weights.items() if not name.startswith(_OURS)}
 
 
-_SHARED = Part(
-    MEME, lambda method, device, piece, round: method.weights, lambda method, client, received: meme_of(client.weights)
-)
-
-
-def meme_of(state: Mapping[str, Tensor]) -> State:
+def meme_of(state: Tensors) -> State:
     """The shared network's part of a pair's state, by its own names."""
     return {name.removeprefix(_OURS): t for name, t in state.items() if name.startswith(_OURS)}
 
 
-def with_meme(state: Mapping[str, Tensor], meme: Mapping[str, Tensor]) -> State:
+def with_meme(state: Tensors, meme: Tensors) -> State:
     """A pair's state with another shared network."""
     return {**state, **{f"{_OURS}{name}": t for name, t in meme.items()}}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply
+from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Replies
 from nestling.methods.distill.architectures import PerArchitecture, Weighting, held_parts, noise_inputs, said_of
 from nestling.settings import Count, NotNegative, Positive, Whole
 from nestling.training.distiller import Distillation, combine, logits_of
@@ -70,7 +70,7 @@ class SharedDistill(PerArchitecture):
         objective = partial(with_inner, reference=client.reference, own=client.view, smaller=smaller, weight=self.inner)
         return [client.train.phase(client.round, objective=objective)]
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if not replies:
             return
         public, main = self.world.public, self.world.main

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from nestling.errors import InputError
 from nestling.methods.allocation import Ladder
-from nestling.methods.api import Client, Device, Message, Model, Phase, Piece, Reference, SharedWeights, State, View, World, pack
-from nestling.methods.kept import made
+from nestling.methods.api import Client, InputError, Message, Phases, Reference, SharedWeights, State, View, made, pack, require
 from nestling.models.factorised import factorable, factorise, frobenius_decay, to_factors
-from nestling.schema import require
 from nestling.seeds import stream
 from nestling.settings import NotNegative, Whole
 from nestling.views import by_index
+from nestling.world import Device, Model, Piece, World
 
 FACTORS = "main/factors"
 """The reference whose views are the clients' networks of factors: the components of a layer are an axis like any other."""
@@ -91,7 +89,7 @@ class Factored(SharedWeights):
         piece = self.piece(device, 0)
         return Model(piece.reference, piece.view, self.weights_for(piece))
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         phase = client.train.phase(client.round)
         if client.reference.name != FACTORS:
             return [phase]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from nestling.methods.api import Client, Contribution, Info, Message, Phase, Piece, Reply, made, merge, pack, require
+from nestling.methods.api import Client, Contribution, Info, Message, Phases, Piece, Replies, Reply, made, merge, pack, require
 from nestling.methods.labels import PRESENT, counted_rows, held_classes, output_layer
 from nestling.methods.lowrank.factored import Factored, Shapes, key_of, layers_of
-from nestling.methods.part import WEIGHTS, Part
+from nestling.methods.part import WEIGHTS
 from nestling.models.factorised import full_rank, to_dense
 from nestling.settings import Bounds, Compat, Positive
 from nestling.training.objectives import present_cross_entropy
@@ -52,6 +51,7 @@ class FedHM(Factored):
 
     form = "separable"
     info = Info("low-rank", "rank: truncated factors of every layer", "official code read", "A")
+    parts = (WEIGHTS, replace(PRESENT, when=lambda method: method.compat == "code"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,10 +72,7 @@ class FedHM(Factored):
         self.ratio_of = {key_of(piece): ratio for ratio, piece in found.items()}
         return list(found.values())
 
-    def parts(self) -> Sequence[Part]:
-        return (WEIGHTS, PRESENT) if self.compat == "code" else (WEIGHTS,)
-
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         given = [self.contribution(reply) for reply in replies]
         if given and self.virtual and all(reply.piece.reference is self.factors for reply in replies):
             given.append(Contribution(self.world.main.full, self.weights, self._weight(1.0)))
@@ -94,7 +91,7 @@ class FedHM(Factored):
     def _weight(self, ratio: float) -> float:
         return math.exp(-ratio / self.temperature) if self.dynamic else 1.0
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         phases = super().phases(client, received)
         if self.compat == "paper":
             return phases

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from nestling.methods.allocation import Ladder
-from nestling.methods.api import Client, Contribution, Info, Message, Method, Phase, Reference, Reply, State
+from nestling.methods.api import Client, Device, Info, Message, Method, Model, Phases, Piece, Replies, World, pack, require
 from nestling.methods.kept import kept, made
 from nestling.methods.lowrank.factored import able_tiers, choose_among, key_of
 from nestling.models.hypernetwork import Generated, HyperNetwork
-from nestling.schema import require
 from nestling.seeds import torch_seeded
 from nestling.settings import Count, Whole
-from nestling.views import keep_private, merge
-from nestling.views.flat import pack
-from nestling.world import Device, Model, Piece, World
+from nestling.views import Contribution, Reference, State, Tensors, keep_private, merge
 
 
 @dataclass
@@ -55,12 +50,7 @@ class HAFLGHN(Method):
     able: frozenset[str] = made()
 
     info = Info(
-        "hyper-network",
-        "any: unlike networks and parts",
-        "from paper (abstract), GHN internals from published code",
-        "G",
-        global_model=False,
-        own_networks=True,
+        "hyper-network", "any: unlike networks and parts", "from paper (abstract)", "G", global_model=False, own_networks=True
     )
 
     def __post_init__(self) -> None:
@@ -101,7 +91,7 @@ class HAFLGHN(Method):
     def weights_for(self, piece: Piece) -> State:
         return self.weights
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         # φ is the same for everybody, so that any of its views stands for all.
         view = next(iter(self.pieces.values())).view
         self.weights = pack(merge(self.weights, [Contribution(view, r.message["weights"], float(r.samples)) for r in replies]))
@@ -117,10 +107,10 @@ class HAFLGHN(Method):
             return Model(piece.reference, piece.view, whole)
         return Model(own.reference, own.view, weights)
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         return pack({**client.reference.initial, **received["weights"]}) if self.fine_tune else received["weights"]
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if not self.fine_tune:
             return [client.train.phase(client.round)]
         shared = client.train.phase(client.round, freeze=("added",))
@@ -132,7 +122,7 @@ class HAFLGHN(Method):
 
 
 @torch.no_grad()
-def weights_of(piece: Piece, state: Mapping[str, Tensor]) -> State:
+def weights_of(piece: Piece, state: Tensors) -> State:
     """The weights that a hyper-network's state makes for the piece's network."""
     network = piece.reference.network(piece.view, state)
     assert isinstance(network, Generated)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, Share, View, pack, require
+from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, Replies, Share, pack, require
 from nestling.methods.lowrank.factored import Factored, Shapes, layers_of
 from nestling.models.factorised import full_rank, singular_values, to_dense
 from nestling.seeds import stream
 from nestling.settings import NonZeroShare, NotNegative
-from nestling.views import by_index, merge
+from nestling.views import Contribution, View, by_index, merge
 
 
 @dataclass
@@ -89,16 +89,16 @@ class PriSM(Factored):
     def _view(self, drawn: dict[str, list[int]]) -> View:
         return by_index(self.factors.axes, {f"{layer}.v": chosen for layer, chosen in drawn.items()})
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         phases = super().phases(client, received)
         return [replace(p, optim=replace(p.optim, clip=p.optim.clip or self.clip)) for p in phases]
 
-    def shares(self, replies: Sequence[Reply]) -> Mapping[str, Share]:
+    def shares(self, replies: Replies) -> Mapping[str, Share]:
         """Composed again from its components, every entry of a weight moves."""
         given = [Contribution(self.world.main.full, self.weights)] if replies else []
         return {"": Share(self.weights, self.world.main.parameters, given)}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         state = self.factor_state()
         components = {f"{layer}.{side}.weight" for layer in layers_of(self.factors) for side in ("u", "v")}
         parts, merged = [(self._view(r.sent.facts["components"]), r) for r in replies], {}

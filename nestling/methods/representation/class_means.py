@@ -8,16 +8,16 @@ on one client alone is that client's statistic, and keeps what it knew of a clas
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Message, Piece, Reply, State, World, kept, made
-from nestling.methods.part import Fact, Part
+from nestling.methods.api import Client, Device, Message, Piece, Replies, State, World, kept, made
+from nestling.methods.part import Fact, Facts, Part, Parts
 from nestling.methods.personal import Personal, common_features
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps, watching
@@ -48,7 +48,7 @@ class Table:
         rows = {name: torch.zeros(classes, *shape, device=place) for name, shape in shapes.items()}
         return Table(rows, torch.zeros(classes, dtype=torch.bool, device=place))
 
-    def told(self, replies: Sequence[Reply], weighting: str = "samples", rate: float = 1.0) -> Table:
+    def told(self, replies: Replies, weighting: str = "samples", rate: float = 1.0) -> Table:
         """The table after some replies: per class the mean over the clients that tell of it, weighted by their rows of the class or
         not at all; of what was known before, 1 − `rate` stays."""
         rows: State = {}
@@ -68,7 +68,7 @@ class Table:
         return {name: rows[classes] for name, rows in self.rows.items()} if len(classes) else {}
 
 
-def _class_mean(replies: Sequence[Reply], name: str, like: Tensor, weighting: str) -> tuple[Tensor, Tensor]:
+def _class_mean(replies: Replies, name: str, like: Tensor, weighting: str) -> tuple[Tensor, Tensor]:
     """Per class Σ weight·statistic / Σ weight over the clients that tell of it, and of which classes anybody does."""
     total = torch.zeros_like(like, dtype=torch.float64)
     weight = torch.zeros(len(like), dtype=torch.float64, device=like.device)
@@ -83,46 +83,6 @@ def _class_mean(replies: Sequence[Reply], name: str, like: Tensor, weighting: st
 
 def _wide(rows: Tensor, like: Tensor) -> Tensor:
     return rows.reshape(-1, *[1] * (like.dim() - 1))
-
-
-@dataclass
-class TellsByClass(Personal):
-    """Base of the methods whose clients keep their networks and tell of every class they hold: what is told, and how it is checked."""
-
-    @abstractmethod
-    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every statistic of one class, by name."""
-
-    @property
-    def counted(self) -> bool:
-        """Whether clients also tell how many rows of a class they have."""
-        return True
-
-    @property
-    def fewest(self) -> int:
-        """The fewest rows of a class that a client tells of."""
-        return 1
-
-    # -- on the server ---------------------------------------------------------------------------------------------------------
-
-    def parts(self) -> Sequence[Part]:
-        return (_TOLD, _COUNTED) if self.counted else (_TOLD,)
-
-    def said(self) -> Sequence[Fact]:
-        return (_CLASSES,)
-
-    def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        return Told(piece.reference, piece.view, tuple(facts["classes"]))
-
-    # -- on the client ---------------------------------------------------------------------------------------------------------
-
-    def statistics(self, client: Client) -> State:
-        """The client's statistics now, one row a class each; what rows of absent classes hold does not matter."""
-        raise NotImplementedError
-
-    def told_of(self, client: Client) -> Tensor:
-        """The classes of which a client has enough rows."""
-        return torch.from_numpy(np.flatnonzero(client.counts >= self.fewest)).to(client.place)
 
 
 def _told(method: TellsByClass, client: Client, received: Message) -> State:
@@ -151,13 +111,50 @@ def _rising(method: TellsByClass, sent: Message, said: Any) -> bool:
 
 
 _TOLD = Part(STATISTICS, up=_told, like=_told_like)
-_COUNTED = Part(COUNTS, up=_counted, like=_counted_like)
+_COUNTED = Part(COUNTS, up=_counted, like=_counted_like, when=lambda method: method.counted)
 _CLASSES = Fact(
     "classes",
     lambda method, client, received: method.told_of(client).tolist(),
     _rising,
     "the classes told of, rising numbers below that of all classes,",
 )
+
+
+@dataclass
+class TellsByClass(Personal):
+    """Base of the methods whose clients keep their networks and tell of every class they hold: what is told, and how it is checked."""
+
+    parts: ClassVar[Parts] = (_TOLD, _COUNTED)
+    said: ClassVar[Facts] = (_CLASSES,)
+
+    @abstractmethod
+    def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every statistic of one class, by name."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether clients also tell how many rows of a class they have."""
+        return True
+
+    @property
+    def fewest(self) -> int:
+        """The fewest rows of a class that a client tells of."""
+        return 1
+
+    # -- on the server ---------------------------------------------------------------------------------------------------------
+
+    def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        return Told(piece.reference, piece.view, tuple(facts["classes"]))
+
+    # -- on the client ---------------------------------------------------------------------------------------------------------
+
+    def statistics(self, client: Client) -> State:
+        """The client's statistics now, one row a class each; what rows of absent classes hold does not matter."""
+        raise NotImplementedError
+
+    def told_of(self, client: Client) -> Tensor:
+        """The classes of which a client has enough rows."""
+        return torch.from_numpy(np.flatnonzero(client.counts >= self.fewest)).to(client.place)
 
 
 @dataclass
@@ -173,6 +170,8 @@ class ByClass(TellsByClass):
     wide: int = made()
     table: Table = kept()
 
+    parts: ClassVar[Parts] = (replace(_TOLD, down=lambda method, *_: method.table.of(method.table.classes())), _COUNTED)
+
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return with_features(module, taps, self.wide)
 
@@ -185,14 +184,10 @@ class ByClass(TellsByClass):
         """Makes the table for a new run."""
         self.table = Table.empty(self.shapes(world.classes), world.classes, world.place)
 
-    def parts(self) -> Sequence[Part]:
-        told, *others = super().parts()
-        return (replace(told, down=lambda method, *_: method.table.of(method.table.classes())), *others)
-
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
         return {"classes": self.table.classes().tolist()}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         self.table = self.table.told(replies)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from nestling.methods.api import Client, Device, Info, Message, Model, State, World, kept, made
+from nestling.methods.api import Client, Device, Info, Message, Model, State, Tensors, World, kept, made
 from nestling.methods.heads import common_head, head_of, with_head
-from nestling.methods.part import Part
+from nestling.methods.part import Part, Parts
 from nestling.methods.personal import Personal, common_features
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
@@ -50,9 +49,7 @@ class CommonHead(Personal):
 
     wide: int = made()
     head: State = kept()
-
-    def parts(self) -> Sequence[Part]:
-        return (CLASSIFIER,)
+    parts: ClassVar[Parts] = (CLASSIFIER,)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return with_features(module, taps, self.wide)
@@ -79,5 +76,5 @@ class CommonHead(Personal):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         return with_head(super().start(client, received), client.reference.taps.head, received[HEAD])

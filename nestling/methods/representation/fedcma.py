@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -11,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Message, Phase, Piece, Reply, State, World, kept
-from nestling.methods.part import Part
+from nestling.methods.api import Client, Message, Phases, Piece, Replies, State, World, kept
 from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, look, spread
 from nestling.methods.representation.common_head import CLASSIFIER, HEAD, INFO
 from nestling.models.embedding import with_features
@@ -21,6 +19,11 @@ from nestling.settings import Compat, Count, NonZeroShare, NotNegative
 from nestling.training.objectives import Batch, Given, Net, see
 
 _CODE = 0.9  # the released code's EMA keeps 1 − 0.9·λ
+
+
+def _head_like(method: FedCMA, piece: Piece, sent: Message) -> State:
+    classes = method.world.classes
+    return {"weight": torch.empty(classes, method.wide, device="meta"), "bias": torch.empty(classes, device="meta")}
 
 
 @dataclass
@@ -61,11 +64,9 @@ class FedCMA(ByClass):
     head: State = kept()
 
     info = replace(
-        INFO,
-        evidence="fork of the official code read; the paper from its abstract",
-        title="Fed-CMA",
-        paper="Fed-CMA (abstract)",
+        INFO, evidence="fork of the official code read; the paper from its abstract", title="Fed-CMA", paper="Fed-CMA (abstract)"
     )
+    parts = (*ByClass.parts, replace(CLASSIFIER, like=_head_like))
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         return {"moments": (self.moments, self.wide)}
@@ -79,10 +80,7 @@ class FedCMA(ByClass):
         super().setup(world)
         self.head = {}
 
-    def parts(self) -> Sequence[Part]:
-        return (*super().parts(), replace(CLASSIFIER, like=_head_like))
-
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if not replies:
             return
         self.table, old, new = self.table.told(replies, rate=self._rate(self.lam)), self.head, {}
@@ -98,7 +96,7 @@ class FedCMA(ByClass):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if STATISTICS not in received or HEAD not in received:
             return [client.train.phase(client.round)]
         given = {**spread(received, client.classes), **{f"{HEAD}/{name}": t for name, t in received[HEAD].items()}}
@@ -110,11 +108,6 @@ class FedCMA(ByClass):
         first = class_means(z, y, client.classes)
         central = [class_means((z - first[y]) ** q, y, client.classes) for q in range(2, self.moments + 1)]
         return {"moments": torch.stack([first, *central], 1)}
-
-
-def _head_like(method: FedCMA, piece: Piece, sent: Message) -> State:
-    classes = method.world.classes
-    return {"weight": torch.empty(classes, method.wide, device="meta"), "bias": torch.empty(classes, device="meta")}
 
 
 def _aligned(net: Net, batch: Batch, given: Given, *, lam: float, lam_c: float, moments: int, head: str) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Reply, State, pack
-from nestling.methods.part import Part
+from nestling.methods.api import Client, Replies, State, Tensors, pack
 from nestling.methods.representation.class_means import class_means, look
 from nestling.methods.representation.common_head import CLASSIFIER, INFO, CommonHead
 from nestling.methods.representation.prototypes import TrainsOnPrototypes
@@ -37,6 +35,7 @@ class FedGH(CommonHead, TrainsOnPrototypes):
     """
 
     info = INFO
+    parts = (replace(CLASSIFIER, up=None), *TrainsOnPrototypes.parts)
     counted = False
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
@@ -44,10 +43,7 @@ class FedGH(CommonHead, TrainsOnPrototypes):
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
-    def parts(self) -> Sequence[Part]:
-        return (replace(CLASSIFIER, up=None), *TrainsOnPrototypes.parts(self))
-
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if any(reply.message.facts["classes"] for reply in replies):
             self.head = pack(self.taught("fedgh", self.head, _said, _wrong, replies, round))
 
@@ -58,7 +54,7 @@ class FedGH(CommonHead, TrainsOnPrototypes):
         return {"features": class_means(features, y, client.classes)}
 
 
-def _said(head: Mapping[str, Tensor], x: Tensor, number: int) -> Tensor:
+def _said(head: Tensors, x: Tensor, number: int) -> Tensor:
     return F.linear(x, head["weight"], head.get("bias"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -11,12 +10,19 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Info, Message, Phase, Reply
+from nestling.methods.api import Client, Info, Message, Phases, Replies
 from nestling.methods.part import Part
 from nestling.methods.public import PublicExchange
 from nestling.models.taps import watching
 from nestling.settings import Bounds, NotNegative
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
+
+_KERNEL = Part(
+    "kernel",
+    lambda method, device, piece, round: method.known,
+    lambda method, client, received: {"kernel": method.kernel(client, received)},
+    lambda method, piece, sent: {"kernel": torch.empty(method.asked, method.asked)},
+)
 
 
 @dataclass
@@ -44,20 +50,18 @@ class FedHeNN(PublicExchange):
     info = Info.of_own_networks(
         "representation", "any: only kernels travel", "official code read", "D", "public inputs on every client, unlabelled"
     )
+    parts = (_KERNEL,)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
-    def parts(self) -> Sequence[Part]:
-        return (_KERNEL,)
-
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if replies:
             first, *others = (reply.message["kernel"]["kernel"] for reply in replies)
             self.know({"kernel": sum(others, first) / len(replies)}, round)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if "kernel" not in received:
             return [client.train.phase(client.round)]
         assert client.public is not None
@@ -77,14 +81,6 @@ class FedHeNN(PublicExchange):
         module = client.reference.network(client.view, client.weights).eval()
         seen = [features(module, part, client.reference.taps.head) for part in self.inputs(client, received).split(256)]
         return linear_kernel(torch.cat(seen))
-
-
-_KERNEL = Part(
-    "kernel",
-    lambda method, device, piece, round: method.known,
-    lambda method, client, received: {"kernel": method.kernel(client, received)},
-    lambda method, piece, sent: {"kernel": torch.empty(method.asked, method.asked)},
-)
 
 
 def features(module: nn.Module, x: Tensor, head: str) -> Tensor:

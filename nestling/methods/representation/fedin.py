@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reply, State, World, made, require
+from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, Replies, State, Tensors, World, made, require
 from nestling.methods.baselines.averaged import Averaged, parameters_of
 from nestling.methods.part import WEIGHTS, Part
 from nestling.methods.representation.feature_noise import FeatureNoise, noise_key, noisy
@@ -20,6 +20,13 @@ from nestling.seeds import stream
 from nestling.settings import Count, NotNegative
 from nestling.training.objectives import Batch, Given, Net, Objective, cross_entropy, proximal
 from nestling.views.middle import Middle, features, middle_of, through
+
+_PAIRS = Part(
+    "pairs",
+    lambda method, device, piece, round: method.drawn(device, piece, round),
+    lambda method, client, received: method.own_pairs(client),
+    lambda method, piece, sent: method.pairs_like(piece),
+)
 
 
 @dataclass
@@ -64,14 +71,8 @@ class FedIN(Averaged):
 
     pairs: list[tuple[int, State]] = made()
 
-    info = Info(
-        "representation",
-        "depth: averaged by name, or among equals",
-        "from paper",
-        "B",
-        model="tinyresnet",
-        paper="Chan et al. (FedIN)",
-    )
+    info = Info("representation", "depth: averaged by name, or among equals", "from paper", "B", model="tinyresnet")
+    parts = (WEIGHTS, _PAIRS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,9 +99,6 @@ class FedIN(Averaged):
     def _middle(self, of: Piece | Client) -> Middle:
         return middle_of(of.reference, of.view, self.entry)
 
-    def parts(self) -> Sequence[Part]:
-        return (WEIGHTS, _PAIRS) if self.exchange else (WEIGHTS,)
-
     def alike(self, device: Device, piece: Piece) -> Hashable | None:
         return None if self.pairs else super().alike(device, piece)
 
@@ -116,7 +114,7 @@ class FedIN(Averaged):
         middle = self._middle(piece)
         return {n: torch.empty(self.batch, *s, device="meta") for n, s in (("in", middle.before), ("out", middle.after))}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         super().merge(replies, round)
         if self.exchange:
             heard = {reply.device.id: {n: t.clone() for n, t in reply.message["pairs"].items()} for reply in replies}
@@ -134,7 +132,7 @@ class FedIN(Averaged):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         objective: Objective = partial(proximal, mu=2 * self.mu) if self.mu else cross_entropy
         given = parameters_of(client, received["weights"]) if self.mu else {}
         changes: dict[str, object] = {}
@@ -166,29 +164,19 @@ class FedIN(Averaged):
         return {"in": pair[0].clone(), "out": pair[1].clone()}
 
 
-_PAIRS = Part(
-    "pairs",
-    lambda method, device, piece, round: method.drawn(device, piece, round),
-    lambda method, client, received: method.own_pairs(client),
-    lambda method, piece, sent: method.pairs_like(piece),
-)
-
-
 def _matching(net: Net, batch: Batch, given: Given, *, entry: str, head: str, shape: tuple[int, ...]) -> Tensor:
     """How far the middle is from turning the given s_in into the given s_out."""
     return F.mse_loss(through(net.module, entry, head, given["pairs/in"], shape), given["pairs/out"])
 
 
-def _joined(
-    params: Mapping[str, Tensor], grads: Mapping[str, Tensor], given: Given, *, along: float | None, middle: tuple[str, ...]
-) -> Mapping[str, Tensor]:
+def _joined(params: Tensors, grads: Tensors, given: Given, *, along: float | None, middle: tuple[str, ...]) -> Tensors:
     """Z = G_IN + along·G_local for the middle's parameters; without `along` it is found as eq. 12 says."""
     inner = {name: given[f"also/{name}"] for name in middle if name in grads}
     share: Tensor | float = _against(inner, grads) if along is None else along
     return {name: inner[name] + share * grad if name in inner else grad for name, grad in grads.items()}
 
 
-def _against(inner: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:
+def _against(inner: Tensors, grads: Tensors) -> Tensor:
     """−b/a where b = ⟨G_IN, G_local⟩ is negative, else 0; a = ‖G_local‖²."""
     b = torch.stack([(grad * grads[name]).sum() for name, grad in inner.items()]).sum()
     a = torch.stack([grads[name].square().sum() for name in inner]).sum()

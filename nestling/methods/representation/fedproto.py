@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Reply, State
+from nestling.methods.api import Client, Device, Info, Message, Model, Phases, Replies, State
 from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, gap, look, spread
 from nestling.settings import NotNegative
 from nestling.training.objectives import Batch, Given, Net, see
@@ -51,7 +50,7 @@ class FedProto(ByClass):
     def counted(self) -> bool:
         return self.weighting == "samples"
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         self.table = self.table.told(replies, self.weighting)
 
     def model_for(self, device: Device) -> Model:
@@ -69,7 +68,7 @@ class FedProto(ByClass):
         layer = nearest(model.reference.taps.head, self.table.rows["features"], held)
         return Model(model.reference, model.view, {**model.state, **layer})
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if STATISTICS not in received:
             return [client.train.phase(client.round)]
         objective = partial(_near_prototypes, lam=self.lam, head=client.reference.taps.head)

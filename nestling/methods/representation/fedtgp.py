@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from nestling.methods.api import Info, Reply, State, World, kept, made
+from nestling.methods.api import Info, Replies, State, Tensors, World, kept, made
 from nestling.methods.representation.class_means import Table
 from nestling.methods.representation.fedproto import FedProto
 from nestling.methods.representation.prototypes import TrainsOnPrototypes
+from nestling.models.prototypes import Prototypes
 from nestling.seeds import torch_seeded
 from nestling.settings import NotNegative, Whole
-
-
-class Prototypes(nn.Module):
-    """A vector for every class, through two layers."""
-
-    def __init__(self, classes: int, size: int, hidden: int) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.randn(classes, size))
-        self.layers = nn.Sequential(nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, size))
-
-    def forward(self) -> Tensor:
-        return self.layers(self.embedding)
 
 
 @dataclass
@@ -65,7 +53,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
     info = Info.of_own_networks(
         "representation",
         "any: networks never meet, features have one size",
-        "the authors' code (HtFLlib) read; the paper from memory",
+        "authors' code (HtFLlib) read; paper from memory",
         "F",
     )
 
@@ -76,7 +64,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
         self.network = network.to(world.place)
         self.trained = {name: t.detach().clone() for name, t in self.network.state_dict().items()}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if not any(reply.message.facts["classes"] for reply in replies):
             return
         nothing = Table.empty(self.shapes(self.world.classes), self.world.classes, self.world.place)
@@ -88,7 +76,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
         known = self.table.known | now.known
         self.table = Table({"features": torch.where(known[:, None], rows, 0.0)}, known)
 
-    def _prototypes(self, state: Mapping[str, Tensor], *asked: object) -> Tensor:
+    def _prototypes(self, state: Tensors, *asked: object) -> Tensor:
         """The prototypes that a state makes, whatever it is asked about."""
         found: Tensor = torch.func.functional_call(self.network, dict(state), ())
         return found

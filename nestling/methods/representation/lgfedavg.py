@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nestling.methods.api import Reply
+from nestling.methods.api import Replies
 from nestling.methods.heads import mean_head
 from nestling.methods.representation.common_head import HEAD, INFO, CommonHead
 
@@ -38,7 +37,7 @@ class LGFedAvg(CommonHead):
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         if replies:
             weights = [float(r.samples) if self.weighting == "samples" else 1.0 for r in replies]
             self.head = mean_head([r.message[HEAD] for r in replies], weights)

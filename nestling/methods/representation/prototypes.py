@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Reply, State
+from nestling.methods.api import Replies, State
 from nestling.methods.representation.class_means import STATISTICS, TellsByClass
 from nestling.settings import Count, Positive, Whole
 from nestling.training.distiller import Forward, Student, rows_of
@@ -21,7 +21,7 @@ RowLoss = Callable[..., Tensor]
 """(prototypes, their classes, what the student says of them, …) → the loss of each of them."""
 
 
-def gathered(replies: Sequence[Reply], name: str, place: torch.device) -> tuple[Tensor, Tensor]:
+def gathered(replies: Replies, name: str, place: torch.device) -> tuple[Tensor, Tensor]:
     """A statistic of all clients, (rows, …), and the class of each row."""
     rows = torch.cat([reply.message[STATISTICS][name].to(place) for reply in replies])
     labels = [label for reply in replies for label in reply.message.facts["classes"]]
@@ -52,7 +52,7 @@ class TrainsOnPrototypes(TellsByClass):
     server_batch: Count = 10
 
     def taught(
-        self, what: str, state: State, forward: Forward, loss: RowLoss, replies: Sequence[Reply], round: int, *given: Tensor
+        self, what: str, state: State, forward: Forward, loss: RowLoss, replies: Replies, round: int, *given: Tensor
     ) -> State:
         """A state after the server's steps of a round; the loss may read further tensors."""
         work, (x, y) = self.world.recorder, gathered(replies, "features", self.world.place)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Phase, Piece, Reference, State, View, World
+from nestling.methods.api import Phase, Piece, Reference, State, Tensors, View, World
 from nestling.models.taps import watching
 from nestling.seeds import torch_seeded
 from nestling.training.objectives import Batch, Net
@@ -17,9 +17,9 @@ from nestling.world import Plan
 
 
 def adjust(
-    weights: Mapping[str, Tensor],
-    masks: Mapping[str, Tensor],
-    squares: Mapping[str, Tensor],
+    weights: Tensors,
+    masks: Tensors,
+    squares: Tensors,
     seconds: Mapping[str, float],
     constant: float,
     rho: float,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Message, Phase, Piece, SharedWeights, World, made
-from nestling.methods.part import Fact
+from nestling.methods.api import Client, Device, Message, Phase, Piece, SharedWeights, Tensors, World, made
+from nestling.methods.part import Fact, Facts
 from nestling.settings import BetweenZeroAndOne, NonZeroShare, ShareBelowOne, UnitShare
 from nestling.store import Records
 from nestling.training.distiller import logits_of
@@ -26,6 +26,14 @@ PRUNINGS = "prunings"
 """The name of how often a client has pruned, in facts and in what is kept of it."""
 
 _FIRST = "first row in use"
+
+
+_PRUNED = Fact(
+    PRUNINGS,
+    lambda method, client, received: int(client.memory.get(PRUNINGS, 0)),
+    lambda method, sent, said: method.can_be(int(sent.facts[PRUNINGS]), said),
+    "the number of prunings",
+)
 
 
 @dataclass
@@ -44,6 +52,7 @@ class PrunesItself(SharedWeights):
     validation: ShareBelowOne = 0.2
 
     records: Records = made()
+    said: ClassVar[Facts] = (_PRUNED,)
 
     def setup(self, world: World) -> None:
         super().setup(world)
@@ -65,9 +74,6 @@ class PrunesItself(SharedWeights):
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
         return {PRUNINGS: self.prunings_of(device)}
 
-    def said(self) -> Sequence[Fact]:
-        return (_PRUNED,)
-
     def can_be(self, known: int, said: Any) -> bool:
         """Whether a client may have pruned so often by now: as often as the server knows, or once more."""
         return type(said) is int and (said == known or (said == known + 1 and self.may_prune(known)))
@@ -81,7 +87,7 @@ class PrunesItself(SharedWeights):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def opens(self, client: Client, weights: Mapping[str, Tensor], prunings: int) -> bool:
+    def opens(self, client: Client, weights: Tensors, prunings: int) -> bool:
         """Whether the client prunes now: its model is right often enough about rows of its own that it does not train on."""
         if not self.may_prune(prunings):
             return False
@@ -100,14 +106,6 @@ class PrunesItself(SharedWeights):
     def _held_out(self, client: Client) -> int:
         """How many of the client's rows, the first ones of their random order, decide on pruning: none where none is possible."""
         return min(int(self.validation * client.samples), client.samples - 1) if self.acc_thr < 1 and self.r_target < 1 else 0
-
-
-_PRUNED = Fact(
-    PRUNINGS,
-    lambda method, client, received: int(client.memory.get(PRUNINGS, 0)),
-    lambda method, sent, said: method.can_be(int(sent.facts[PRUNINGS]), said),
-    "the number of prunings",
-)
 
 
 def _on_used_rows(net: Net, batch: Batch, given: Given) -> Tensor:

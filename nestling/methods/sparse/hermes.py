@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, InputError, Message, Model, Phase, Piece, Reply, View
-from nestling.methods.part import WEIGHTS, Fact, Part
+from nestling.methods.api import Client, Device, Info, InputError, Message, Model, Phases, Piece, Replies, Tensors, View
+from nestling.methods.part import WEIGHTS, Fact
 from nestling.methods.sparse.gate import HELD_OUT, PRUNINGS, PrunesItself
 from nestling.views import from_spec, to_spec
 from nestling.views.sparse import channel_norms, inside_of, overwritten, strongest, whole_widths
 
 _CHANNELS, _WEIGHT = "channels", "weight."
+
+
+_PERSONAL = replace(
+    WEIGHTS,
+    down=lambda method, device, piece, round: method.model_for(device).state,
+    up=lambda method, client, received: {name: client.weights[name] for name in client.view.names},
+    like=lambda method, piece, sent: {n: method.weights[n].new_empty(shape) for n, shape in piece.view.shapes.items()},
+)
+
+
+_KEPT = Fact(
+    "index",
+    lambda method, client, received: to_spec(client.view)["index"],
+    lambda method, sent, said: isinstance(said, dict),
+    "the channels kept",
+)
 
 
 @dataclass
@@ -48,14 +63,10 @@ class Hermes(PrunesItself):
 
     shares_weights: ClassVar[bool] = False  # clients go on from models of their own
     info = Info(
-        "sparse",
-        "structured masks: channels, one set a client",
-        "from paper (abstract) and memory",
-        "C",
-        auxiliary=HELD_OUT,
-        global_model=False,
-        personal=True,
+        "sparse", "structured masks: channels, one set a client", "from memory", "C", HELD_OUT, global_model=False, personal=True
     )
+    parts = (_PERSONAL,)
+    said = (*PrunesItself.said, _KEPT)
 
     def piece(self, device: Device, round: int) -> Piece:
         known = self.records.get(device.id)
@@ -63,17 +74,11 @@ class Hermes(PrunesItself):
             return self.world.device(device.id).piece
         return Piece(self.world.main, View(self.world.main.axes, known[_CHANNELS].cpu().numpy()))
 
-    def parts(self) -> Sequence[Part]:
-        return (_PERSONAL,)
-
     def alike(self, device: Device, piece: Piece) -> None:
         return None
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
         return {**super().facts(device, piece, round), "of": _widths(self.world.device(device.id).piece.view)}
-
-    def said(self) -> Sequence[Fact]:
-        return (*super().said(), _KEPT)
 
     def pruned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         view = _read(piece.view, facts["index"])
@@ -82,7 +87,7 @@ class Hermes(PrunesItself):
             raise InputError("the channels kept are not those that a pruning leaves")
         return Piece(piece.reference, view)
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         super().merge(replies, round)
         if not replies:
             return
@@ -112,7 +117,7 @@ class Hermes(PrunesItself):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         known, weights, outer = int(received.facts[PRUNINGS]), received["weights"], client.view
         pruning = self.opens(client, weights, known)
         client.memory = {PRUNINGS: torch.tensor(known + pruning)}
@@ -121,25 +126,11 @@ class Hermes(PrunesItself):
         client.view = strongest(outer, channel_norms(outer, weights), self._widths(received, known + 1))
         return client.view.extract(client.reference.initial) if self.rewind else inside_of(client.view, outer, weights)
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         return [self.training(client)]
 
     def keep(self, client: Client, received: Message) -> None:
         client.memory = {}  # the server keeps everything, also how often the client has pruned; the memory only led here from `start`
-
-
-_PERSONAL = replace(
-    WEIGHTS,
-    down=lambda method, device, piece, round: method.model_for(device).state,
-    up=lambda method, client, received: {name: client.weights[name] for name in client.view.names},
-    like=lambda method, piece, sent: {n: method.weights[n].new_empty(shape) for n, shape in piece.view.shapes.items()},
-)
-_KEPT = Fact(
-    "index",
-    lambda method, client, received: to_spec(client.view)["index"],
-    lambda method, sent, said: isinstance(said, dict),
-    "the channels kept",
-)
 
 
 def _read(outer: View, index: Any) -> View:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, State, View
-from nestling.methods.part import Part
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Replies, Reply, State, View
+from nestling.methods.part import Part, Tensors
 from nestling.methods.sparse.gate import HELD_OUT, PRUNINGS, PrunesItself
 from nestling.methods.sparse.survivors import SURVIVORS
 from nestling.settings import Compat, NonZeroShare, UnitShare, Whole
@@ -19,6 +18,9 @@ from nestling.views import masked
 from nestling.views.sparse import masks_of, prunable, prune_lowest, restored, survivors
 
 _MASK, _BEFORE, _OWN, _CHANNELS = "mask.", "before.", "own.", "channels"
+
+
+_MASKS = Part("mask", up=lambda method, client, _: method.mask_of(client), like=lambda method, piece, _: method.mask_of(piece))
 
 
 @dataclass
@@ -55,6 +57,7 @@ class LotteryFL(PrunesItself):
     send_mask: bool = True
 
     info = Info("sparse", "unstructured masks, one a client", "official code read", "C", HELD_OUT, personal=True)
+    parts = (SURVIVORS, _MASKS)
 
     def piece(self, device: Device, round: int) -> Piece:
         known = self._here(self.records.get(device.id))
@@ -62,10 +65,7 @@ class LotteryFL(PrunesItself):
             return device.piece
         return Piece(device.piece.reference, masked(device.piece.view, _part(known, _MASK)))
 
-    def parts(self) -> Sequence[Part]:
-        return SURVIVORS, _MASKS
-
-    def weights_for(self, piece: Piece) -> Mapping[str, Tensor]:
+    def weights_for(self, piece: Piece) -> Tensors:
         whole = super().weights_for(piece)
         return survivors(piece.view, whole) if piece.view.masks else whole
 
@@ -76,7 +76,7 @@ class LotteryFL(PrunesItself):
     def pruned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         return Piece(piece.reference, self._ticket(piece, restored(piece.view, sent["weights"])))
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         super().merge(replies, round)
         for reply in replies:
             prunings = int(reply.message.facts[PRUNINGS])
@@ -98,12 +98,12 @@ class LotteryFL(PrunesItself):
     def _here(self, state: State) -> State:
         return {name: t.to(self.world.place) for name, t in state.items()}
 
-    def _ticket(self, piece: Piece, weights: Mapping[str, Tensor]) -> View:
+    def _ticket(self, piece: Piece, weights: Tensors) -> View:
         return masked(piece.view, prune_lowest(piece.view, weights, prunable(piece.reference), self.prune_step))
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         known, memory = int(received.facts[PRUNINGS]), client.memory
         masks = _part(memory, _MASK if int(memory.get(PRUNINGS, 0)) == known else _BEFORE)
         client.view = masked(client.view, masks)
@@ -115,7 +115,7 @@ class LotteryFL(PrunesItself):
             return client.view.extract(client.reference.initial)
         return weights
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         masks = {name: mask.float() for name, mask in masks_of(client.view).items()}
         rule = frozen_near_zero if self.compat == "code" else masked_gradients
         rewound = int(client.memory.get(PRUNINGS, 0)) > received.facts[PRUNINGS]
@@ -128,16 +128,13 @@ class LotteryFL(PrunesItself):
             client.memory = {**client.memory, **own, _CHANNELS: torch.from_numpy(client.view.keep.copy())}
 
 
-_MASKS = Part("mask", up=lambda method, client, _: method.mask_of(client), like=lambda method, piece, _: method.mask_of(piece))
-
-
-def _remembered(prunings: int, masks: Mapping[str, Tensor]) -> State:
+def _remembered(prunings: int, masks: Tensors) -> State:
     return {PRUNINGS: torch.tensor(prunings), **_named(_MASK, masks)} if prunings else {}
 
 
-def _named(prefix: str, state: Mapping[str, Tensor]) -> State:
+def _named(prefix: str, state: Tensors) -> State:
     return {prefix + name: tensor for name, tensor in state.items()}
 
 
-def _part(state: Mapping[str, Tensor], prefix: str) -> State:
+def _part(state: Tensors, prefix: str) -> State:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Phase, Piece, Reply, SharedWeights, State, World
-from nestling.methods.kept import kept, made
-from nestling.methods.part import Part
+from nestling.methods.api import Client, Info, Message, Phase, Phases, Replies, Reply, SharedWeights, kept, made, pack, require
+from nestling.methods.part import Part, Tensors
 from nestling.methods.schedule import in_rounds
 from nestling.methods.sparse.adjust import adjust, squared_gradients, trained_part, weight_seconds
 from nestling.methods.sparse.survivors import SURVIVORS
-from nestling.schema import require
 from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.training.distiller import logits_of
 from nestling.training.phase import Train
 from nestling.training.rules import masked_gradients
 from nestling.training.trainer import train
-from nestling.views import masked, merge
-from nestling.views.flat import pack
+from nestling.views import Contribution, State, masked, merge
 from nestling.views.sparse import flagged, like_survivors, masks_of, prunable, restored, survivors
+from nestling.world import Device, Piece, World
+
+_MASK = Part("mask", lambda method, device, piece, round: masks_of(piece.view))
+
+
+_SQUARES = Part(
+    "squares",
+    up=lambda method, client, received: method.squares(client, received),
+    like=lambda m, piece, sent: like_survivors(trained_part(piece), m.weights) if sent.facts["adjust"] else {},
+)
 
 
 @dataclass
@@ -67,14 +73,8 @@ class PruneFL(SharedWeights):
     _pieces: tuple[State, dict[bytes, Piece]] = made()
     _seconds: dict[str, float] = made()
 
-    info = Info(
-        "sparse",
-        "none: one adaptive mask for all",
-        "official code read",
-        "C",
-        auxiliary="server proxy (labelled)",
-        paper="Jiang et al., TNNLS 2022",
-    )
+    info = Info("sparse", "none: one adaptive mask for all", "official code read", "C", "server proxy (labelled)")
+    parts = (SURVIVORS, _MASK, _SQUARES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,9 +102,6 @@ class PruneFL(SharedWeights):
             self._pieces = (self.masks, {})
         return self._pieces[1].setdefault(key, Piece(base.reference, masked(base.view, self.masks)))
 
-    def parts(self) -> Sequence[Part]:
-        return SURVIVORS, _MASK, _SQUARES
-
     def alike(self, device: Device, piece: Piece) -> bytes:
         return piece.view.key()  # the mask is everybody's
 
@@ -117,7 +114,7 @@ class PruneFL(SharedWeights):
     def _adjusts(self, round: int) -> bool:
         return round % in_rounds(self.every, self.world.rounds) == 0
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         super().merge(replies, round)
         if replies and self._adjusts(round):
             nothing = {name: torch.zeros_like(self.weights[name]) for name in self.weights if name in self.world.main.parameters}
@@ -128,7 +125,7 @@ class PruneFL(SharedWeights):
     def contribution(self, reply: Reply) -> Contribution:
         return Contribution(reply.piece.view, restored(reply.piece.view, reply.message["weights"]), float(reply.samples))
 
-    def _adjust(self, squares: Mapping[str, Tensor], round: int) -> None:
+    def _adjust(self, squares: Tensors, round: int) -> None:
         rho = self.rho * 0.5 ** (round / self.half_life)
         self.masks = adjust(self.weights, self.masks, squares, self._seconds, self.constant, rho)
         self.take_weights({"": self.weights})
@@ -162,11 +159,11 @@ class PruneFL(SharedWeights):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         client.view = flagged(client.view, received["mask"])
         return restored(client.view, received["weights"])
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         return [_phase(client.train, client.round, received["mask"], self.steps)]
 
     def squares(self, client: Client, received: Message) -> State:
@@ -178,18 +175,10 @@ class PruneFL(SharedWeights):
         return squared_gradients(module, phase, client.x, client.y, client.site.seed, client.id, client.round)
 
 
-_MASK = Part("mask", lambda method, device, piece, round: masks_of(piece.view))
-_SQUARES = Part(
-    "squares",
-    up=lambda method, client, received: method.squares(client, received),
-    like=lambda m, piece, sent: like_survivors(trained_part(piece), m.weights) if sent.facts["adjust"] else {},
-)
-
-
-def _phase(settings: Train, round: int, masks: Mapping[str, Tensor], steps: int) -> Phase:
+def _phase(settings: Train, round: int, masks: Tensors, steps: int) -> Phase:
     """Local training under a mask; epochs without end where the number of batches ends it."""
     return settings.phase(round, given=masks, rule=masked_gradients, steps=steps, epochs=max(settings.epochs, steps))
 
 
-def _size(masks: Mapping[str, Tensor]) -> int:
+def _size(masks: Tensors) -> int:
     return sum(int(mask.sum()) for mask in masks.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -12,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reference, Reply, State, View, World, pack
-from nestling.methods.kept import kept, made
+from nestling.methods.api import Client, Device, Info, Message, Model, Phases, Piece, Replies, World, kept, made, pack
 from nestling.methods.schedule import in_rounds
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.settings import Positive
 from nestling.training.objectives import Batch, Given, Net, distillation
+from nestling.views import Reference, State, Tensors, View
 from nestling.views.depth import depth_views
 
 
@@ -71,7 +70,7 @@ class DepthFL(ByDepth):
         ramp = in_rounds(self.ramp, rounds)
         return math.exp(-5 * (1 - min(round, ramp) / ramp) ** 2)
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         before = self.weights
         super().merge(replies, round)
         if not self.feddyn:
@@ -91,7 +90,7 @@ class DepthFL(ByDepth):
         view = self.ladder.pieces[-1].view
         return Model(self.ensemble, view, view.extract(self.weights))
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         given = {"kd": torch.tensor(float(received.facts["kd"]), device=client.place)} if self.kd else {}
         rule = None
         if self.feddyn:
@@ -123,6 +122,6 @@ def _mutual(net: Net, batch: Batch, given: Given) -> Tensor:
     return loss + given["kd"] / (len(exits) - 1) * taught
 
 
-def _dynamic(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], given: Given, *, alpha: float) -> Mapping[str, Tensor]:
+def _dynamic(params: Tensors, grads: Tensors, given: Given, *, alpha: float) -> Tensors:
     """The gradients of FedDyn's two terms, added."""
     return {n: g - given[f"past/{n}"] + alpha * (params[n] - given[f"start/{n}"]) for n, g in grads.items()}

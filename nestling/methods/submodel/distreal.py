@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.errors import InputError
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Reference, Reply, SharedWeights, State, World
-from nestling.methods.kept import kept, made
+from nestling.methods.api import Client, Info, InputError, Message, Phases, Replies, SharedWeights, State, kept, made, require
 from nestling.methods.part import WEIGHTS, Part
-from nestling.methods.proxy import Proxy, labelled_proxy
-from nestling.methods.submodel.dropout_search import Vector, affordable, front, pymoo, search, single
-from nestling.methods.submodel.random_filters import draws, dropped, narrowed
-from nestling.schema import require
+from nestling.methods.proxy import PROXY_FIRST, Proxy, labelled_proxy
+from nestling.methods.submodel.dropout_search import Vector, affordable, front, loss_after, pymoo, search, single
+from nestling.methods.submodel.random_filters import filters_phase, narrowed
 from nestling.settings import BetweenZeroAndOne, Bounds, Count, ShareBelowOne
 from nestling.store import Records
-from nestling.training.phase import Train
-from nestling.training.trainer import train
-from nestling.views import to_spec
-from nestling.views.nested import prepare
 from nestling.views.picked import picker
+from nestling.world import Device, Piece, World
+
+_PARETO = Part("pareto", lambda method, device, piece, round: method.table_for(device))
 
 
 @dataclass
@@ -62,13 +53,8 @@ class Distreal(SharedWeights):
     rates: Tensor = kept()  # a row a vector, in single precision; none before the search
     told: Records = made()
 
-    info = Info(
-        "width",
-        "arithmetic: random filters for every batch",
-        "from memory",
-        "A",
-        auxiliary="server proxy (labelled), before the first round",
-    )
+    info = Info("width", "arithmetic: random filters for every batch", "from memory", "A", PROXY_FIRST)
+    parts = (WEIGHTS, _PARETO)
 
     @property
     def as_set(self) -> Info:
@@ -100,26 +86,22 @@ class Distreal(SharedWeights):
 
     def _search(self) -> list[Vector]:
         """The vectors that no other beats in arithmetic and in loss after a short training from the initial network."""
-        axes, proxy, known = self.world.main.axes, self._proxy(), dict[bytes, tuple[float, float]]()
+        main, seed, train = self.world.main, self.world.seed, self.world.train
+        axes, proxy, known = main.axes, self._proxy(), dict[bytes, tuple[float, float]]()
 
         def objectives(vector: Vector) -> tuple[float, float]:
             view = narrowed(axes, vector)
             if view.key() not in known:
-                known[view.key()] = (self.cost(vector), self._loss_after(vector, *proxy))
+                known[view.key()] = (
+                    self.cost(vector),
+                    loss_after(
+                        self.world, filters_phase(main, vector, self.steps, seed, 0, 0, train, self.rescale), self.steps, proxy
+                    ),
+                )
             return known[view.key()]
 
         found = single(search(objectives, len(axes.names), self.most, self.population, self.generations, self.world.seed))
         return [found[k] for k in front([objectives(vector) for vector in found])]
-
-    def _loss_after(self, vector: Vector, x: Tensor, y: Tensor, x_rest: Tensor, y_rest: Tensor) -> float:
-        world = self.world
-        module = copy.deepcopy(world.main.module)
-        epochs = math.ceil(self.steps / max(1, len(x) // world.train.batch)) + 1
-        phase = self._phase(world.main, vector, self.steps, world.seed, 0, 0, world.train)
-        train(module, replace(phase, epochs=epochs, steps=self.steps), x, y, world.seed)
-        with torch.no_grad():
-            loss = float(F.cross_entropy(module.eval()(x_rest), y_rest))
-        return loss if math.isfinite(loss) else math.inf
 
     def cost(self, vector: Vector) -> float:
         """The arithmetic of training with a vector as a share of the full network's."""
@@ -132,16 +114,13 @@ class Distreal(SharedWeights):
     def piece(self, device: Device, round: int) -> Piece:
         return Piece(self.world.main, self.world.main.full)
 
-    def parts(self) -> Sequence[Part]:
-        return WEIGHTS, _PARETO
-
     def alike(self, device: Device, piece: Piece) -> tuple[float, bool]:
         return self._share(device.piece), bool(self.told.get(device.id))
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, float]:
         return {"budget": self._share(device.piece)}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         super().merge(replies, round)
         for reply in replies:
             if "pareto" in reply.sent:
@@ -157,24 +136,11 @@ class Distreal(SharedWeights):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         if "pareto" in received:
             client.memory["pareto"] = received["pareto"]["pareto"]
         vector = affordable(client.memory["pareto"].tolist(), float(received.facts["budget"]))
         # As many as anybody takes, so that clients of all sizes have tensors of one shape and are one kind of work.
         steps = client.most_steps(client.train.epochs, client.train.batch)
-        return [self._phase(client.reference, vector, steps, client.site.seed, client.id, client.round, client.train)]
-
-    def _phase(self, main: Reference, vector: Vector, steps: int, seed: int, client: int, round: int, train: Train) -> Phase:
-        view = main.view(to_spec(narrowed(main.axes, vector)))
-        plain = train.phase(max(round, 1))
-        if view.key() == main.full.key():
-            return plain
-        prepare(main, [view])
-        place = next(main.module.parameters()).device
-        objective = partial(dropped, picker=picker(main, place), view=view, rescale=self.rescale)
-        given = {name: drawn.to(place) for name, drawn in draws(view, steps, seed, client, round).items()}
-        return replace(plain, objective=objective, given=given, optim=replace(plain.optim, lazy=True))
-
-
-_PARETO = Part("pareto", lambda method, device, piece, round: method.table_for(device))
+        main, seed = client.reference, client.site.seed
+        return [filters_phase(main, vector, steps, seed, client.id, client.round, client.train, self.rescale)]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
-from nestling.methods.api import InputError
+from nestling.methods.api import InputError, Phase, World
+from nestling.methods.proxy import Proxy
 from nestling.seeds import derive
+from nestling.training.trainer import train
 
 Vector = tuple[float, ...]
 
@@ -71,3 +77,14 @@ def affordable(table: Sequence[Sequence[float]], budget: float) -> Vector:
     """The rates of the row (cost, rates) with the highest cost within the budget, or of the cheapest where none is."""
     within = [row for row in table if row[0] <= budget + 1e-6]
     return tuple(max(within, key=lambda row: row[0])[1:] if within else min(table, key=lambda row: row[0])[1:])
+
+
+def loss_after(world: World, phase: Phase, steps: int, proxy: Proxy) -> float:
+    """The loss on the second part of a proxy after so many steps of a phase on its first, from the initial network."""
+    x, y, x_rest, y_rest = proxy
+    module = copy.deepcopy(world.main.module)
+    epochs = math.ceil(steps / max(1, len(x) // world.train.batch)) + 1
+    train(module, replace(phase, epochs=epochs, steps=steps), x, y, world.seed)
+    with torch.no_grad():
+        loss = float(F.cross_entropy(module.eval()(x_rest), y_rest))
+    return loss if math.isfinite(loss) else math.inf

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nestling.methods.api import Device, Info, Model, Piece, Reply, World, kept, made
+from nestling.methods.api import Device, Info, Model, Piece, Replies, World, kept, made
 from nestling.methods.submodel.heterofl import HeteroFL
 from nestling.settings import Compat
 from nestling.views import rolled
@@ -43,7 +42,7 @@ class FedRolex(HeteroFL):
     def piece(self, device: Device, round: int) -> Piece:
         return self._window(super().piece(device, round), max(round - 1, 0))
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         super().merge(replies, round)
         self.steps = max(round - 1, 0)
 

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import Client, Contribution, Info, Message, Phase, Reference, Reply, SharedWeights, View
-from nestling.methods.kept import made
+from nestling.methods.api import Client, Contribution, Info, Message, Phases, Reply, SharedWeights, View, made, require
 from nestling.models.norm import WidthNorm, used_rows
-from nestling.schema import require
-from nestling.seeds import stream
 from nestling.settings import NonZeroShare, Positive, UnitShare
 from nestling.training.objectives import Batch, Given, Net, distillation
-from nestling.views.nested import Channels, by_zeros, forward, narrow, prepare
+from nestling.training.widths import Inner, widths_by_batch
 from nestling.world import Device, Model, Piece, World, ratio_view
-
-Inner = Callable[[Net, Batch, Given], Tensor]
-"""The logits of the width that was drawn for a batch."""
 
 
 @dataclass
@@ -59,10 +50,7 @@ class FjORD(SharedWeights):
     rungs: Ladder = made()
 
     info = Info(
-        "width",
-        "width: nested prefixes, drawn anew for every batch",
-        "author-contributed code read; alpha and temperature from memory",
-        "A",
+        "width", "width: nested prefixes, drawn anew for every batch", "contributed code read; two values from memory", "A"
     )
 
     def __post_init__(self) -> None:
@@ -94,11 +82,11 @@ class FjORD(SharedWeights):
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
         return {"levels": [level.spec() for level in self.rungs.pieces if piece.view.contains(level.view)]}
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         views = tuple(client.reference.view(spec) for spec in received.facts["levels"])
         if len(views) == 1:
             return [client.train.phase(client.round)]
-        inner, given = _drawn(client, views)
+        inner, given = widths_by_batch(client, views)
         objective = partial(_ordered, inner=inner, distil=self.distil, alpha=self.alpha, temperature=self.temperature)
         return [client.train.phase(client.round, objective=objective, given=given)]
 
@@ -119,36 +107,3 @@ def _ordered(net: Net, batch: Batch, given: Given, *, inner: Inner, distil: bool
     whole = net(batch.x)
     told = distillation(whole.detach(), logits, temperature, batch)
     return batch.mean(F.cross_entropy(whole, batch.y, reduction="none")) + (1 - alpha) * loss + alpha * told
-
-
-def _drawn(client: Client, views: tuple[View, ...]) -> tuple[Inner, dict[str, Tensor]]:
-    """A width for every batch, and how it is run: cut out, client by client, or with zeros for what is left out."""
-    steps = max(1, client.train.epochs * math.ceil(client.samples / client.train.batch))
-    draws = stream(client.site.seed, "width", client.id, client.round).integers(len(views), size=steps)
-    channels, flags = by_zeros(client.reference, client.view, views) if _stacks_pay(client) else ({}, None)
-    if flags is None:
-        prepare(client.reference, views)
-        numbers = tuple(int(number) for number in draws)
-        return partial(_cut, reference=client.reference, own=client.view, views=views, draws=numbers), {}
-    # A length that all clients share, or each size would be work of another kind.
-    padded = torch.zeros(max(steps, client.most_steps(client.train.epochs, client.train.batch)), dtype=torch.int64)
-    padded[:steps] = torch.from_numpy(draws)
-    return partial(_zeroed, channels=channels), {"widths": flags, "draws": padded.to(client.place)}
-
-
-def _stacks_pay(client: Client) -> bool:
-    """Whether to take the way that is one recording for all widths: a tensor says which width is meant, at the cost of computing all
-    of p_max. Where steps are not recorded cutting is faster."""
-    return client.site.where.recorded
-
-
-def _cut(
-    net: Net, batch: Batch, given: Given, *, reference: Reference, own: View, views: Sequence[View], draws: Sequence[int]
-) -> Tensor:
-    view = views[draws[batch.number]]
-    return net(batch.x) if view.key() == own.key() else forward(reference, view, net.state(), batch.x, inside=own)
-
-
-def _zeroed(net: Net, batch: Batch, given: Given, *, channels: Channels) -> Tensor:
-    flags = given["widths"].index_select(0, batch.pick(given["draws"]).reshape(1))[0]
-    return net.with_weights(narrow(net.state(), channels, flags), batch.x)

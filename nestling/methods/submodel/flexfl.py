@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, SharedWeights, State, World, require
 from nestling.methods.kept import kept, made
-from nestling.methods.part import WEIGHTS, Fact, Part
+from nestling.methods.part import WEIGHTS, Fact, Part, Tensors
+from nestling.methods.proxy import PROXY_FIRST
 from nestling.methods.submodel.apoz import Scale, measure_on_proxy, units_of
 from nestling.methods.submodel.inner_teachers import taught
 from nestling.methods.submodel.levels import anew, fitted, with_smaller
@@ -22,6 +22,24 @@ from nestling.views.nested import within
 from nestling.views.view import take
 
 LEVELS = (0.25, 0.5, 1.0)
+
+
+_DISPATCHED = replace(
+    WEIGHTS,
+    down=lambda method, device, piece, round: method.dispatched(device, piece, round),
+    like=lambda method, piece, sent: piece.reference.network(piece.view).state_dict(),
+)
+
+
+_IDLE = Part("apoz", lambda method, device, piece, round: method.idle)
+
+
+_TRAINED = Fact(
+    "trained",
+    lambda method, client, received: received.facts["fits"],
+    lambda method, sent, said: type(said) is int and 0 <= said < len(sent.facts["pool"]),
+    "the model trained, one up to the dispatched,",
+)
 
 
 @dataclass
@@ -76,13 +94,9 @@ class FlexFL(SharedWeights):
     pool: Pool = made()
     _dispatched: tuple[int, dict[int, int]] = made()
 
-    info = Info(
-        "width",
-        "width: nested, a ratio for every unit; cut further on the device",
-        "official code read",
-        "A",
-        auxiliary="server proxy (labelled), before the first round",
-    )
+    info = Info("width", "width: nested, a ratio a unit; cut further on the device", "official code read", "A", PROXY_FIRST)
+    parts = (_DISPATCHED, _IDLE)
+    said = (_TRAINED,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,13 +150,10 @@ class FlexFL(SharedWeights):
         drawn = self._dispatched[1] if self._dispatched[0] == round else {}
         return drawn[device.id] if device.id in drawn else self.pool.most(device.tier)
 
-    def parts(self) -> Sequence[Part]:
-        return _DISPATCHED, _IDLE
-
     def alike(self, device: Device, piece: Piece) -> None:
         return None
 
-    def dispatched(self, device: Device, piece: Piece, round: int) -> Mapping[str, Tensor]:
+    def dispatched(self, device: Device, piece: Piece, round: int) -> Tensors:
         """The weights of the model that a device gets; in the released code's first round all but the whole are drawn anew."""
         number = self._number(device, round)
         if round > 1 or self.compat == "paper" or number + 1 == len(self.pool.rungs):
@@ -159,9 +170,6 @@ class FlexFL(SharedWeights):
             "fits": min(number, self.pool.held(device.tier, device, round)),
         }
 
-    def said(self) -> Sequence[Fact]:
-        return (_TRAINED,)
-
     def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
         return self.pool.rungs[facts["trained"]].piece
 
@@ -177,7 +185,7 @@ class FlexFL(SharedWeights):
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+    def start(self, client: Client, received: Message) -> Tensors:
         """The largest model up to the dispatched one that the device's memory holds now, cut out of what came."""
         own, sent = client.reference.view(received.facts["pool"][received.facts["fits"]]), client.view
         if own.key() == sent.key():
@@ -192,17 +200,3 @@ class FlexFL(SharedWeights):
         if not self.distil or not self.lam or not teachers:
             return super().phases(client, received)
         return [taught(client, teachers, self.lam, self.temperature)]
-
-
-_DISPATCHED = replace(
-    WEIGHTS,
-    down=lambda method, device, piece, round: method.dispatched(device, piece, round),
-    like=lambda method, piece, sent: piece.reference.network(piece.view).state_dict(),
-)
-_IDLE = Part("apoz", lambda method, device, piece, round: method.idle)
-_TRAINED = Fact(
-    "trained",
-    lambda method, client, received: received.facts["fits"],
-    lambda method, sent, said: type(said) is int and 0 <= said < len(sent.facts["pool"]),
-    "the model trained, one up to the dispatched,",
-)

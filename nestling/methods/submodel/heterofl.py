@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phase, Piece, Reply, SharedWeights, World
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Reply, SharedWeights, World
 from nestling.methods.kept import made
 from nestling.methods.labels import PRESENT, counted_rows, held_classes, output_layer
-from nestling.methods.part import WEIGHTS, Part
+from nestling.methods.part import WEIGHTS
 from nestling.methods.submodel.scaler import dividing, narrowed, scaled
 from nestling.seeds import stream
 from nestling.training.objectives import cross_entropy, present_cross_entropy
@@ -41,13 +40,11 @@ class HeteroFL(SharedWeights):
     output: tuple[str, ...] = made()
 
     info = Info("width", "width: nested prefixes", "official code read", "A")
+    parts = (WEIGHTS, replace(PRESENT, when=lambda method: method.mask_labels))
 
     @property
     def blocks(self) -> tuple[str, ...]:
         return ("present",) if self.mask_labels else ()
-
-    def parts(self) -> Sequence[Part]:
-        return (WEIGHTS, PRESENT) if self.mask_labels else (WEIGHTS,)
 
     def setup(self, world: World) -> None:
         super().setup(world)
@@ -68,7 +65,7 @@ class HeteroFL(SharedWeights):
         """A model with the scaler that its part was trained with."""
         return scaled(model, narrowed(model.reference, model.view)) if self.scaler else model
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         hooks = dividing(client.reference, client.view) if self.scaler else ()
         given = {"present": held_classes(client).float()} if self.mask_labels else {}
         objective = present_cross_entropy if self.mask_labels else cross_entropy

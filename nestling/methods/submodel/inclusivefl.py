@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
-from nestling.methods.api import Contribution, Device, Info, Model, Piece, Reference, Reply, State, View, World, kept, made, pack
+from nestling.methods.api import Device, Info, Model, Piece, Replies, Reply, World, kept, made, pack
 from nestling.methods.labels import output_layer
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.models import ExitNet
 from nestling.settings import UnitShare
-from nestling.views import merge, without
+from nestling.views import Contribution, Reference, State, Tensors, View, merge, without
 from nestling.views.depth import columns, depth_views
 from nestling.views.depth import kept as units
 
@@ -72,7 +71,7 @@ class InclusiveFL(ByDepth):
     def contribution(self, reply: Reply) -> Contribution:
         return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         groups: dict[int, list[Reply]] = {}
         for reply in replies:
             groups.setdefault(self._group(reply.piece.view), []).append(reply)
@@ -92,7 +91,7 @@ class InclusiveFL(ByDepth):
         super().take_weights(weights)
         self.own = [weights.get(f"group{number}", own) for number, own in enumerate(self.own)]
 
-    def _taught(self, group: int, deeper: int, update: Mapping[str, Tensor]) -> State:
+    def _taught(self, group: int, deeper: int, update: Tensors) -> State:
         """G by tensor of the group's last layers."""
         view, beyond, taught = self.ladder.pieces[group].view, self.ladder.pieces[deeper].view, {}
         for column in self.columns:
@@ -116,12 +115,12 @@ class InclusiveFL(ByDepth):
         return Model(self.world.main, view, {**view.extract(self.weights), **self.own[group]})
 
 
-def _update(sent: Mapping[str, Tensor], given: Sequence[Contribution]) -> State:
+def _update(sent: Tensors, given: Sequence[Contribution]) -> State:
     mean = merge(sent, given)
     return {name: mean[name] - tensor for name, tensor in sent.items()}
 
 
-def _blend(given: Contribution, sent: Mapping[str, Tensor], taught: Mapping[str, Tensor], beta: float) -> Contribution:
+def _blend(given: Contribution, sent: Tensors, taught: Tensors, beta: float) -> Contribution:
     """The contribution with its last layers' updates mixed. All members of a group shift alike, so their mean shifts by that."""
     mixed = {n: sent[n] + (1 - beta) * (given.state[n] - sent[n]) + beta * taken for n, taken in taught.items()}
     return replace(given, state={**given.state, **mixed}) if mixed else given

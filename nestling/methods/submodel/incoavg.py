@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nestling.methods.api import Info, InputError, Reference, Reply, World, made, pack
+from nestling.methods.api import Info, InputError, Reference, Replies, World, made, pack
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.settings import Compat, NotNegative, Positive
 from nestling.views.depth import residual_stages
@@ -48,7 +47,7 @@ class InCoAvg(ByDepth):
         super().setup(world)
         self.pairs = correcting(world.main)
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         before, most = self.weights, self.most if self.compat == "code" else None
         super().merge(replies, round)
         updates = {name: self.weights[name] - before[name] for pair in self.pairs.items() for name in pair}

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.methods.api import View
+from nestling.methods.api import Phase, Reference, View
 from nestling.seeds import stream
 from nestling.training.objectives import Batch, Given, Net
-from nestling.views import Axes, by_index
-from nestling.views.picked import Picker
+from nestling.training.phase import Train
+from nestling.views import Axes, by_index, to_spec
+from nestling.views.nested import prepare
+from nestling.views.picked import Picker, picker
 
 
 def narrowed(axes: Axes, vector: Sequence[float]) -> View:
@@ -40,3 +44,18 @@ def dropped(net: Net, batch: Batch, given: Given, *, picker: Picker, view: View,
     drawn = {int(axis): batch.pick(rows) for axis, rows in given.items()}
     logits = picker.forward(view, net.state(), drawn, batch.x, rescale=rescale)
     return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+
+
+def filters_phase(
+    main: Reference, vector: Sequence[float], steps: int, seed: int, client: int, round: int, train: Train, rescale: bool
+) -> Phase:
+    """Local training of sub-networks that a vector leaves, drawn for so many steps; plain training where it leaves everything."""
+    view = main.view(to_spec(narrowed(main.axes, vector)))
+    plain = train.phase(max(round, 1))
+    if view.key() == main.full.key():
+        return plain
+    prepare(main, [view])
+    place = next(main.module.parameters()).device
+    objective = partial(dropped, picker=picker(main, place), view=view, rescale=rescale)
+    given = {name: drawn.to(place) for name, drawn in draws(view, steps, seed, client, round).items()}
+    return replace(plain, objective=objective, given=given, optim=replace(plain.optim, lazy=True))

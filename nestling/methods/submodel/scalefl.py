@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Piece, Reference, View, World, made, require
+from nestling.methods.api import Client, Device, Info, Message, Model, Phases, Piece, Reference, View, World, made, require
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.methods.submodel.scaler import scaled
 from nestling.settings import Count, NonZeroShare, NotNegative, Positive, UnitShare
@@ -79,7 +78,7 @@ class ScaleFL(ByDepth):
         kd = self.gamma / self.world.classes if late else 0.0
         return {"width": self.width_of[piece.view.key()], "kd": kd}
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         width = float(received.facts["width"])
         hooks = (Hook((nn.Conv2d,), partial(divide, by=width)),) if self.scaler and width < 1 else ()
         given = {"kd": torch.tensor(float(received.facts["kd"]), device=client.place)} if self.gamma else {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, SharedWeights, View, World, made
+from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, SharedWeights, View, World, made
 from nestling.settings import NotNegative
 from nestling.training.inner import with_inner
 from nestling.training.rules import masked_gradients
@@ -72,7 +71,7 @@ class SharedAverage(SharedWeights):
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
         return {"levels": [to_spec(view) for view in self._levels() if piece.view.contains(view)]}
 
-    def phases(self, client: Client, received: Message) -> Sequence[Phase]:
+    def phases(self, client: Client, received: Message) -> Phases:
         levels = [client.reference.view(spec) for spec in received.facts["levels"]]
         masks = own_masks(client.reference, client.view, tuple(levels), client.place) if self.nested else {}
         smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []
