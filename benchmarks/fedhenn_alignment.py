@@ -18,7 +18,8 @@ from tables import options, played, spread
 
 import nestling
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.methods.representation.fedhenn import cka, features, linear_kernel
+from nestling.methods.representation.fedhenn import cka, linear_kernel
+from nestling.models.taps import logits_and_features
 
 RATES, ROWS = "0,0.01,1", 200
 FLEET = FleetConfig(
@@ -76,7 +77,7 @@ def alignment(result: nestling.Result) -> float:
     for client in range(len(world.fleet)):
         model = method.model_for(world.device(client))
         module = model.reference.network(model.view, model.state).eval()
-        kernels.append(linear_kernel(features(module, world.public[:ROWS], model.reference.taps.head)))
+        kernels.append(linear_kernel(logits_and_features(module, model.reference.taps.head, world.public[:ROWS])[1]))
     return statistics.mean(float(cka(one, other)) for one, other in combinations(kernels, 2))
 
 

@@ -22,7 +22,7 @@ from nestling.engines.pool import cores
 from nestling.methods import Method
 from nestling.models.norm import calibrate
 from nestling.models.pixels import by_pixel
-from nestling.models.taps import watching
+from nestling.models.taps import logits_and_features
 from nestling.views import View
 from nestling.views.nested import common_head, headed
 from nestling.world import Device, Model, World
@@ -188,9 +188,8 @@ def _classes(module: nn.Module, x: Tensor) -> Tensor:
 
 def _parts_classes(module: nn.Module, x: Tensor, head: str, views: Sequence[View], own: View) -> Tensor:
     """The classes that the networks of some views inside a network see, a row a view."""
-    with watching(module, (), head) as seen:
-        module(x)
-    return torch.stack([headed(module, head, view, own, seen["features"]).argmax(-1) for view in views])
+    features = logits_and_features(module, head, x)[1]
+    return torch.stack([headed(module, head, view, own, features).argmax(-1) for view in views])
 
 
 def _accuracy(hits: Tensor, y: Tensor) -> float:

@@ -7,16 +7,15 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from nestling.devices.fit import RATIOS
 from nestling.methods.api import Client, Device, InputError, Message, Method, Model, Piece, State, Tensors, World, made
 from nestling.methods.part import Parts
 from nestling.models.taps import Taps
 from nestling.seeds import torch_seeded
+from nestling.training.memory import section, sectioned
 from nestling.world import Plan, ratio_view
-
-WEIGHTS = "weights/"
 
 Tailor = Callable[[nn.Module, Taps], nn.Module]
 """(a network, where its features and head are) → the network as a method needs it: itself, or another one."""
@@ -62,17 +61,12 @@ class Personal(Method):
         return own_weights(client.memory) or client.view.extract(client.reference.initial)
 
     def keep(self, client: Client, received: Message) -> None:
-        keep_weights(client)
+        client.memory = sectioned(weights=client.weights)
 
 
 def own_weights(memory: Tensors) -> State:
     """The weights among what a client keeps; nothing before its first round."""
-    return {name.removeprefix(WEIGHTS): t for name, t in memory.items() if name.startswith(WEIGHTS)}
-
-
-def keep_weights(client: Client, **notes: Tensor) -> None:
-    """The client keeps its weights as they are now, and some tensors beside them, instead of what it kept before."""
-    client.memory = {**{WEIGHTS + name: t for name, t in client.weights.items()}, **notes}
+    return section(memory, "weights")
 
 
 def common_features(world: World, wanted: int = 0) -> int:

@@ -232,3 +232,12 @@ def watching(module: nn.Module, names: Sequence[str], head: str = "") -> Iterato
     finally:
         for handle in handles:
             handle.remove()
+
+
+def logits_and_features(
+    module: nn.Module, head: str, x: Tensor, run: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """What a network says of some inputs, and what its head is given for it; `run` is how it is run where that is not by a call."""
+    with watching(module, (), head) as seen:
+        logits = (run or module)(x)
+    return logits, seen["features"]

@@ -1,7 +1,7 @@
-"""What a client keeps of its network between rounds, though the piece it trains may change with its free memory.
+"""What a client keeps between rounds: named sections of its memory, and states of its network, though the piece it trains may change.
 
-A kept state stands beside the view that it is of (as the name of an empty tensor). Asked for under another view, it is cut and filled
-up; as long as one view holds the other nothing is forgotten.
+A kept state of the network stands beside the view that it is of (as the name of an empty tensor). Asked for under another view, it is
+cut and filled up; as long as one view holds the other nothing is forgotten.
 """
 
 from __future__ import annotations
@@ -16,17 +16,27 @@ from nestling.views import Reference, State, View, to_spec
 from nestling.views.view import put
 
 
+def section(memory: Mapping[str, Tensor], kind: str) -> State:
+    """The tensors of a section, by their own names; none where nothing was put there."""
+    return {name[len(kind) + 1 :]: t for name, t in memory.items() if name.startswith(f"{kind}/")}
+
+
+def sectioned(**sections: Mapping[str, Tensor]) -> State:
+    """A memory of some sections."""
+    return {f"{kind}/{name}": t for kind, state in sections.items() for name, t in state.items()}
+
+
 def keep(memory: State, kind: str, reference: Reference, view: View, state: Mapping[str, Tensor]) -> State:
     """The memory with a state of the view's network under `kind`."""
     old = _view_of(memory, kind, reference)
     if old is not None and old.key() != view.key() and old.contains(view):
-        known = _kept(memory, kind)
+        known = section(memory, kind)
         state = {n: _onto(reference, n, [(old, t), (view, state[n])], old) if n in state else t for n, t in known.items()}
         view = old
     return {
         **drop(memory, kind),
         f"{kind} {json.dumps(to_spec(view))}": torch.zeros(0),
-        **{f"{kind}/{name}": t for name, t in state.items()},
+        **sectioned(**{kind: state}),
     }
 
 
@@ -36,7 +46,7 @@ def recall(memory: State, kind: str, reference: Reference, view: View, otherwise
     old = _view_of(memory, kind, reference)
     if old is None:
         return dict(otherwise)
-    known = {name: t for name, t in _kept(memory, kind).items() if name in otherwise}
+    known = {name: t for name, t in section(memory, kind).items() if name in otherwise}
     if old.key() == view.key():
         return {name: known.get(name, t) for name, t in otherwise.items()}
     return {
@@ -48,10 +58,6 @@ def recall(memory: State, kind: str, reference: Reference, view: View, otherwise
 def drop(memory: State, kind: str) -> State:
     """The memory without what is kept under `kind`."""
     return {name: t for name, t in memory.items() if not name.startswith((f"{kind} ", f"{kind}/"))}
-
-
-def _kept(memory: State, kind: str) -> State:
-    return {name[len(kind) + 1 :]: t for name, t in memory.items() if name.startswith(f"{kind}/")}
 
 
 def _view_of(memory: State, kind: str, reference: Reference) -> View | None:

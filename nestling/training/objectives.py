@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.models.taps import watching
+from nestling.models.taps import logits_and_features
 
 Given = Mapping[str, Tensor]
 
@@ -108,9 +109,7 @@ def with_targets(
 
 def see(net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """A network's logits and its features, which are what its head is given; its own, or those under other weights."""
-    with watching(net.module, (), head) as seen:
-        logits = net(x) if weights is None else net.with_weights(weights, x)
-    return logits, seen["features"]
+    return logits_and_features(net.module, head, x, net if weights is None else partial(net.with_weights, weights))
 
 
 def divergence(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:

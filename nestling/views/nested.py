@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.models.taps import watching
+from nestling.models.taps import logits_and_features
 from nestling.views.axes import Axes
 from nestling.views.reference import Reference
 from nestling.views.view import Index, View, put, take
@@ -96,9 +96,9 @@ def common_head(reference: Reference, own: View, views: tuple[View, ...]) -> str
     for masked, mask in nested_masks(reference.axes, (own, *views), place).items():
         state[masked] = state[masked] * own.cut(masked, mask)
     x, network = _some_inputs(reference, place), reference.network(own, state).train()
-    with torch.no_grad(), watching(network, (), name) as seen:
-        network(x)
-        pairs = [(forward(reference, v, state, x, inside=own), headed(network, name, v, own, seen["features"])) for v in views]
+    with torch.no_grad():
+        features = logits_and_features(network, name, x)[1]
+        pairs = [(forward(reference, v, state, x, inside=own), headed(network, name, v, own, features)) for v in views]
     return name if all(torch.allclose(alone, common, rtol=1e-4, atol=1e-5) for alone, common in pairs) else ""
 
 

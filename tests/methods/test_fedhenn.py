@@ -14,7 +14,8 @@ import nestling
 from nestling import InputError, Named, SplitConfig
 from nestling.message import Message
 from nestling.methods.method import Reply
-from nestling.methods.representation.fedhenn import FedHeNN, cka, features, linear_kernel
+from nestling.methods.representation.fedhenn import FedHeNN, cka, linear_kernel
+from nestling.models.taps import logits_and_features
 from nestling.training.client import train_client
 from nestling.training.objectives import Batch, Net
 from tests.methods.exchange import (
@@ -77,7 +78,7 @@ def test_the_mean_kernel_is_of_the_models_as_they_are_on_the_next_rounds_inputs(
     for k in range(5):
         model = federation.method.model_for(federation.world.device(k))
         module = model.reference.network(model.view, model.state).eval()
-        kernels.append(linear_kernel(features(module, x, model.reference.taps.head)).detach())
+        kernels.append(linear_kernel(logits_and_features(module, model.reference.taps.head, x)[1]).detach())
     assert torch.allclose(sent[0]["kernel"]["kernel"], torch.stack(kernels).mean(0), rtol=1e-4, atol=1e-4)
     assert not torch.equal(x, inputs_of(federation, sent[0].facts["next"]))
 
@@ -89,7 +90,7 @@ def test_the_loss_and_its_weight() -> None:
     client.weights = federation.method.start(client, sent)
     (phase,) = federation.method.phases(client, sent)
     module = client.reference.network(client.view, client.weights)
-    seen = features(module, inputs_of(federation, sent.facts["rows"]), client.reference.taps.head)
+    seen = logits_and_features(module, client.reference.taps.head, inputs_of(federation, sent.facts["rows"]))[1]
     apart = 1 - cka(sent["kernel"]["kernel"], linear_kernel(seen))
     x, y = client.x[:20], client.y[:20]
     by_hand = F.cross_entropy(module(x), y) + 0.5 * math.sqrt(3) * apart
@@ -108,7 +109,7 @@ def test_training_brings_kernels_nearer() -> None:
         for phase in federation.method.phases(client, sent):
             train_client(client, phase, 0)
         module = client.reference.network(client.view, client.weights).eval()
-        seen = features(module, inputs_of(federation, sent.facts["rows"]), client.reference.taps.head)
+        seen = logits_and_features(module, client.reference.taps.head, inputs_of(federation, sent.facts["rows"]))[1]
         found[eta] = float(cka(sent["kernel"]["kernel"], linear_kernel(seen)))
     assert found[5.0] > found[0.0] + 0.02
 

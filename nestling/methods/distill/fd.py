@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, Replies, State, World, kept, made
-from nestling.methods.representation.class_means import STATISTICS, TellsByClass, class_means, gap, look, spread
+from nestling.methods.representation.class_means import STATISTICS, TOLD, TellsByClass, class_means, gap, look, spread
 from nestling.settings import NotNegative, Positive
 from nestling.store import Records
 from nestling.training.objectives import Batch, Given, Net, divergence
@@ -55,6 +55,7 @@ class FD(TellsByClass):
     )
 
     counted = False
+    parts = (replace(TOLD, down=lambda method, device, piece, round: method.rows_for(device, round)),)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
         return {LOGITS: (classes,)}
@@ -67,14 +68,24 @@ class FD(TellsByClass):
         self.tellers = torch.zeros(world.classes, dtype=torch.int64, device=world.place)
         self.records = Records(world.store)
 
-    def send(self, device: Device, piece: Piece, round: int) -> Message:
+    def alike(self, device: Device, piece: Piece) -> str | None:
+        return None if self.others else ""
+
+    def facts(self, device: Device, piece: Piece, round: int) -> dict[str, list[int]]:
+        return {"classes": self._teacher(device, round)[0].tolist()}
+
+    def rows_for(self, device: Device, round: int) -> State:
+        """A device's teacher: a row a class."""
+        classes, total, tellers = self._teacher(device, round)
+        return {LOGITS: (total[classes] / tellers[classes, None]).float()} if len(classes) else {}
+
+    def _teacher(self, device: Device, round: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The classes that a device's teacher knows, the sum of what was told of all classes, and by how many."""
         total, tellers = self.total, self.tellers
         if self.others:
             own, told = self._last(device.id)
             total, tellers = total - own, tellers - told
-        classes = (tellers > 0).nonzero().flatten()
-        rows = (total[classes] / tellers[classes, None]).float()
-        return Message({STATISTICS: {LOGITS: rows}} if len(classes) else {}, {"classes": classes.tolist()})
+        return (tellers > 0).nonzero().flatten(), total, tellers
 
     def _last(self, client: int) -> tuple[Tensor, Tensor]:
         """What a client told last, as a part of the total: its logits, and 1 for each class it told of."""

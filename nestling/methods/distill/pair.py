@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from nestling.devices.fit import RATIOS
 from nestling.methods.api import Client, Contribution, Info, Message, Phases, Reference, Replies, State, kept, made, merge
 from nestling.methods.part import Part, Parts, Tensors
-from nestling.methods.personal import WEIGHTS, Personal
+from nestling.methods.personal import Personal
 from nestling.models.taps import Taps
 from nestling.settings import UnitShare
+from nestling.training.memory import sectioned
 from nestling.training.objectives import Objective
 from nestling.world import Device, Model, World, ratio_cost, ratio_view
 
@@ -111,7 +112,7 @@ class Pairs(Personal):
         return [client.train.phase(client.round, objective=self.objective(client))]
 
     def keep(self, client: Client, received: Message) -> None:
-        client.memory = {WEIGHTS + name: t for name, t in client.weights.items() if not name.startswith(_OURS)}
+        client.memory = sectioned(weights={n: t for n, t in client.weights.items() if not n.startswith(_OURS)})
 
 
 def meme_of(state: Tensors) -> State:

@@ -20,7 +20,7 @@ from nestling.methods.api import Client, Device, Message, Piece, Replies, State,
 from nestling.methods.part import Fact, Facts, Part, Parts
 from nestling.methods.personal import Personal, common_features
 from nestling.models.embedding import with_features
-from nestling.models.taps import Taps, watching
+from nestling.models.taps import Taps, logits_and_features
 from nestling.settings import Whole
 from nestling.training.objectives import Given
 
@@ -110,7 +110,7 @@ def _rising(method: TellsByClass, sent: Message, said: Any) -> bool:
     return isinstance(said, list) and all(type(c) is int and 0 <= c < most for c in said) and sorted(set(said)) == said
 
 
-_TOLD = Part(STATISTICS, up=_told, like=_told_like)
+TOLD = Part(STATISTICS, up=_told, like=_told_like)
 _COUNTED = Part(COUNTS, up=_counted, like=_counted_like, when=lambda method: method.counted)
 _CLASSES = Fact(
     "classes",
@@ -124,7 +124,7 @@ _CLASSES = Fact(
 class TellsByClass(Personal):
     """Base of the methods whose clients keep their networks and tell of every class they hold: what is told, and how it is checked."""
 
-    parts: ClassVar[Parts] = (_TOLD, _COUNTED)
+    parts: ClassVar[Parts] = (TOLD, _COUNTED)
     said: ClassVar[Facts] = (_CLASSES,)
 
     @abstractmethod
@@ -170,7 +170,7 @@ class ByClass(TellsByClass):
     wide: int = made()
     table: Table = kept()
 
-    parts: ClassVar[Parts] = (replace(_TOLD, down=lambda method, *_: method.table.of(method.table.classes())), _COUNTED)
+    parts: ClassVar[Parts] = (replace(TOLD, down=lambda method, *_: method.table.of(method.table.classes())), _COUNTED)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
         return with_features(module, taps, self.wide)
@@ -195,11 +195,8 @@ class ByClass(TellsByClass):
 def look(client: Client, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The features, logits and labels of a client's (first) rows under its weights as they are now, in evaluation mode."""
     module = client.reference.network(client.view, client.weights).eval()
-    features, logits = [], []
-    for x in client.x[:rows].split(_LOOK):
-        with watching(module, (), client.reference.taps.head) as seen:
-            logits.append(module(x))
-        features.append(seen["features"])
+    head, parts = client.reference.taps.head, client.x[:rows].split(_LOOK)
+    logits, features = zip(*[logits_and_features(module, head, x) for x in parts], strict=True)
     return torch.cat(features), torch.cat(logits), client.y[:rows]
 
 

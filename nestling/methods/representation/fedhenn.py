@@ -8,12 +8,12 @@ from functools import partial
 from typing import Annotated
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nestling.methods.api import Client, Info, Message, Phases, Replies
 from nestling.methods.part import Part
 from nestling.methods.public import PublicExchange
-from nestling.models.taps import watching
+from nestling.models.taps import logits_and_features
 from nestling.settings import Bounds, NotNegative
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 
@@ -79,15 +79,10 @@ class FedHeNN(PublicExchange):
     def kernel(self, client: Client, received: Message) -> Tensor:
         """The client's kernel on the inputs of the next round."""
         module = client.reference.network(client.view, client.weights).eval()
-        seen = [features(module, part, client.reference.taps.head) for part in self.inputs(client, received).split(256)]
+        seen = [
+            logits_and_features(module, client.reference.taps.head, part)[1] for part in self.inputs(client, received).split(256)
+        ]
         return linear_kernel(torch.cat(seen))
-
-
-def features(module: nn.Module, x: Tensor, head: str) -> Tensor:
-    """What a network's head is given."""
-    with watching(module, (), head) as seen:
-        module(x)
-    return seen["features"]
 
 
 def linear_kernel(seen: Tensor) -> Tensor:
@@ -116,7 +111,7 @@ def _alike(net: Net, batch: Batch, given: Given, *, head: str) -> Tensor:
     loss = cross_entropy(net, batch, given)
     net.module.eval()
     try:
-        seen = features(net.module, given["public"][given["rad"]], head)
+        seen = logits_and_features(net.module, head, given["public"][given["rad"]])[1]
     finally:
         net.module.train()
     return loss + given["eta"] * (1 - cka(given["kernel"], linear_kernel(seen)))

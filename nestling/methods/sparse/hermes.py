@@ -13,10 +13,11 @@ import torch
 from nestling.methods.api import Client, Device, Info, InputError, Message, Model, Phases, Piece, Replies, Tensors, View
 from nestling.methods.part import WEIGHTS, Fact
 from nestling.methods.sparse.gate import HELD_OUT, PRUNINGS, PrunesItself
+from nestling.training.memory import section, sectioned
 from nestling.views import from_spec, to_spec
 from nestling.views.sparse import channel_norms, inside_of, overwritten, strongest, whole_widths
 
-_CHANNELS, _WEIGHT = "channels", "weight."
+_CHANNELS = "channels"
 
 
 _PERSONAL = replace(
@@ -97,14 +98,15 @@ class Hermes(PrunesItself):
             held = self.overlap == "holders"
             model = view.extract(self.weights) if held else overwritten(view, said["weights"], common, self.weights)
             known = {_CHANNELS: torch.from_numpy(view.keep.copy()), PRUNINGS: torch.tensor(int(said.facts[PRUNINGS]))}
-            self.records.put(reply.device.id, {**known, **{_WEIGHT + name: t for name, t in model.items()}}, round)
+            self.records.put(reply.device.id, {**known, **sectioned(weights=model)}, round)
 
     def model_for(self, device: Device) -> Model:
         known = self.records.get(device.id)
         if not known:
             return super().model_for(device)
         view = self.piece(device, 0).view
-        return Model(self.world.main, view, {name: known[_WEIGHT + name].to(self.world.place) for name in view.names})
+        own = section(known, "weights")
+        return Model(self.world.main, view, {name: own[name].to(self.world.place) for name in view.names})
 
     def global_model(self) -> None:  # type: ignore[override]
         """There is none: the mean over holders only serves clients that are new."""

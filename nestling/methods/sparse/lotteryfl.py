@@ -13,11 +13,12 @@ from nestling.methods.part import Part, Tensors
 from nestling.methods.sparse.gate import HELD_OUT, PRUNINGS, PrunesItself
 from nestling.methods.sparse.survivors import SURVIVORS
 from nestling.settings import Compat, NonZeroShare, UnitShare, Whole
+from nestling.training.memory import section, sectioned
 from nestling.training.rules import frozen_near_zero, masked_gradients
 from nestling.views import masked
 from nestling.views.sparse import masks_of, prunable, prune_lowest, restored, survivors
 
-_MASK, _BEFORE, _OWN, _CHANNELS = "mask.", "before.", "own.", "channels"
+_CHANNELS = "channels"
 
 
 _MASKS = Part("mask", up=lambda method, client, _: method.mask_of(client), like=lambda method, piece, _: method.mask_of(piece))
@@ -63,7 +64,7 @@ class LotteryFL(PrunesItself):
         known = self._here(self.records.get(device.id))
         if not known:
             return device.piece
-        return Piece(device.piece.reference, masked(device.piece.view, _part(known, _MASK)))
+        return Piece(device.piece.reference, masked(device.piece.view, section(known, "mask")))
 
     def weights_for(self, piece: Piece) -> Tensors:
         whole = super().weights_for(piece)
@@ -88,11 +89,11 @@ class LotteryFL(PrunesItself):
 
     def model_for(self, device: Device) -> Model:
         memory = self._here(self.world.store.get(device.id))
-        own = _part(memory, _OWN)
+        own = section(memory, "own")
         if not own:
             return super().model_for(device)
         # Its own model is of the piece that it had last, which may not be the one it has at rest.
-        view = masked(View(self.world.main.axes, memory[_CHANNELS].cpu().numpy()), _part(memory, _MASK))
+        view = masked(View(self.world.main.axes, memory[_CHANNELS].cpu().numpy()), section(memory, "mask"))
         return Model(self.world.main, view, restored(view, own))
 
     def _here(self, state: State) -> State:
@@ -105,13 +106,13 @@ class LotteryFL(PrunesItself):
 
     def start(self, client: Client, received: Message) -> Tensors:
         known, memory = int(received.facts[PRUNINGS]), client.memory
-        masks = _part(memory, _MASK if int(memory.get(PRUNINGS, 0)) == known else _BEFORE)
+        masks = section(memory, "mask" if int(memory.get(PRUNINGS, 0)) == known else "before")
         client.view = masked(client.view, masks)
         weights = restored(client.view, received["weights"])
         client.memory = _remembered(known, masks)
         if self.opens(client, weights, known):
             client.view = self._ticket(Piece(client.reference, client.view), weights)
-            client.memory = {**_remembered(known + 1, client.view.masks), **_named(_BEFORE, masks)}
+            client.memory = {**_remembered(known + 1, client.view.masks), **sectioned(before=masks)}
             return client.view.extract(client.reference.initial)
         return weights
 
@@ -124,17 +125,9 @@ class LotteryFL(PrunesItself):
 
     def keep(self, client: Client, received: Message) -> None:
         if self.personal == "trained":
-            own = _named(_OWN, survivors(client.view, client.weights))
+            own = sectioned(own=survivors(client.view, client.weights))
             client.memory = {**client.memory, **own, _CHANNELS: torch.from_numpy(client.view.keep.copy())}
 
 
 def _remembered(prunings: int, masks: Tensors) -> State:
-    return {PRUNINGS: torch.tensor(prunings), **_named(_MASK, masks)} if prunings else {}
-
-
-def _named(prefix: str, state: Tensors) -> State:
-    return {prefix + name: tensor for name, tensor in state.items()}
-
-
-def _part(state: Tensors, prefix: str) -> State:
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return {PRUNINGS: torch.tensor(prunings), **sectioned(mask=masks)} if prunings else {}
