@@ -16,6 +16,7 @@ from typing import Any
 
 from nestling.fair import GROUPS
 from nestling.methods import METHODS, Method, method_class
+from nestling.methods.part import Part
 from nestling.settings import allowed
 
 HERE = Path(__file__).resolve().parent / "methods"
@@ -41,6 +42,7 @@ def page(name: str, method: type[Method], row: dict[str, Any] | None, floors: li
         "what may differ": info.heterogeneity,
         "extra data": info.auxiliary,
         "global model": "yes" if info.global_model else "no",
+        **({} if _own_messages(method) else {"messages": _messages(method)}),
         "paper": info.paper,
         "evidence": info.evidence,
         "compared with": f"group {info.group}: {GROUPS[info.group].title}" if info.group else "every group",
@@ -50,6 +52,22 @@ def page(name: str, method: type[Method], row: dict[str, Any] | None, floors: li
     parts += [told, "", "## Settings", "", *_settings(method, meanings), ""]
     parts += ["```sh", f"nestling run --set method.name={name}", "```", "", "## Measured", "", _measured(row, floors), ""]
     return "\n".join(parts)
+
+
+def _own_messages(method: type[Method]) -> bool:
+    """Whether a method makes its messages otherwise than from its parts."""
+    return method.send is not Method.send or method.reply is not Method.reply
+
+
+def _messages(method: type[Method]) -> str:
+    """The parts of messages, and what replies say beside them."""
+    down = [_part(part) for part in method.parts if part.down]
+    up = [_part(part) for part in method.parts if part.up] + [f"`{fact.name}`" for fact in method.said]
+    return f"down {', '.join(down) or 'nothing'}; up {', '.join(up) or 'nothing'}"
+
+
+def _part(part: Part) -> str:
+    return f"`{part.name}`" + (" (where it is set so)" if part.when else "")
 
 
 def index() -> str:

@@ -1,17 +1,13 @@
-"""A method of your own in one short file: the mean over views, but with momentum on the server.
-
-python examples/own_method.py
-"""
+"""A method of your own that moves weights: the mean over views, but with momentum on the server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 import nestling
-from nestling.methods.api import Info, Reply, SharedWeights, State, World, kept
+from nestling.methods.api import Info, Replies, SharedWeights, State, World, kept
 from nestling.settings import ShareBelowOne
 
 
@@ -28,7 +24,7 @@ class ServerMomentum(SharedWeights):
         super().setup(world)
         self.velocity = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
 
-    def merge(self, replies: Sequence[Reply], round: int) -> None:
+    def merge(self, replies: Replies, round: int) -> None:
         before = self.weights
         super().merge(replies, round)
         self.velocity = {n: self.beta * self.velocity[n] + self.weights[n] - before[n] for n in before}
