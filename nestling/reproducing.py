@@ -93,6 +93,7 @@ class Outcome:
     minutes: float = 0.0
     device: str = ""
     commit: str = ""
+    set: list[str] = field(default_factory=list)  # fields that were not played as the paper's file says
 
 
 def names() -> list[str]:
@@ -173,8 +174,12 @@ def _go_on(experiment: Experiment, folder: Path, overrides: tuple[str, ...], wat
         raise InputError(f"the run in {folder} is of another experiment", field="--set", fix="give --runs another folder")
     done = RunFolder(folder).read_json(SUMMARY) or {}
     if done.get("rounds_done", 0) < experiment.rounds:
-        kept = tuple(o for o in overrides if o.split("=")[0].strip().split(".")[0] in FREE)
-        running.resume(folder, watcher=watcher, overrides=kept)
+        running.resume(folder, watcher=watcher, overrides=tuple(filter(_free, overrides)))
+
+
+def _free(override: str) -> bool:
+    """Whether it changes how a run is played and not what it is."""
+    return override.split("=")[0].strip().split(".")[0] in FREE
 
 
 def _fixed(experiment: Experiment) -> dict[str, Any]:
@@ -184,7 +189,7 @@ def _fixed(experiment: Experiment) -> dict[str, Any]:
 def outcome_of(paper: Paper, line: str, seed: int, folder: Path, overrides: tuple[str, ...] = ()) -> Outcome:
     """How a run stands, from its folder."""
     experiment = paper.of(line, seed, overrides)
-    found = Outcome(line, experiment.seed, experiment.rounds)
+    found = Outcome(line, experiment.seed, experiment.rounds, set=[o for o in overrides if not _free(o)])
     rows = RunFolder(folder).metrics() if folder.is_dir() else []
     tested = [(row["round"], value) for row in rows if (value := _measured(paper.measure, row)) is not None]
     if not rows:
@@ -240,11 +245,11 @@ def check_file(paper: Paper, path: Path, field: str = "--out") -> None:
 def save(paper: Paper, outcomes: Iterable[Outcome], path: Path) -> None:
     """Writes the small file. What it has of other runs of the table stays: lines may be played one by one."""
     new = [outcome for outcome in outcomes if outcome.done]
-    runs = {(outcome.line, outcome.seed): outcome for outcome in (*_saved(paper, path), *new)}
+    runs = {(outcome.line, outcome.seed, *outcome.set): outcome for outcome in (*_saved(paper, path), *new)}
     order = list(paper.lines)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, to_json(paper, sorted(runs.values(), key=lambda run: (order.index(run.line), run.seed))))
+        write_atomic(path, to_json(paper, sorted(runs.values(), key=lambda run: (run.set, order.index(run.line), run.seed))))
 
 
 def _saved(paper: Paper, path: Path) -> list[Outcome]:
@@ -280,7 +285,7 @@ def table_of(paper: Paper, outcomes: Iterable[Outcome]) -> Table:
             for target, theirs in zip(paper.targets, published, strict=True)
         ]
         table.add_row(
-            found.line,
+            " ".join([found.line, *(f"[{change}]" for change in found.set)]),
             str(found.seed),
             f"{found.done} of {found.rounds}",
             *rounds,

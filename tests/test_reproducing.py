@@ -154,6 +154,17 @@ def test_lines_that_are_played_one_by_one_stand_in_one_file(paper: Path, tmp_pat
         save(found, [longer], out)
 
 
+def test_what_was_played_otherwise_is_said_and_stands_beside_it(paper: Path, tmp_path: Path) -> None:
+    found, out = read(str(paper)), tmp_path / "results.json"
+    line = next(iter(found.lines))
+    for number, changes in enumerate([(), ("train.lr=0.01",)]):
+        played = reproduce(found, tmp_path / f"runs{number}", lines=[line], seeds=1, overrides=("rounds=1", *changes))
+        save(found, played, out)
+    ours = json.loads(out.read_text())["ours"]
+    assert [(run["line"], run["set"]) for run in ours] == [(line, []), (line, ["train.lr=0.01"])]
+    assert ours[0]["last"] != ours[1]["last"]
+
+
 def test_runs_of_another_experiment_are_not_gone_on_with(paper: Path, tmp_path: Path) -> None:
     found = read(str(paper))
     reproduce(found, tmp_path / "runs", lines=["HeteroFL"], seeds=1, overrides=("rounds=1",))
