@@ -37,7 +37,7 @@ from tests.methods.test_draftfed import SCARCE
 from tests.methods.test_feddf import LEARNING as FEDDF
 from tests.methods.test_fedet import LEARNING as FEDET
 
-SIZES = {"mnist12k": 10_000, "fashion-mnist": 60_000, "cifar-10": 50_000}
+SIZES = {"mnist12k": 10_000, "fashion-mnist": 60_000}
 """The training rows of a data set: shares of public rows are shares of the first one's."""
 DIGITS = next(iter(SIZES))
 
