@@ -1,6 +1,6 @@
 """The table of the sub-model methods: Fashion-MNIST, Dirichlet(0.5), 100 clients, ten a round, five tiers, three seeds.
 
-    NESTLING_DATA=FOLDER python benchmarks/fashion_table.py [--lines a,b] [--seeds 3] [--rounds 300] [--device cpu|cuda] [--workers 2]
+    NESTLING_DATA=FOLDER python benchmarks/fashion_table.py [--lines a,A:b] [--seeds 3] [--rounds 300] [--device cpu|cuda] [--workers 2]
         [--cache FILE] [--write]
 
 Every tier has a budget of parameters, the same for all methods of a group: those of a network of that width, or in group B, where the
@@ -8,7 +8,7 @@ network is cut in depth, that share of its parameters. What a method really trai
 budget more or less closely. The learning rate is the best of three, the same three for every method: each is tried in one run of a
 third of the rounds, with a seed of its own, on 10 000 training rows that are held out for this and for nothing else. Accuracies are
 means over the last five tests, one every thirtieth of the run. Runs that the cache already holds are not played again. `--write` puts
-the tables into docs/results.md and the rows into docs/methods/measured.json.
+the tables into docs/results.md, group by group, and the rows into docs/methods/measured.json.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def main() -> None:
     }
     found = played(play, wanted, chosen)
     rows = {line: [found[_key(*line, seed, rates[line], chosen.rounds)] for seed in seeds] for line in lines}
-    text = tables(rows)
-    print(text)
+    texts = tables(rows)
+    print("\n\n".join(texts.values()))
     if chosen.write:
-        _write(text, rows, chosen.rounds)
+        _write(texts, rows, chosen.rounds)
 
 
 def chosen_rates(lines: list[tuple[str, str]], chosen: Any) -> dict[tuple[str, str], float]:
@@ -152,22 +152,25 @@ def _called(network: Named) -> str:
     return f"{network.name} with exits" if "exits" in network.options else network.name
 
 
-def tables(rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+def tables(rows: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, str]:
     """A table for every group that has lines."""
-    parts = []
+    found = {}
     for group, fair in GROUPS.items():
         own = {name: found for (where, name), found in rows.items() if where == group}
-        if not own:
-            continue
-        parts.append(f"**Group {group}: {fair.title}.** Measured by {fair.metric}.\n")
-        parts.append(f"| method | network | {' | '.join(COLUMNS)} |")
-        parts.append("|" + "---|" * (2 + len(COLUMNS)))
-        parts += [
-            f"| {method_class(n).info.title} | {_called(_network(group, n))} | {_cells(group, found, own.get(FLOOR))} |"
-            for n, found in own.items()
-        ]
-        parts.append("")
-    return "\n".join(parts)
+        if own:
+            found[group] = "\n".join(
+                [
+                    f"**Group {group}: {fair.title}.** Measured by {fair.metric}.",
+                    "",
+                    f"| method | network | {' | '.join(COLUMNS)} |",
+                    "|" + "---|" * (2 + len(COLUMNS)),
+                    *(
+                        f"| {method_class(n).info.title} | {_called(_network(group, n))} | {_cells(group, seeds, own.get(FLOOR))} |"
+                        for n, seeds in own.items()
+                    ),
+                ]
+            )
+    return found
 
 
 def _cells(group: str, found: list[dict[str, Any]], floor: list[dict[str, Any]] | None) -> str:
@@ -179,13 +182,14 @@ def _cells(group: str, found: list[dict[str, Any]], floor: list[dict[str, Any]] 
 
 
 def lines_of(chosen: str) -> list[tuple[str, str]]:
-    """(group, method) for every line; `chosen` names methods, separated by commas (empty: all)."""
+    """(group, method) for every line; `chosen` names methods, or one group's (A:fedavg), separated by commas (empty: all)."""
     groups = ("A", "B", "C", "G")
     own = [(group, name) for group in groups for name in METHODS if method_class(name).info.group == group]
     common = [(group, name) for group in groups for name in EVERYWHERE]
     names = chosen.split(",") if chosen else list(METHODS)
     return sorted(
-        [line for line in (*own, *common) if line[1] in names], key=lambda line: (line[0], line[1] in EVERYWHERE, line[1])
+        [line for line in (*own, *common) if line[1] in names or ":".join(line) in names],
+        key=lambda line: (line[0], line[1] in EVERYWHERE, line[1]),
     )
 
 
@@ -193,8 +197,9 @@ def _key(group: str, name: str, seed: int, lr: float, rounds: int) -> str:
     return f"{name} {_network(group, name).name} {seed}, {rounds} rounds at {lr:g}"
 
 
-def _write(text: str, rows: dict[tuple[str, str], list[dict[str, Any]]], rounds: int) -> None:
-    write("fashion table", text)
+def _write(texts: dict[str, str], rows: dict[tuple[str, str], list[dict[str, Any]]], rounds: int) -> None:
+    for group, text in texts.items():
+        write(f"fashion table, group {group}", text)
     # Reversed, so that a method that stands in several tables has the row of the first.
     measured = {
         name: Measured(_called(_network(g, name)), _cells(g, found, rows.get((g, FLOOR))))

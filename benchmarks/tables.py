@@ -55,7 +55,7 @@ def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], ch
                 continue
             row = known[name] = done.result()
             cache.write_text(json.dumps(known, indent=1))
-            shares = [f"{key} {value:.2%}" for key, value in row.items() if isinstance(value, float) and value <= 1]
+            shares = [f"{k} {v:.2%}" for k, v in row.items() if isinstance(v, float) and v <= 1 and k != "lr"]
             print(f"{name}: {', '.join(shares)}, {row['seconds']:.0f} s", flush=True)
     if lost := [name for name in wanted if name not in known]:
         raise SystemExit(f"{len(lost)} runs failed: {', '.join(lost)}")
