@@ -183,7 +183,7 @@ def test_a_device_short_of_memory_trains_the_largest_that_fits() -> None:
 def test_a_reply_of_a_model_that_was_not_sent_is_refused(word: Any) -> None:
     federation = made(**UNCERTAIN)
     _, (_, piece, sent) = outcome(federation, federation.method, 0, number=2, fits=2)
-    with pytest.raises(InputError, match="not one up to the dispatched"):
+    with pytest.raises(InputError, match="one up to the dispatched, cannot be"):
         federation.method.returned(piece, sent, {"trained": word})
 
 

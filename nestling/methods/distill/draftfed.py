@@ -113,7 +113,7 @@ class DraftFed(Personal):
     def merge(self, replies: Replies, round: int) -> None:
         said: dict[Key, list[Tensors]] = {}
         for reply in replies:
-            said.setdefault(key_of(reply.piece), []).append(reply.message["drafts"])
+            said.setdefault(key_of(reply.piece), []).append(reply.message.parts.get("drafts", {}))
         if not said:
             return
         pools = [Pool.of(self.networks[key].depth, own) for key, own in said.items()]
