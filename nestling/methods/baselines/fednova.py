@@ -22,8 +22,6 @@ _UPDATE = Part(
     up=lambda method, client, received: method.update(client, received),
     like=lambda method, piece, sent: sent["weights"],
 )
-
-
 _STEPS = Fact(
     "effective_steps",
     lambda method, client, received: method.steps(client, received),

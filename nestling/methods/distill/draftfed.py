@@ -21,8 +21,6 @@ from nestling.seeds import derive
 from nestling.settings import Count, NotNegative
 
 _TARGETS = Part("targets", lambda method, device, piece, round: method.targets.get(method.alike(device, piece), {}))
-
-
 _DRAFTS = Part(
     "drafts",
     up=lambda method, client, received: client.memory,  # where its phases put them

@@ -31,12 +31,8 @@ _HEAD = Part(
     lambda method, device, piece, round: {} if method.full else method.weights,
     lambda method, client, received: head_of(client.weights, client.reference.taps.head) if "head" in received else {},
 )
-
-
 # Before anybody has answered the generator knows nothing.
 _GENERATOR = Part("generator", lambda method, device, piece, round: method.generator if method.seen.any() else {})
-
-
 _SEEN = Part("classes", lambda method, device, piece, round: {"seen": method.seen} if method.seen.any() else {})
 
 

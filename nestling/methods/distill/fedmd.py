@@ -19,8 +19,6 @@ from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
 
 _CONSENSUS = Part("consensus", lambda method, device, piece, round: method.known)
-
-
 _LABELS = Part("labels", lambda method, device, piece, round: method.labels_for(device))
 
 

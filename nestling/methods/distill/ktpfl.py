@@ -20,8 +20,6 @@ from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
 
 _TARGET = Part("target", lambda method, device, piece, round: method.target(device))
-
-
 _PREDICTIONS = Part(
     "predictions",
     up=lambda method, client, received: {"predictions": (method.said_of(client, received) / method.temperature).softmax(-1)},

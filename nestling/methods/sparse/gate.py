@@ -26,8 +26,6 @@ PRUNINGS = "prunings"
 """The name of how often a client has pruned, in facts and in what is kept of it."""
 
 _FIRST = "first row in use"
-
-
 _PRUNED = Fact(
     PRUNINGS,
     lambda method, client, received: int(client.memory.get(PRUNINGS, 0)),

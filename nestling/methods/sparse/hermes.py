@@ -18,16 +18,12 @@ from nestling.views import from_spec, to_spec
 from nestling.views.sparse import channel_norms, inside_of, overwritten, strongest, whole_widths
 
 _CHANNELS = "channels"
-
-
 _PERSONAL = replace(
     WEIGHTS,
     down=lambda method, device, piece, round: method.model_for(device).state,
     up=lambda method, client, received: {name: client.weights[name] for name in client.view.names},
     like=lambda method, piece, sent: {n: method.weights[n].new_empty(shape) for n, shape in piece.view.shapes.items()},
 )
-
-
 _KEPT = Fact(
     "index",
     lambda method, client, received: to_spec(client.view)["index"],

@@ -19,8 +19,6 @@ from nestling.views import masked
 from nestling.views.sparse import masks_of, prunable, prune_lowest, restored, survivors
 
 _CHANNELS = "channels"
-
-
 _MASKS = Part("mask", up=lambda method, client, _: method.mask_of(client), like=lambda method, piece, _: method.mask_of(piece))
 
 

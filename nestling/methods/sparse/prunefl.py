@@ -22,8 +22,6 @@ from nestling.views.sparse import flagged, like_survivors, masks_of, prunable, r
 from nestling.world import Device, Piece, World
 
 _MASK = Part("mask", lambda method, device, piece, round: masks_of(piece.view))
-
-
 _SQUARES = Part(
     "squares",
     up=lambda method, client, received: method.squares(client, received),

@@ -22,18 +22,12 @@ from nestling.views.nested import within
 from nestling.views.view import take
 
 LEVELS = (0.25, 0.5, 1.0)
-
-
 _DISPATCHED = replace(
     WEIGHTS,
     down=lambda method, device, piece, round: method.dispatched(device, piece, round),
     like=lambda method, piece, sent: piece.reference.network(piece.view).state_dict(),
 )
-
-
 _IDLE = Part("apoz", lambda method, device, piece, round: method.idle)
-
-
 _TRAINED = Fact(
     "trained",
     lambda method, client, received: received.facts["fits"],
