@@ -15,9 +15,9 @@ from tables import megabytes, options, played, spread
 
 import nestling
 from nestling import EngineConfig, Experiment
-from nestling.evaluation import evaluate
 from nestling.methods import method_class
 from nestling.methods.server import Server
+from nestling.runs.evaluation import evaluate
 
 ORDER = ("shared-average", "shared-distill", "heterofl", "fedavg", "decoupled", "local", "all-large")
 FLOOR, AVERAGE = "fedavg", 5

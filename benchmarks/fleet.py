@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.fleet import certs
-from nestling.fleet.processes import Keeper, Program, flower_command, flower_env, free_port
+from nestling.fleet.care import certs
+from nestling.fleet.care.processes import Keeper, Program, flower_command, flower_env, free_port
 
 NODES = 4
 SECONDS = 1200.0

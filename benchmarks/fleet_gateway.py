@@ -26,20 +26,21 @@ from typing import Any
 import torch
 
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
 from nestling.engines.engine import Engine
-from nestling.federation import Federation
-from nestling.fleet import certs, local
-from nestling.fleet.broker import Broker, write_broker
-from nestling.fleet.courier import LoopCourier
-from nestling.fleet.engine import Patience
-from nestling.fleet.mqtt_device import MqttDevice, Unwanted
-from nestling.fleet.processes import free_port
-from nestling.fleet.serving import enliven
-from nestling.rounds import play
-from nestling.tiny.data import pack
-from nestling.tiny.job import Done
-from nestling.tiny.orders import Orders
+from nestling.fleet.care import certs
+from nestling.fleet.care.processes import free_port
+from nestling.fleet.node.broker import Broker, write_broker
+from nestling.fleet.node.mqtt_device import MqttDevice, Unwanted
+from nestling.fleet.protocol import local
+from nestling.fleet.protocol.courier import LoopCourier
+from nestling.fleet.server.engine import Patience
+from nestling.fleet.server.serving import enliven
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
+from nestling.tiny.link.orders import Orders
+from nestling.tiny.runtime.data import pack
+from nestling.tiny.runtime.job import Done
 from nestling.training.client import Outcome, Task
 
 NAME = "gw"
@@ -230,7 +231,7 @@ def measure(folder: Path, devices: int, rounds: int, tell: Callable[[str], None]
         path = gateway_file(folder, mosquitto.as_user("gateway"), names, absence=2.0)
         processes.append(_start("--play", folder, mosquitto.port, json.dumps(dying)))
         socket = folder / "socket"
-        words = ["-m", "nestling.fleet.gateway", "--socket", socket, "--folder", folder / NAME]
+        words = ["-m", "nestling.fleet.node.gateway", "--socket", socket, "--folder", folder / NAME]
         gateway = _start(*words, "--name", NAME, "--devices", path)
         processes.append(gateway)
         courier = LoopCourier({1: lambda letter: local.ask(socket, letter, start=120.0)})

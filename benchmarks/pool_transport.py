@@ -22,12 +22,12 @@ import torch
 import torch.multiprocessing as mp
 
 from nestling import SplitConfig, Train
-from nestling.assemble import reference_network
 from nestling.data import make_split
 from nestling.engines import Engine, Inline, Pool
 from nestling.engines.pool import _main_script_hidden
 from nestling.message import Message
 from nestling.methods.method import Method
+from nestling.runs.assemble import reference_network
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
 from nestling.views import to_spec
 

@@ -19,8 +19,8 @@ from torch import nn
 
 import nestling
 from nestling import Data, EngineConfig, Experiment, SplitConfig
-from nestling.assemble import assemble
 from nestling.methods import method_class
+from nestling.runs.assemble import assemble
 from nestling.training.trainer import train
 
 METHODS = ("shared-average", "heterofl", "fedrolex", "fedavg", "local", "all-large")

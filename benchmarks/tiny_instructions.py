@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from nestling.devices.catalogue import mark
-from nestling.tiny import boards, timing
-from nestling.tiny.data import pack
-from nestling.tiny.job import Job, Step
+from nestling.tiny.boards import table as boards
+from nestling.tiny.link import timing
 from nestling.tiny.planning.descriptor import Settings
 from nestling.tiny.planning.plan import plan
+from nestling.tiny.runtime.data import pack
+from nestling.tiny.runtime.job import Job, Step
 
 SIDE, CLASSES = 28, 10
 FEW, MANY = 8, 24

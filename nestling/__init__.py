@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         Tier,
         Train,
     )
-    from nestling.running import Result, Watcher, resume, run
+    from nestling.runs.run import Result, Watcher, resume, run
 
 _HOME = {
     "InputError": "nestling.errors",
@@ -36,7 +36,7 @@ _HOME = {
         ("Data", "EngineConfig", "Evaluation", "Experiment", "FleetConfig", "Named", "Server", "SplitConfig", "Tier", "Train"),
         "nestling.experiment",
     ),
-    **dict.fromkeys(("Result", "Watcher", "resume", "run"), "nestling.running"),
+    **dict.fromkeys(("Result", "Watcher", "resume", "run"), "nestling.runs.run"),
 }
 
 __all__ = [

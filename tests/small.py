@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.federation import Federation
 from nestling.methods import method_class
+from nestling.runs.federation import Federation
 from nestling.training.client import Task
 
 TIERS = (

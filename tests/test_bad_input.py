@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor, nn
 
 import nestling
-import nestling.rounds
+import nestling.runs.loop
 from nestling.cli import main
 from tests.small import small
 
@@ -268,7 +268,7 @@ def test_a_full_disk_at_the_start_leaves_nothing(
 def test_a_full_disk_later_keeps_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fill(metrics: nestling.rounds.Metrics) -> None:
+    def fill(metrics: nestling.runs.loop.Metrics) -> None:
         if metrics["round"] == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
 
@@ -302,6 +302,6 @@ class file_limit:
 
 
 def test_our_own_faults_are_exit_code_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("nestling.listing.method_rows", lambda: 1 / 0)
+    monkeypatch.setattr("nestling.cli.listing.method_rows", lambda: 1 / 0)
     assert call(["methods"], monkeypatch) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nestling
-from nestling.evaluation import Tested, _hits, _predict, _test_nested, stacked_hits
+from nestling.runs.evaluation import Tested, _hits, _predict, _test_nested, stacked_hits
 from tests.small import small
 
 
@@ -22,7 +22,7 @@ def test_a_stack_of_models_is_tested_like_each_of_them() -> None:
 
 def test_the_global_model_is_not_tested_twice(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     seen = []
-    monkeypatch.setattr("nestling.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
+    monkeypatch.setattr("nestling.runs.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
     nestling.run(small("all-large", rounds=1))
     assert len(seen) == 1
     seen.clear()
@@ -32,7 +32,7 @@ def test_the_global_model_is_not_tested_twice(monkeypatch) -> None:  # type: ign
 
 def test_equal_parts_with_other_weights_are_tested_each(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     seen = []
-    monkeypatch.setattr("nestling.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
+    monkeypatch.setattr("nestling.runs.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
     tiers = (nestling.Tier(name="one", ratio=1.0, count=1), nestling.Tier(name="other", ratio=1.0, count=1))
     nestling.run(small("local", rounds=1, participants=0, fleet=nestling.FleetConfig(tiers=tiers)))
     assert len(seen) == 2  # two clients with the same network and two models
@@ -54,7 +54,7 @@ def test_any_number_of_threads_sees_the_same(monkeypatch) -> None:  # type: igno
     module, x = Keeping().eval(), torch.randn(90, 6)
     found = []
     for threads in (1, 2, 3, 50):
-        monkeypatch.setattr("nestling.evaluation.cores", lambda threads=threads: threads)
+        monkeypatch.setattr("nestling.runs.evaluation.cores", lambda threads=threads: threads)
         found.append(_predict(module, x, 7))
     assert all(torch.equal(f, module(x).argmax(-1)) for f in found)
 

@@ -10,8 +10,8 @@ import pytest
 
 import nestling
 from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, SplitConfig, Tier, Train
-from nestling.assemble import assemble
 from nestling.errors import InputError
+from nestling.runs.assemble import assemble
 
 LISTED: tuple[dict[str, Any], ...] = (
     {"name": "densenet121", "width": 0.125},

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestling import Experiment, InputError, reproducing
-from nestling.assemble import assemble, reference_network
+from nestling import Experiment, InputError
 from nestling.cli import app
 from nestling.data import DATASETS
 from nestling.devices import Budget, make_fleet
 from nestling.methods.submodel.flexfl import FlexFL
 from nestling.models import build
-from nestling.reproducing import joined, names, outcome_of, read, reproduce, save
-from nestling.running import Watcher
+from nestling.runs import reproduction as reproducing
+from nestling.runs.assemble import assemble, reference_network
+from nestling.runs.reproduction import joined, names, outcome_of, read, reproduce, save
+from nestling.runs.run import Watcher
 from nestling.world import plan_tiers
 from tests.small import small
 

@@ -12,11 +12,11 @@ import torch
 
 import nestling
 from nestling import EngineConfig, FleetConfig, SplitConfig, Train
-from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort
 from nestling.message import Message
 from nestling.methods import Reply, SharedWeights
-from nestling.rounds import play
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.loop import play
 from nestling.training.client import Outcome, Task
 from nestling.views.flat import Row
 from tests.small import TIERS, small

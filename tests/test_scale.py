@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.million_devices import experiment
-from nestling.assemble import assemble, site_of
-from nestling.rounds import play
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.loop import play
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "million_devices.py"
 SMALL, LARGE = 10_000, 1_000_000

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from nestling import Evaluation, FleetConfig, Tier
-from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort, Engine, Inline
-from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods import METHODS
-from nestling.rounds import play
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
 from nestling.training.client import Outcome, Task
 from nestling.views.flat import Row
 from tests.small import small

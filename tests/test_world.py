@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from nestling import FleetConfig, Tier
-from nestling.assemble import assemble, reference_network
 from nestling.devices.fit import exceeded
 from nestling.methods.allocation import Ladder
 from nestling.models import MODELS, build
+from nestling.runs.assemble import assemble, reference_network
 from nestling.views import Reference, prefix
 from nestling.world import Piece, World, piece_cost
 from tests.small import NETWORKS, small

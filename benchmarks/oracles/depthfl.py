@@ -35,10 +35,10 @@ from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, names_of, our_ba
 from torch import Tensor, nn
 
 from nestling import Named
-from nestling.assemble import assemble
-from nestling.federation import Federation
 from nestling.models import ExitNet
 from nestling.models.parts import named
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 from nestling.views import State
 
 STAGES, TAKING_PART, ALPHA, RAMP = 4, 4, 0.1, 3

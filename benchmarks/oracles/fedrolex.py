@@ -23,8 +23,8 @@ from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, replies_of, six_
 from torch import Tensor, nn
 
 from nestling import Named
-from nestling.assemble import assemble
 from nestling.methods import Reply
+from nestling.runs.assemble import assemble
 
 RATES = (1.0, 0.5, 0.25)
 CONFIG: dict[str, Any] = {

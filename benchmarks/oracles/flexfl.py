@@ -26,8 +26,8 @@ from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, rep
 from torch import Tensor, nn
 
 from nestling import FleetConfig, Named, Tier
-from nestling.assemble import assemble
 from nestling.models import build
+from nestling.runs.assemble import assemble
 
 APOZ = [0.506, 0.513, 0.650, 0.618, 0.635, 0.595, 0.565, 0.607, 0.604, 0.588, 0.589, 0.810, 0.964, 0.994, 0.805]
 ARGS = argparse.Namespace(

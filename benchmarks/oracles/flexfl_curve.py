@@ -28,7 +28,7 @@ from lockstep import stub
 from torch.utils.data import TensorDataset
 
 from nestling import data
-from nestling.folder import RunFolder
+from nestling.runs.folder import RunFolder
 
 VGG_CIFAR10 = 9
 """The number of the preset shares of zeros."""

@@ -21,9 +21,9 @@ from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, our_batches, six
 from torch import Tensor
 
 from nestling import Named
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
-from nestling.rounds import play
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
 
 RATES, CHANNELS = (1.0, 0.5, 0.25), (8, 16, 32)
 NORMS = {"none": "none", "bn": "batch", "gn": "group"}

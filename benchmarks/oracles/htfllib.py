@@ -25,9 +25,9 @@ from lockstep import CLIENTS, Oracle, Split, apart, lay_out_as_they_do, our_batc
 from torch import Tensor
 
 from nestling import Named
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
-from nestling.rounds import play
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
 
 
 @dataclass

@@ -27,10 +27,10 @@ from lockstep import CLIENTS, Split, lay_out_as_they_do, six_clients
 from torch import nn
 
 from nestling import Named
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.methods.distill.pair import Pair
-from nestling.rounds import play
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
 
 RATE = 0.05
 

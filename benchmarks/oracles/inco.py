@@ -33,8 +33,8 @@ from lockstep import APART, apart, lay_out_as_they_do, our_batches, replies_of, 
 from torch import Tensor, nn
 
 from nestling import Named
-from nestling.assemble import assemble
-from nestling.federation import Federation
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 
 TAKING_PART = 4
 SIZES = (0.55, 0.56, 0.795, 0.82, 0.995, 1.0)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.assemble import site_of
-from nestling.federation import Federation
 from nestling.methods import Reply
+from nestling.runs.assemble import site_of
+from nestling.runs.federation import Federation
 from nestling.training import trainer
 from nestling.training.client import Task, work
 from nestling.views import State

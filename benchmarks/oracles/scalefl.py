@@ -32,11 +32,11 @@ from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, names_of, our_ba
 from torch import Tensor, nn
 
 from nestling import Named
-from nestling.assemble import assemble
-from nestling.federation import Federation
 from nestling.methods import Reply
 from nestling.models import ExitNet
 from nestling.models.parts import named
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 
 BLOCKS, EXITS, WIDTHS = (2, 2, 2), (1, 3, 5), (0.5, 0.5, 0.75, 1.0)
 SIZES = (0.2, 0.3, 0.5, 0.6, 0.9, 1.0)

@@ -70,7 +70,7 @@ class Plan:
 
 def write(task: Task, folder: Path) -> None:
     """Puts the plan of a task into a folder."""
-    from nestling.assemble import assemble
+    from nestling.runs.assemble import assemble
     from nestling.training.order import order as order_of_rows
 
     settled, federation = assemble(task.experiment)

@@ -37,7 +37,7 @@ class Tier:
     dropout: float = 0.0  # probability of vanishing in the middle of a round
     slow: float = 0.0  # sigma of the log-normal slowdown of a round
     # Where its devices train: "" in the simulation (PyTorch), "host" in the C runtime of the firmware compiled for this machine, or on
-    # a board (see `nestling.tiny.boards`), of which every device of the tier is one.
+    # a board (see `nestling.tiny.boards.table`), of which every device of the tier is one.
     board: str = ""
 
     def __post_init__(self) -> None:

@@ -20,11 +20,11 @@ from typing import Any
 from nestling.devices.fleet import Fleet
 from nestling.engines.engine import BoardReport, Engine, Event, blame
 from nestling.errors import InputError
-from nestling.tiny import native
-from nestling.tiny.data import pack as pack_data
-from nestling.tiny.job import Job
 from nestling.tiny.lab import HOST, MOST_BOARDS, Lab, Report, Settings
 from nestling.tiny.lowering import job_for, settle
+from nestling.tiny.runtime import native
+from nestling.tiny.runtime.data import pack as pack_data
+from nestling.tiny.runtime.job import Job
 from nestling.training.client import Client, ClientSide, Outcome, Site, Task, Working, working
 from nestling.training.trainer import Trained
 

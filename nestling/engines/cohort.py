@@ -18,9 +18,9 @@ from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import Engine, blame
 from nestling.engines.pool import Pool
 from nestling.training.client import ClientSide, Outcome, Site, Task
-from nestling.training.group import Group
-from nestling.training.stacked import CannotStack, train_stack
-from nestling.training.together import Losses, train_one_by_one, work_together
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.stacked import CannotStack, train_stack
+from nestling.training.stacks.together import Losses, train_one_by_one, work_together
 from nestling.views import Reference, View
 from nestling.world import Piece, piece_cost
 

@@ -1,2 +1,2 @@
 """A fleet of real devices: what travels, who is there, the server's engine and the devices' worker. Nothing here knows of a network:
-`nestling.flower` carries the bytes."""
+`nestling.fleet.flower` carries the bytes."""

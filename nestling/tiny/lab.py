@@ -25,12 +25,15 @@ from nestling.devices import FleetConfig, Tier
 from nestling.devices.units import show_bytes
 from nestling.errors import InputError
 from nestling.files import write_atomic
-from nestling.tiny import boards, children, native, timing, toolchain
-from nestling.tiny.gateway import GatewayClient
-from nestling.tiny.job import Done, Job
+from nestling.tiny.boards import children
+from nestling.tiny.boards import table as boards
+from nestling.tiny.link import timing
+from nestling.tiny.link.gateway import GatewayClient
+from nestling.tiny.runtime import native, toolchain
+from nestling.tiny.runtime.job import Done, Job
 
 if TYPE_CHECKING:
-    from nestling.tiny.emulator import Emulator
+    from nestling.tiny.boards.emulator import Emulator
 
 HOST = "host"
 """The board that is none: the C runtime compiled for this machine."""
@@ -218,7 +221,7 @@ class Lab:
 
     def _switch_on(self, client: int, blob: bytes) -> None:
         """The client's board with its data in flash, if it is not on yet."""
-        from nestling.tiny.emulator import emulator
+        from nestling.tiny.boards.emulator import emulator
 
         if client not in self.boards:
             board = emulator(self._images[self.names[client]], blob, self._socket(client), self.settings.shift).start()
@@ -247,7 +250,7 @@ class Lab:
             "parent": os.getpid(),
         }
         words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
-        self.gateway = children.start([sys.executable, "-m", "nestling.tiny.gateway", *words], self.folder / "gateway.log")
+        self.gateway = children.start([sys.executable, "-m", "nestling.tiny.link.gateway", *words], self.folder / "gateway.log")
         self._write_pids()
 
     def _keep_alive(self) -> None:

@@ -10,10 +10,10 @@ import torch
 
 import nestling
 from nestling import FleetConfig, Named, Tier
-from nestling.analysing import analyse, client_networks, sample_rows, spread, write_analysis
 from nestling.errors import InputError
 from nestling.runfiles import ANALYSIS
-from nestling.running import opened
+from nestling.runs.analysis import analyse, client_networks, sample_rows, spread, write_analysis
+from nestling.runs.run import opened
 from tests.small import small
 from tests.test_bad_input import SMALL, call
 

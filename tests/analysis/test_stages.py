@@ -10,9 +10,9 @@ from torch import nn
 
 from nestling.analysis import look
 from nestling.analysis.stages import taps_of
-from nestling.assemble import assemble
 from nestling.models import build
 from nestling.models.taps import find_taps
+from nestling.runs.assemble import assemble
 from nestling.views.depth import depth_views
 from tests.small import small
 

@@ -10,11 +10,11 @@ import torch
 
 import nestling
 from nestling import EngineConfig, Experiment, FleetConfig, Named, Tier, Train
-from nestling.assemble import assemble
 from nestling.engines import Inline
 from nestling.engines.boards import Boards
 from nestling.errors import InputError
-from nestling.tiny import toolchain
+from nestling.runs.assemble import assemble
+from nestling.tiny.runtime import toolchain
 from tests.small import TIERS, small
 
 needs_compiler = pytest.mark.skipif(

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 import nestling
 from nestling import EngineConfig, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort, Inline
 from nestling.engines.cohort import chunks
 from nestling.engines.cuda import CudaCohort, Settings, ways
 from nestling.engines.engine import ClientError
-from nestling.federation import Federation
 from nestling.methods import METHODS
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.training.client import ClientSide, Outcome, Site, Task
-from nestling.training.group import Group, groups, token
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 from nestling.training.phase import Hook, Phase
-from nestling.training.stacked import CannotStack, Looks, honours_masks, looks_of, train_stack
-from nestling.training.together import Losses, work_together
+from nestling.training.stacks.group import Group, groups, token
+from nestling.training.stacks.stacked import CannotStack, Looks, honours_masks, looks_of, train_stack
+from nestling.training.stacks.together import Losses, work_together
 from nestling.views.flat import Row
 from nestling.where import CPU
 from tests.small import small, tasks_of

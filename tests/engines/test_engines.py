@@ -10,12 +10,12 @@ import torch
 
 import nestling
 import nestling.message
-import nestling.rounds
+import nestling.runs.loop
 from nestling import EngineConfig
-from nestling.assemble import assemble, site_of
 from nestling.engines import ClientError, Inline, Pool, make_engine
 from nestling.errors import InputError
 from nestling.methods import METHODS
+from nestling.runs.assemble import assemble, site_of
 from nestling.training.client import Task
 from tests.small import small, tasks_of
 

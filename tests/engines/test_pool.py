@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 import nestling
-import nestling.rounds
+import nestling.runs.loop
 from nestling import FleetConfig
-from nestling.assemble import assemble, site_of
 from nestling.engines import ClientError, Inline, Pool
 from nestling.engines.pool import DEPTH, each
 from nestling.engines.shared_memory import Packet, Part, Place, Spare, _Header
 from nestling.message import Message
 from nestling.methods.method import Method
+from nestling.runs.assemble import assemble, site_of
 from nestling.training.client import ClientSide, Outcome, Site, Task
 from nestling.views.flat import Packed, pack
 from tests.small import TIERS, small
@@ -81,12 +81,12 @@ def crowd() -> nestling.Experiment:
 
 
 @pytest.fixture(scope="module")
-def federation() -> nestling.rounds.Federation:
+def federation() -> nestling.runs.loop.Federation:
     return assemble(crowd())[1]
 
 
 @pytest.fixture(scope="module")
-def pool(federation: nestling.rounds.Federation) -> Iterator[Pool]:
+def pool(federation: nestling.runs.loop.Federation) -> Iterator[Pool]:
     made = Pool(2, do=act, chunks=grouped)
     made.open(Method(), site_of(federation))
     yield made
@@ -168,7 +168,7 @@ def test_floats_arrive_in_one_piece(pool: Pool) -> None:
     assert weights["a"].data_ptr() == weights.flat.data_ptr() and weights.flat.data_ptr() % 64 == 0
 
 
-def test_a_message_that_tasks_share_is_written_once(federation: nestling.rounds.Federation) -> None:
+def test_a_message_that_tasks_share_is_written_once(federation: nestling.runs.loop.Federation) -> None:
     made = Pool(1, do=act, chunks=grouped)
     made.open(Method(), site_of(federation))
     try:
@@ -266,7 +266,7 @@ def test_chunks_are_worked_on_together_and_come_one_by_one(pool: Pool) -> None:
     assert list(pool.run([])) == []
 
 
-def test_chunked_work_equals_the_plain_loop(pool: Pool, federation: nestling.rounds.Federation) -> None:
+def test_chunked_work_equals_the_plain_loop(pool: Pool, federation: nestling.runs.loop.Federation) -> None:
     world, method = federation.world, federation.method
     tasks = []
     for client in range(4):
@@ -283,7 +283,7 @@ def test_chunked_work_equals_the_plain_loop(pool: Pool, federation: nestling.rou
         assert got[client].reply.facts == outcome.reply.facts and got[client].loss == outcome.loss
 
 
-def test_the_longest_chunk_goes_first_and_one_always_waits(federation: nestling.rounds.Federation) -> None:
+def test_the_longest_chunk_goes_first_and_one_always_waits(federation: nestling.runs.loop.Federation) -> None:
     made = Pool(1, do=act, chunks=grouped)
     made.open(Method(), site_of(federation))
     try:
@@ -296,7 +296,7 @@ def test_the_longest_chunk_goes_first_and_one_always_waits(federation: nestling.
         made.close()
 
 
-def test_an_error_names_the_failing_client_of_the_chunk(pool: Pool, federation: nestling.rounds.Federation) -> None:
+def test_an_error_names_the_failing_client_of_the_chunk(pool: Pool, federation: nestling.runs.loop.Federation) -> None:
     device = federation.world.device(0)
     piece = federation.method.piece(device, 1)
     sound = Message(federation.method.send(device, piece, 1).parts, {"group": 0})
@@ -384,7 +384,7 @@ def left_behind() -> list[str]:
 
 LEAVING = """
 import os, signal, sys
-from nestling.assemble import assemble, site_of
+from nestling.runs.assemble import assemble, site_of
 from nestling.engines import Pool
 from nestling.methods.method import Method
 from tests.engines.test_pool import act, crowd, echo, filled, grouped, left_behind

@@ -18,13 +18,13 @@ import torch
 
 import nestling
 from nestling import EngineConfig
-from nestling.assemble import assemble, site_of
 from nestling.engines.engine import ClientError
 from nestling.engines.inline import Inline
 from nestling.engines.ray import Ray, _Letters
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.submodel.shared_average import SharedAverage
+from nestling.runs.assemble import assemble, site_of
 from nestling.training.client import Client, Outcome, Task
 from nestling.training.phase import Phase
 from tests.small import small, tasks_of

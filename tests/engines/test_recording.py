@@ -12,23 +12,23 @@ import pytest
 import torch
 
 import nestling
-import nestling.assemble
+import nestling.runs.assemble
 from nestling import EngineConfig, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
 from nestling.engines import Cohort, CudaCohort, Inline, Pool, choose_where, make_engine
 from nestling.engines.cuda import Settings, ways
 from nestling.engines.cuda.cohort import MOST_SLOTS, _queues, _Result, height_for
 from nestling.engines.cuda.slot import Slot
 from nestling.engines.cuda.ways import _machine
 from nestling.errors import InputError
-from nestling.federation import Federation
 from nestling.methods import METHODS
-from nestling.rounds import play
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
 from nestling.training.client import Task
-from nestling.training.group import Group
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 from nestling.training.phase import Phase
-from nestling.training.together import Losses, work_together
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.together import Losses, work_together
 from nestling.where import CPU, Where
 from tests.engines.test_cohort import alone, assert_same, federation_of, recording
 from tests.small import small, tasks_of
@@ -62,8 +62,8 @@ def test_the_engine_gets_the_device_that_was_chosen(monkeypatch: pytest.MonkeyPa
         given.extend(a for a in (*args, *named.values()) if isinstance(a, (Where, torch.device)))
         return Inline()
 
-    monkeypatch.setattr(nestling.assemble, "choose_where", lambda *_: chosen)
-    monkeypatch.setattr(nestling.assemble, "make_engine", spy)
+    monkeypatch.setattr(nestling.runs.assemble, "choose_where", lambda *_: chosen)
+    monkeypatch.setattr(nestling.runs.assemble, "make_engine", spy)
     _, federation = assemble(small("fedavg"))
     assert len(given) == 1 and given[0] is chosen
     assert federation.world.where is chosen and site_of(federation).where is chosen

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from nestling import Evaluation, Experiment, Named, SplitConfig, Tier
-from nestling.assemble import assemble, site_of
 from nestling.experiment import FleetConfig
-from nestling.federation import Federation
-from nestling.fleet.courier import Courier, LoopCourier
-from nestling.fleet.engine import Patience
-from nestling.fleet.serving import enliven
-from nestling.fleet.wire import Member
-from nestling.fleet.worker import EXPERIMENT, Worker
-from nestling.rounds import play
+from nestling.fleet.node.worker import EXPERIMENT, Worker
+from nestling.fleet.protocol.courier import Courier, LoopCourier
+from nestling.fleet.protocol.wire import Member
+from nestling.fleet.server.engine import Patience
+from nestling.fleet.server.serving import enliven
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
 from nestling.store import ClientStore
 from tests.small import small
 

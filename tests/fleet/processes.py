@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from nestling import Experiment
-from nestling.fleet import certs
-from nestling.fleet.processes import born, free_port
+from nestling.fleet.care import certs
+from nestling.fleet.care.processes import born, free_port
 
 SECONDS = 600.0
 """The most that anything here is waited for; the machine may be busy."""

@@ -18,19 +18,19 @@ from unittest.mock import patch
 import torch
 
 from nestling import Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier
-from nestling.assemble import assemble, site_of
 from nestling.engines.inline import Inline
 from nestling.errors import InputError
-from nestling.fleet import serving
-from nestling.fleet.courier import Failure
-from nestling.fleet.engine import FleetEngine, NoQuorum, Patience
-from nestling.fleet.greeter import Greeter
-from nestling.fleet.wire import Answer, Done, Member, Parcel, kind_of
-from nestling.fleet.worker import Worker
+from nestling.fleet.node.worker import Worker
+from nestling.fleet.protocol.courier import Failure
+from nestling.fleet.protocol.wire import Answer, Done, Member, Parcel, kind_of
+from nestling.fleet.server import serving
+from nestling.fleet.server.engine import FleetEngine, NoQuorum, Patience
+from nestling.fleet.server.greeter import Greeter
 from nestling.message import Message
 from nestling.methods import method_class
-from nestling.rounds import play
-from nestling.running import Result, Watcher
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.loop import play
+from nestling.runs.run import Result, Watcher
 from nestling.store import ClientStore
 from nestling.training.client import Outcome, Task
 from tests.fleet.loop import six, state_of

@@ -15,7 +15,7 @@ from nestling.errors import InputError
 
 pytest.importorskip("cryptography", reason="comes with nestling[fleet]")
 
-from nestling.fleet import certs
+from nestling.fleet.care import certs
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 from nestling import cli
-from nestling.fleet.health import PORT
+from nestling.fleet.care.health import PORT
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 UNITS = ("nestling-serve.service", "nestling-join.service")
@@ -141,7 +141,7 @@ def test_what_runs_is_not_root_and_is_looked_after(stage: str) -> None:
     assert not any(word in ("RUN", "COPY") for word, _ in lines[place:] + stages()[stage])
     (check,) = values(stage, "HEALTHCHECK")
     command = json.loads(check.partition("CMD ")[2])
-    assert command[:3] == ["python", "-m", "nestling.fleet.health"]
+    assert command[:3] == ["python", "-m", "nestling.fleet.care.health"]
     entry = json.loads(values(stage, "ENTRYPOINT")[-1])
     assert entry == ["nestling", stage]  # a list: signals reach it, not a shell
     words = json.loads(values(stage, "CMD")[-1])

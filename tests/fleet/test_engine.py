@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from nestling.federation import Federation
-from nestling.fleet import worker as worker_module
-from nestling.fleet.courier import Failure, LoopCourier
-from nestling.fleet.engine import FleetEngine, NoQuorum, Patience
-from nestling.fleet.wire import Answer, kind_of
-from nestling.fleet.worker import Worker
+from nestling.fleet.node import worker as worker_module
+from nestling.fleet.node.worker import Worker
+from nestling.fleet.protocol.courier import Failure, LoopCourier
+from nestling.fleet.protocol.wire import Answer, kind_of
+from nestling.fleet.server.engine import FleetEngine, NoQuorum, Patience
 from nestling.message import Message
-from nestling.rounds import play
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
 from tests.fleet.loop import METHODS, inline, live, memory_of, over_the_loop, plain, same, six, state_of, workers_of
 
 PATIENCE = Patience(deadline=100.0, most=1000.0, resend=10.0, poll=1.0, refresh=2.0)
@@ -87,7 +87,7 @@ def stormy(
 
 def without(method: str, missing: set[tuple[int, int]], rounds: int = 3) -> Federation:
     """The run in this process in which some clients vanish in some rounds."""
-    from nestling.assemble import assemble, site_of
+    from nestling.runs.assemble import assemble, site_of
 
     settled, federation = assemble(six(method, rounds=rounds))
     federation.world.fleet.drops = lambda i, round: (i, round) in missing  # type: ignore[method-assign]

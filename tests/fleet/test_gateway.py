@@ -31,22 +31,22 @@ from fleet_gateway import (
 )
 
 from nestling import Experiment, Named
-from nestling.assemble import assemble, site_of
 from nestling.errors import InputError
-from nestling.federation import Federation
-from nestling.fleet.courier import LoopCourier
-from nestling.fleet.engine import Patience
-from nestling.fleet.gateway import Device, Devices, Gateway, read_devices
-from nestling.fleet.links import Facts, board_shape
-from nestling.fleet.serving import Live, enliven
-from nestling.fleet.wire import Answer, Done, Failed, Hello, Job, Order, Parcel, key_of
+from nestling.fleet.node.gateway import Device, Devices, Gateway, read_devices
+from nestling.fleet.protocol.courier import LoopCourier
+from nestling.fleet.protocol.links import Facts, board_shape
+from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Job, Order, Parcel, key_of
+from nestling.fleet.server.engine import Patience
+from nestling.fleet.server.serving import Live, enliven
 from nestling.message import Message
-from nestling.rounds import play
-from nestling.running import Watcher
-from nestling.tiny import native, toolchain
-from nestling.tiny.job import Done as TinyDone
-from nestling.tiny.line import Lost
-from nestling.tiny.orders import Orders
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
+from nestling.runs.run import Watcher
+from nestling.tiny.link.line import Lost
+from nestling.tiny.link.orders import Orders
+from nestling.tiny.runtime import native, toolchain
+from nestling.tiny.runtime.job import Done as TinyDone
 from tests.tiny.hostboard import HostBoard, folder
 
 pytestmark = pytest.mark.skipif(toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc")
@@ -175,7 +175,7 @@ def test_boards_and_network_devices_side_by_side(tmp_path: Path) -> None:
 def test_a_gateway_joins_a_server_over_flower(tmp_path: Path) -> None:
     """All of it as processes, TLS and keys on every line: the server, the gateway, the broker; and three devices."""
     pytest.importorskip("flwr", reason="flwr is not installed: pip install nestling[fleet]")
-    from nestling.checkpoint import load
+    from nestling.runs.checkpoint import load
     from tests.fleet.processes import Client, fleet
 
     told, names = experiment(3, 2), {f"d{c}": c for c in range(3)}
@@ -216,7 +216,7 @@ class Bench:
         return self.known.get(device)
 
     def run(self, device: str, orders: Orders) -> Future[TinyDone]:
-        from nestling.fleet.mqtt_device import job_of
+        from nestling.fleet.node.mqtt_device import job_of
 
         future: Future[TinyDone] = Future()
         self.asked.append((device, orders, future))
@@ -258,7 +258,7 @@ class Talk:
 
     def finish(self) -> None:
         """The slow device ends the job it was given last."""
-        from nestling.fleet.mqtt_device import job_of
+        from nestling.fleet.node.mqtt_device import job_of
 
         _, orders, future = [one for one in self.link.asked if one[0] == "slow"][-1]
         future.set_result(native.run_job(job_of(orders, lambda: True), self.link.flash["slow"]))

@@ -18,14 +18,15 @@ import pytest
 
 from nestling import Experiment, FleetConfig, Tier
 from nestling.errors import InputError
-from nestling.fleet import health, local, metrics, status
-from nestling.fleet.courier import Failure, LoopCourier
-from nestling.fleet.engine import NoQuorum, Patience
-from nestling.fleet.health import HealthServer, judge, look
-from nestling.fleet.serving import play
-from nestling.fleet.status import StatusFile
-from nestling.fleet.wire import kind_of
-from nestling.running import Watcher
+from nestling.fleet.care import health, metrics, status
+from nestling.fleet.care.health import HealthServer, judge, look
+from nestling.fleet.care.status import StatusFile
+from nestling.fleet.protocol import local
+from nestling.fleet.protocol.courier import Failure, LoopCourier
+from nestling.fleet.protocol.wire import kind_of
+from nestling.fleet.server.engine import NoQuorum, Patience
+from nestling.fleet.server.serving import play
+from nestling.runs.run import Watcher
 from tests.fleet.loop import six, workers_of
 
 THREE = FleetConfig(tiers=(Tier(name="board", ratio=0.25, count=2), Tier(name="phone", ratio=0.5, count=1)))
@@ -221,7 +222,7 @@ def test_a_stalled_run_is_503_and_the_command_says_so(stalled: tuple[Path, list[
         assert server is not None
         assert get(server, "/health")[0] == 503 and get(server, "/status")[0] == 200
         made = subprocess.run(
-            [sys.executable, "-m", "nestling.fleet.health", server.url], capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "nestling.fleet.care.health", server.url], capture_output=True, text=True, timeout=120
         )
     assert made.returncode == 1 and "that is enough" in made.stdout
     assert health.check(server.url)[0] is False  # nobody there any more

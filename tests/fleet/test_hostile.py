@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from nestling import Evaluation, Experiment, Named, SplitConfig, Tier
-from nestling.assemble import assemble, site_of
 from nestling.experiment import FleetConfig
-from nestling.fleet.courier import LoopCourier
-from nestling.fleet.engine import FleetEngine, Patience
-from nestling.fleet.wire import Answer, Done, Failed, Hello, Job, Member, Order, Parcel, Welcome, kind_of
-from nestling.fleet.worker import Worker
+from nestling.fleet.node.worker import Worker
+from nestling.fleet.protocol.courier import LoopCourier
+from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Job, Member, Order, Parcel, Welcome, kind_of
+from nestling.fleet.server.engine import FleetEngine, Patience
 from nestling.message import Message
-from nestling.rounds import play
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.loop import play
 from tests.fleet.loop import live, same, state_of
 from tests.fleet.test_engine import Time
 from tests.small import small

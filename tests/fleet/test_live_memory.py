@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from nestling import FleetConfig, Named, Tier
-from nestling.assemble import assemble
-from nestling.federation import Federation
-from nestling.fleet.roster import LiveFleet, Roster
-from nestling.fleet.wire import Member
+from nestling.fleet.protocol.wire import Member
+from nestling.fleet.server.roster import LiveFleet, Roster
 from nestling.methods import METHODS
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 from tests.small import NETWORKS, small
 
 # The whole network trains on both devices; the third tier is there so that methods with one model a tier have a smaller one.

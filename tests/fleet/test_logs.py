@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nestling.fleet import certs, logs, proxy
-from nestling.fleet.processes import Keeper, Program
+from nestling.fleet.care import certs, logs
+from nestling.fleet.care.processes import Keeper, Program
+from nestling.fleet.server import proxy
 from tests.fleet.processes import until
 
 LOG = logging.getLogger("nestling.test")
@@ -67,7 +68,7 @@ def test_lines_wait_until_the_run_folder_is_there(tmp_path: Path) -> None:
 WRITER = """
 import logging, sys
 from pathlib import Path
-from nestling.fleet.logs import JsonLines
+from nestling.fleet.care.logs import JsonLines
 sys.stdin.readline()
 handler = JsonLines(Path(sys.argv[1]), limit=60_000)
 for number in range(300):
@@ -188,7 +189,7 @@ def test_what_a_child_prints_is_told_with_what_it_is_about(tmp_path: Path) -> No
     refusal = proxy.Refusal(403, proxy.REVOKED_KEY, "the key of d2 is revoked", "SHA256:H2jUDEWxWW7kzngy")
     words = (refusal.status, refusal.code, refusal.reason, refusal.who)
     code = (
-        "import logging, sys; from nestling.fleet.proxy import Config, Proxy, Refusal\n"
+        "import logging, sys; from nestling.fleet.server.proxy import Config, Proxy, Refusal\n"
         "logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')\n"
         f"Proxy(Config('127.0.0.1', 1, 2))._tell(Refusal(*{words!r}), '10.0.0.9')\n"
         f"print('the token is {token}', file=sys.stderr); import time; time.sleep(600)"

@@ -20,14 +20,15 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: pip i
 from fleet_gateway import Mortal, Mosquitto, devices_of, wait_for, where
 
 from nestling.errors import InputError
-from nestling.fleet import certs
-from nestling.fleet.broker import Broker, hashed, topic, write_broker
-from nestling.fleet.mqtt import MqttDevices
-from nestling.fleet.packets import PART, RESULT, WINDOW, Packet
-from nestling.tiny import bundle, native, toolchain
-from nestling.tiny.job import Job
-from nestling.tiny.line import Lost
-from nestling.tiny.orders import Orders, orders_of
+from nestling.fleet.care import certs
+from nestling.fleet.node.broker import Broker, hashed, topic, write_broker
+from nestling.fleet.node.mqtt import MqttDevices
+from nestling.fleet.protocol.packets import PART, RESULT, WINDOW, Packet
+from nestling.tiny.link import bundle
+from nestling.tiny.link.line import Lost
+from nestling.tiny.link.orders import Orders, orders_of
+from nestling.tiny.runtime import native, toolchain
+from nestling.tiny.runtime.job import Job
 from tests.tiny.hostboard import assert_same, client_data, job
 
 pytestmark = [
@@ -209,7 +210,7 @@ def test_hostile_packets_are_refused_and_others_served(broker: Mosquitto, gatewa
     ],
 )
 def test_a_result_that_cannot_be_is_refused(facts: dict[str, Any], weights: Any, reason: str) -> None:
-    from nestling.fleet.mqtt import _result
+    from nestling.fleet.node.mqtt import _result
 
     orders = orders_of(job())
     right = np.zeros(orders.header.params, np.float32)
@@ -262,7 +263,7 @@ def test_a_wrong_password_is_refused(broker: Mosquitto, tmp_path: Path) -> None:
         MqttDevices(replace(broker.as_user("gateway"), password_file=wrong), ["a"]).open()
     (tmp_path / "blob").write_bytes(client_data())
     words = ["--broker", f"127.0.0.1:{broker.port}", "--name", "a", "--ca", str(broker.ca), "--data", str(tmp_path / "blob")]
-    command = [sys.executable, "-m", "nestling.fleet.mqtt_device", *words, "--password-file", str(wrong)]
+    command = [sys.executable, "-m", "nestling.fleet.node.mqtt_device", *words, "--password-file", str(wrong)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode == 2 and "the broker refuses it" in ended.stderr
     assert "guess" not in ended.stderr + broker.log()
@@ -273,7 +274,7 @@ def test_a_device_as_a_process(broker: Mosquitto, gateway: MqttDevices, tmp_path
     np.savez(tmp_path / "rows.npz", x=source.standard_normal((40, 1, 8, 8)).astype(np.float32), y=source.integers(0, 5, 40))
     words = ["--broker", f"127.0.0.1:{broker.port}", "--name", "c", "--ca", str(broker.ca), "--data", str(tmp_path / "rows.npz")]
     secret = str(broker.as_user("c").password_file)
-    device = subprocess.Popen([sys.executable, "-m", "nestling.fleet.mqtt_device", *words, "--password-file", secret])
+    device = subprocess.Popen([sys.executable, "-m", "nestling.fleet.node.mqtt_device", *words, "--password-file", secret])
     try:
         wait_for(lambda: gateway.facts("c"))
         assert_same(gateway.run("c", orders_of(job())).result(SECONDS), native.run_job(job(), client_data()))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nestling.fleet.processes import free_port
+from nestling.fleet.care.processes import free_port
 from tests.fleet.processes import until
 from tests.fleet.test_proxy import Inner, Setting, keys, setting
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from nestling.errors import InputError
-from nestling.fleet import packets
-from nestling.fleet.packets import ACK, JOB, PART, RESULT, WINDOW, Packet, Receiver, Sender
+from nestling.fleet.protocol import packets
+from nestling.fleet.protocol.packets import ACK, JOB, PART, RESULT, WINDOW, Packet, Receiver, Sender
 
 
 def carried(data: bytes, seed: int, lost: float) -> bytes:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from nestling.errors import InputError
-from nestling.fleet import processes
-from nestling.fleet.addresses import is_loopback, join_address, parse_server
-from nestling.fleet.processes import Keeper, Program, born
-from nestling.fleet.server import _Follower, end_leftover
+from nestling.fleet.care import processes
+from nestling.fleet.care.processes import Keeper, Program, born
+from nestling.fleet.protocol.addresses import is_loopback, join_address, parse_server
+from nestling.fleet.server.server import _Follower, end_leftover
 from tests.fleet.processes import until
 
 
@@ -118,7 +118,7 @@ def test_children_end_with_a_keeper_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
-from nestling.fleet.processes import Keeper, Program
+from nestling.fleet.care.processes import Keeper, Program
 child = Keeper().add(Program("it", [sys.executable, "-c", "import time; time.sleep(600)"], Path({str(tmp_path / "it.log")!r})))
 print(child.pid, flush=True)
 time.sleep(600)

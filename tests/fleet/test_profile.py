@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nestling.errors import InputError
-from nestling.fleet import profile
+from nestling.fleet.node import profile
 
 MEMINFO = "MemTotal:        1000 kB\nMemFree:          100 kB\nMemAvailable:     800 kB\nHugePages_Total:       0\n"
 KB = 1024
@@ -82,5 +82,5 @@ def test_bad_allowances(text: str) -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, nestling.fleet.profile, nestling.fleet.proxy, nestling.fleet.processes; sys.exit('torch' in sys.modules)"
+    code = "import sys, nestling.fleet.node.profile, nestling.fleet.server.proxy, nestling.fleet.care.processes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

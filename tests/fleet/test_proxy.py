@@ -20,7 +20,8 @@ import pytest
 
 pytest.importorskip("cryptography", reason="comes with nestling[fleet]")
 
-from nestling.fleet import certs, proxy
+from nestling.fleet.care import certs
+from nestling.fleet.server import proxy
 
 
 class Inner(BaseHTTPRequestHandler):
@@ -221,7 +222,7 @@ def test_no_other_path_passes(setting: Setting, method: str, path: str) -> None:
 
 
 def test_keys(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "nestling.fleet.proxy"):
+    with caplog.at_level(logging.WARNING, "nestling.fleet.server.proxy"):
         for headers, code, words in (
             ({}, proxy.NO_KEY, "shows no key"),
             ({proxy.KEY: "QUFB"}, proxy.UNKNOWN_KEY, "not registered"),
@@ -340,7 +341,7 @@ def test_connections_of_one_address_are_bounded(setting: Setting, monkeypatch: p
 def test_the_log_says_a_thing_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     quiet = proxy.Quiet(60, clock=lambda: now[0])
-    with caplog.at_level(logging.WARNING, "nestling.fleet.proxy"):
+    with caplog.at_level(logging.WARNING, "nestling.fleet.server.proxy"):
         for second in range(130):
             now[0] = second
             quiet.say("refused 1.2.3.4: no")

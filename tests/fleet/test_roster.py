@@ -12,11 +12,11 @@ import pytest
 from nestling import FleetConfig, Tier
 from nestling.devices import Fleet, make_fleet
 from nestling.errors import InputError
-from nestling.fleet.courier import Failure, LoopCourier
-from nestling.fleet.greeter import Greeter
-from nestling.fleet.roster import LiveFleet, LiveSplit, Roster
-from nestling.fleet.wire import Hello, Member
-from nestling.fleet.worker import OwnRows
+from nestling.fleet.node.worker import OwnRows
+from nestling.fleet.protocol.courier import Failure, LoopCourier
+from nestling.fleet.protocol.wire import Hello, Member
+from nestling.fleet.server.greeter import Greeter
+from nestling.fleet.server.roster import LiveFleet, LiveSplit, Roster
 
 OURS, THEIRS = "1" * 32, "2" * 32
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from nestling import InputError, Named, Tier
-from nestling.assemble import assemble
 from nestling.experiment import FleetConfig
-from nestling.fleet.courier import LoopCourier
-from nestling.fleet.engine import NoQuorum, Patience
-from nestling.fleet.serving import enliven, play
-from nestling.fleet.wire import Member
-from nestling.fleet.worker import Worker
-from nestling.running import Watcher
+from nestling.fleet.node.worker import Worker
+from nestling.fleet.protocol.courier import LoopCourier
+from nestling.fleet.protocol.wire import Member
+from nestling.fleet.server.engine import NoQuorum, Patience
+from nestling.fleet.server.serving import enliven, play
+from nestling.runs.assemble import assemble
+from nestling.runs.run import Watcher
 from tests.fleet.loop import METHODS, memory_of, plain, same, six, state_of, workers_of
 
 QUICK = Patience(poll=0.0, refresh=0.0)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nestling import cli
 from nestling.errors import InputError
-from nestling.fleet import health, status, watching
+from nestling.fleet.care import health, status, watching
 
 NOW = 1_800_000_000.0
 

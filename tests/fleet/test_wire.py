@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.fleet import wire
-from nestling.fleet.wire import Answer, Done, Failed, Hello, Job, Member, Order, Parcel, Welcome, key_of
+from nestling.fleet.protocol import wire
+from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Job, Member, Order, Parcel, Welcome, key_of
 from nestling.message import Message
 
 RUN, KEY = "0123456789abcdef", "a" * 32

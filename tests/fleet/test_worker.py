@@ -20,18 +20,18 @@ import pytest
 import torch
 
 from nestling import Experiment
-from nestling.assemble import assemble
 from nestling.errors import InputError
-from nestling.fleet import worker as worker_module
-from nestling.fleet.courier import LoopCourier
-from nestling.fleet.engine import FleetEngine
-from nestling.fleet.local import LocalError, ask, serving
-from nestling.fleet.own_data import read_rows
-from nestling.fleet.serving import welcome_of
-from nestling.fleet.wire import Answer, Done, Failed, Hello, Member, Order, Parcel, Welcome
-from nestling.fleet.worker import Worker
+from nestling.fleet.node import worker as worker_module
+from nestling.fleet.node.own_data import read_rows
+from nestling.fleet.node.worker import Worker
+from nestling.fleet.protocol.courier import LoopCourier
+from nestling.fleet.protocol.local import LocalError, ask, serving
+from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Member, Order, Parcel, Welcome
+from nestling.fleet.server.engine import FleetEngine
+from nestling.fleet.server.serving import welcome_of
 from nestling.message import Message
-from nestling.rounds import play
+from nestling.runs.assemble import assemble
+from nestling.runs.loop import play
 from tests.fleet.loop import live, memory_of, plain, same, six, state_of, workers_of
 
 RUN = "ab" * 8
@@ -335,7 +335,7 @@ def test_the_resident_worker_as_a_process(tape: Any, tmp_path: Path) -> None:
     ]
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "nestling.fleet.worker", *words], stdout=subprocess.DEVNULL)
+        return subprocess.Popen([sys.executable, "-m", "nestling.fleet.node.worker", *words], stdout=subprocess.DEVNULL)
 
     process = start()
     try:

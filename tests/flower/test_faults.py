@@ -11,11 +11,12 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
 
-from nestling import Experiment, FleetConfig, checkpoint
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
-from nestling.fleet.wire import Answer
-from nestling.rounds import play
+from nestling import Experiment, FleetConfig
+from nestling.fleet.protocol.wire import Answer
+from nestling.runs import checkpoint
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
 from tests.fleet.loop import same
 from tests.fleet.processes import SECONDS, fleet, until
 from tests.fleet.storm import memory_at, missed_in

@@ -15,10 +15,11 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
 
 import nestling
-from nestling import Experiment, FleetConfig, Named, Tier, checkpoint
-from nestling.assemble import assemble
+from nestling import Experiment, FleetConfig, Named, Tier
 from nestling.experiment import Data
-from nestling.federation import Federation
+from nestling.runs import checkpoint
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 from nestling.views import State
 from tests.fleet.loop import METHODS, same, six
 from tests.fleet.processes import Client, ProcessFleet, Server, fleet

@@ -22,8 +22,8 @@ pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
 
 import nestling
 from nestling import Experiment, SplitConfig
-from nestling.fleet.processes import free_port
-from nestling.flower import InProcessGrid
+from nestling.fleet.care.processes import free_port
+from nestling.fleet.flower import InProcessGrid
 
 APP = Path(__file__).parents[2] / "examples" / "flower_app"
 SECONDS = 600.0

@@ -11,10 +11,10 @@ pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from nestling.fleet.courier import Failure
-from nestling.fleet.wire import Hello, Order
-from nestling.flower import GridCourier, InProcessGrid
-from nestling.flower.letters import ACTION, pack, unpack
+from nestling.fleet.flower import GridCourier, InProcessGrid
+from nestling.fleet.flower.letters import ACTION, pack, unpack
+from nestling.fleet.protocol.courier import Failure
+from nestling.fleet.protocol.wire import Hello, Order
 
 RUN = "ab" * 8
 ORDER, HELLO = Order(RUN, 1, 0, []).to_bytes(), Hello(RUN, "1" * 32, ()).to_bytes()
@@ -69,7 +69,7 @@ def test_answers_are_matched_by_what_they_answer() -> None:
 
 
 def test_welcomes_are_queries_and_orders_are_trained() -> None:
-    from nestling.fleet.wire import Welcome
+    from nestling.fleet.protocol.wire import Welcome
 
     client = app()
     courier = GridCourier(InProcessGrid(client, 1))

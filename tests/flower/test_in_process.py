@@ -15,8 +15,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from nestling.errors import InputError
-from nestling.flower import InProcessGrid, Strategy, client_app
-from nestling.flower.letters import pack, unpack
+from nestling.fleet.flower import InProcessGrid, Strategy, client_app
+from nestling.fleet.flower.letters import pack, unpack
 from tests.fleet.loop import METHODS, plain, same, six, state_of
 
 stock = ClientApp()

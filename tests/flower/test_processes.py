@@ -26,10 +26,11 @@ import nestling
 from nestling import Evaluation, FleetConfig, Tier
 from nestling.cli import app
 from nestling.errors import InputError
-from nestling.fleet import certs, joining
-from nestling.fleet import server as serving
-from nestling.fleet.processes import flower_command, flower_env, free_port
-from nestling.fleet.proxy import NO_KEY, REVOKED_KEY, UNKNOWN_KEY
+from nestling.fleet.care import certs
+from nestling.fleet.care.processes import flower_command, flower_env, free_port
+from nestling.fleet.node import joining
+from nestling.fleet.server import server as serving
+from nestling.fleet.server.proxy import NO_KEY, REVOKED_KEY, UNKNOWN_KEY
 from tests.fleet.loop import six
 from tests.fleet.processes import SECONDS, ProcessFleet, Server, fleet, until
 
@@ -52,7 +53,7 @@ class Story:
     def flwr(self, *calls: list[str]) -> list[dict[str, Any]]:
         """What the outsider hears from Flower's own commands."""
         env = flower_env(self.outsider / "flower")
-        command = [sys.executable, "-m", "nestling.flower.commands"]
+        command = [sys.executable, "-m", "nestling.fleet.flower.commands"]
         made = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True, env=env, timeout=SECONDS)
         return [json.loads(line) for line in made.stdout.splitlines()]
 

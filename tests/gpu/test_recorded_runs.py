@@ -11,13 +11,13 @@ import torch
 
 import nestling
 from nestling import EngineConfig, Experiment, FleetConfig, Named, SplitConfig, Tier
-from nestling.assemble import assemble, site_of
 from nestling.engines import CudaCohort
 from nestling.engines.cuda.slot import Slot
 from nestling.message import Message
 from nestling.methods.submodel.heterofl import HeteroFL
-from nestling.rounds import play
-from nestling.running import resume
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.loop import play
+from nestling.runs.run import resume
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 from nestling.training.phase import Phase

@@ -11,9 +11,9 @@ import torch
 
 import nestling
 from nestling import EngineConfig, Evaluation, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.methods import Reply
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.training.client import Client, Task, client_of, work
 from nestling.views import State
 from tests.methods.mixed import unlike

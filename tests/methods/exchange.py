@@ -12,9 +12,9 @@ from torch import Tensor
 
 import nestling
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.methods.public import drawn
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.training.client import Client, Task, client_of
 from tests.methods.mixed import SPLIT, unlike
 from tests.small import small

@@ -14,7 +14,6 @@ from torch import nn
 
 import nestling
 from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
 from nestling.methods import Reply, method_class
 from nestling.methods.baselines.averaged import Averaged
 from nestling.methods.baselines.fednova import FedNova
@@ -22,6 +21,7 @@ from nestling.methods.baselines.fedper import FedPer
 from nestling.methods.baselines.fedprox import FedProx
 from nestling.methods.baselines.moon import Moon
 from nestling.methods.baselines.scaffold import Scaffold
+from nestling.runs.assemble import assemble, site_of
 from nestling.training.client import Client, Outcome, Task, client_of, work
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.memory import keep, recall

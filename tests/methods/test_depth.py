@@ -17,9 +17,7 @@ from torch import Tensor
 import nestling
 from benchmarks import fashion_table
 from nestling import Data, EngineConfig, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
 from nestling.devices import make_fleet
-from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods import Method, Reply
 from nestling.methods.submodel.by_depth import exit_accuracies
@@ -28,11 +26,13 @@ from nestling.methods.submodel.inclusivefl import InclusiveFL
 from nestling.methods.submodel.incoavg import InCoAvg, correct, correcting
 from nestling.methods.submodel.scalefl import ScaleFL, _weighted_exits
 from nestling.models import build
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.seeds import torch_seeded
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.objectives import Batch, Net, distillation
-from nestling.training.stacked import train_stack
-from nestling.training.together import work_together
+from nestling.training.stacks.stacked import train_stack
+from nestling.training.stacks.together import work_together
 from nestling.views import Contribution, Reference, State, merge
 from nestling.views.depth import columns, depth_views, kept
 from nestling.views.flat import Row

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.methods.submodel.distreal import Distreal
 from nestling.methods.submodel.dropout_search import affordable, front, search
 from nestling.methods.submodel.random_filters import draws, dropped, narrowed
 from nestling.models import build
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.training.client import Task, client_of
 from nestling.training.optimisers import Optim
 from nestling.training.phase import Phase
@@ -203,8 +203,8 @@ def test_stacked_clients_get_what_single_ones_get() -> None:
 
 def test_equal_clients_are_one_stack() -> None:
     """Their draws differ in value only, so that nothing keeps them apart."""
-    from nestling.training.group import groups
-    from nestling.training.stacked import train_stack
+    from nestling.training.stacks.group import groups
+    from nestling.training.stacks.stacked import train_stack
 
     fleet = FleetConfig(tiers=(Tier(name="small", ratio=0.5, count=4),))
     federation = made(Distreal(pareto=VECTORS), fleet=fleet)

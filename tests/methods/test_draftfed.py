@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import nestling
 from nestling import EngineConfig, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods import Reply
 from nestling.methods.distill.draftfed import DraftFed
 from nestling.methods.distill.drafts import Pool, align, aligned_mean, draft_loss, draw, targets
 from nestling.methods.personal import own_weights
 from nestling.methods.public import drawn
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.training.client import Task, work
 from nestling.training.distiller import logits_of
 from nestling.training.objectives import Batch, Net

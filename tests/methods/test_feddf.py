@@ -13,10 +13,10 @@ from torch import Tensor
 
 import nestling
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble
-from nestling.federation import Federation
 from nestling.methods import Reply
 from nestling.methods.distill.feddf import FedDF
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 from nestling.training.distiller import logits_of
 from nestling.views import Contribution, State, merge
 from tests.methods.learning import SEEDS, experiment, mean

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import nestling
 from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble
 from nestling.devices.fit import exceeded
 from nestling.methods.distill.fedet import FedET, consensus, server_loss
+from nestling.runs.assemble import assemble
 from nestling.training.distiller import logits_of
 from nestling.views import Contribution, merge
 from tests.methods.learning import SEEDS, experiment, mean

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble
-from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods import Reply
 from nestling.methods.distill.fedftg import FedFTG, hardness
 from nestling.methods.distill.generated import asked, learner, noise
 from nestling.models.generators import codes
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 from nestling.seeds import torch_seeded
 from nestling.training.optimisers import Optim
 from nestling.views import State

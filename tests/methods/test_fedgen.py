@@ -11,8 +11,6 @@ import torch.nn.functional as F
 
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, Tier
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.message import payload
 from nestling.methods import Reply
 from nestling.methods.distill.fedgen import FedGen
@@ -20,6 +18,8 @@ from nestling.methods.distill.label_counts import shares
 from nestling.methods.distill.latent import Classifier, drawn, weighted
 from nestling.methods.heads import columns_of
 from nestling.models.latent_generator import LatentGenerator, generated
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.seeds import torch_seeded
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.noise import uniform

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 import nestling
 from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
-from nestling.assemble import assemble
 from nestling.methods.distill import gaussian
 from nestling.methods.distill.fedhkd import FedHKD
 from nestling.methods.distill.hyper_knowledge import clipped, taught
 from nestling.methods.representation.class_means import STATISTICS, class_means, look
+from nestling.runs.assemble import assemble
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Net, see
 from nestling.views import Contribution, merge

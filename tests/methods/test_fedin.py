@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import nestling
 from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods import Reply
 from nestling.methods.representation.fedin import FedIN
 from nestling.models import build
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.seeds import derive, numbers, torch_seeded
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.noise import normal
@@ -29,8 +29,8 @@ from nestling.training.objectives import Batch, Net
 from nestling.training.optimisers import Buffers, Optim
 from nestling.training.order import counters
 from nestling.training.phase import Phase
-from nestling.training.stacked import train_stack
-from nestling.training.together import work_together
+from nestling.training.stacks.stacked import train_stack
+from nestling.training.stacks.together import work_together
 from nestling.training.trainer import train_step
 from nestling.views import Reference, State
 from nestling.views.middle import features, middle_of, still, through

@@ -11,13 +11,13 @@ import torch
 
 import nestling
 from nestling import Data, EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble
-from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods import Reply
 from nestling.methods.baselines.local import Local
 from nestling.methods.distill.fedzkt import FedZKT, gap
 from nestling.methods.distill.generated import asked, learner, noise
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 from nestling.training.distiller import Student, whole
 from nestling.training.optimisers import Optim
 from tests.methods.learning import SEEDS, experiment, mean

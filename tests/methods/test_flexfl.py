@@ -15,13 +15,13 @@ from torch import nn
 
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.methods.submodel.apoz import Scale, measure, units_of
 from nestling.methods.submodel.flexfl import FlexFL
 from nestling.methods.submodel.inner_teachers import self_distilled
 from nestling.methods.submodel.pool import params
 from nestling.models import build
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.objectives import Batch, Net
 from nestling.views import Reference, State

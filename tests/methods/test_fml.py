@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import nestling
 from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
-from nestling.assemble import assemble
 from nestling.message import Message, faults
 from nestling.methods.baselines.fedavg import FedAvg
 from nestling.methods.baselines.local import Local
@@ -20,6 +19,7 @@ from nestling.methods.distill.fml import FML, _mutual
 from nestling.methods.distill.pair import MEME, Pair
 from nestling.models import build
 from nestling.models.taps import find_taps
+from nestling.runs.assemble import assemble
 from nestling.training.objectives import Batch, Net
 from nestling.views import Reference
 from nestling.world import Piece

@@ -10,10 +10,10 @@ import torch
 
 import nestling
 from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble
-from nestling.federation import Federation
 from nestling.methods.lowrank.haflghn import HAFLGHN, weights_of
 from nestling.models.hypernetwork import Generated
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 from nestling.views import State
 from tests.methods.learning import alone, learned, mean
 from tests.small import small

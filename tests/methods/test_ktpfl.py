@@ -13,10 +13,10 @@ from torch import Tensor
 
 import nestling
 from nestling import InputError, SplitConfig
-from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods.distill.ktpfl import KTpFL
 from nestling.methods.method import Reply
+from nestling.runs.federation import Federation
 from nestling.training.distiller import logits_of
 from nestling.training.objectives import Batch, Net
 from tests.methods.exchange import (

@@ -11,14 +11,14 @@ import torch
 
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble
-from nestling.federation import Federation
 from nestling.message import Message
 from nestling.methods import Reply
 from nestling.methods.lowrank.factored import FACTORS, layers_of
 from nestling.methods.lowrank.fedhm import FedHM
 from nestling.methods.lowrank.prism import PriSM
 from nestling.models.factorised import to_dense
+from nestling.runs.assemble import assemble
+from nestling.runs.federation import Federation
 from nestling.views import State
 from tests.methods.learning import alone, learned, mean
 from tests.small import TIERS, small

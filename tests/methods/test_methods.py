@@ -13,11 +13,11 @@ from torch import Tensor
 
 import nestling
 from nestling import FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
-from nestling.describe import describe
-from nestling.federation import Federation
 from nestling.methods import METHODS, Reply, method_class
 from nestling.methods.submodel.heterofl import HeteroFL
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.describe import describe
+from nestling.runs.federation import Federation
 from nestling.training.objectives import Batch, Net, present_cross_entropy
 from nestling.views import State
 from nestling.views.nested import forward
@@ -88,7 +88,7 @@ def test_fedavg_trains_what_fits_the_smallest() -> None:
 
 def one_round(experiment: nestling.Experiment, clients: list[int]) -> tuple[Federation, list[Reply]]:
     """Sends, trains and collects by hand, so that the merge can be looked at."""
-    from nestling.assemble import site_of
+    from nestling.runs.assemble import site_of
     from nestling.training.client import Task, work
 
     settled, federation = assemble(experiment)
@@ -360,8 +360,8 @@ def test_replies_that_are_not_finite_are_refused_and_counted() -> None:
 
 @pytest.mark.parametrize("samples", [0, -5, 2**41, "12", None, True, 3.5])
 def test_a_lie_about_the_number_of_samples_is_refused(samples: object) -> None:
-    from nestling.admission import wrong_count
     from nestling.message import Message
+    from nestling.runs.admission import wrong_count
 
     assert wrong_count(Message({}, {"samples": samples})) is not None
     assert wrong_count(Message({}, {"samples": 12})) is None

@@ -12,12 +12,12 @@ from torch import Tensor
 
 import nestling
 from nestling import EngineConfig, Experiment, InputError, Named, Server
-from nestling.assemble import assemble, site_of
 from nestling.message import Message
 from nestling.methods import METHODS, SharedWeights, method_class
 from nestling.methods.server import RATES, merge_round, shown
-from nestling.rounds import play
-from nestling.running import opened
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.loop import play
+from nestling.runs.run import opened
 from nestling.views import State
 from tests.methods.learning import experiment
 from tests.methods.test_baselines import ONE_TIER, TRACKED, Table, equal
@@ -192,7 +192,7 @@ def test_the_mean_of_the_last_models_is_shown_and_training_goes_on_from_the_last
 def test_what_is_tested_and_saved_is_the_mean(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from nestling.evaluation import evaluate
+    from nestling.runs.evaluation import evaluate
 
     result = nestling.run(small(PLAIN, rounds=3, server=Server(average=3)), out=tmp_path / "run")
     federation = result.federation

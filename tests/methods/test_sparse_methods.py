@@ -15,14 +15,14 @@ from torch import Tensor
 
 import nestling
 from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.methods.baselines.fedavg import FedAvg
 from nestling.methods.method import Reply
 from nestling.methods.sparse.adjust import adjust, squared_gradients, weight_seconds, weight_uses
 from nestling.methods.sparse.hermes import Hermes
 from nestling.methods.sparse.lotteryfl import LotteryFL
 from nestling.methods.sparse.prunefl import PruneFL
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.training.client import Client, Outcome, Task, work
 from nestling.views import Contribution, masked, prefix, to_spec
 from nestling.views.sparse import prunable, prune_lowest, restored

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
-from nestling.federation import Federation
 from nestling.methods import Reply
 from nestling.methods.submodel import fjord
 from nestling.methods.submodel.fedrolex import FedRolex
@@ -23,10 +21,12 @@ from nestling.methods.submodel.heterofl import HeteroFL
 from nestling.methods.submodel.scaler import narrowed
 from nestling.models import build, norm_layer
 from nestling.models.norm import used_rows
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
 from nestling.training.client import Client, Task, client_of, work
-from nestling.training.group import Group
 from nestling.training.phase import Phase
-from nestling.training.together import Losses, work_together
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.together import Losses, work_together
 from nestling.training.trainer import hooked
 from nestling.training.widths import widths_by_batch
 from nestling.views import Reference, State, View, prefix, rolled, rolling, sub_module, trace

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from nestling import FleetConfig, Named, Tier
-from nestling.assemble import assemble
 from nestling.methods.submodel.apoz import Scale, units_of
 from nestling.methods.submodel.flexfl import FlexFL
 from nestling.methods.submodel.pool import params
 from nestling.models import build
+from nestling.runs.assemble import assemble
 from nestling.views import Reference
 from nestling.world import Piece
 from tests.small import small

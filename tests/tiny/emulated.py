@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from nestling.tiny import boards, toolchain
-from nestling.tiny.data import pack
-from nestling.tiny.emulator import Emulator, emulator
-from nestling.tiny.job import Job, Step
-from nestling.tiny.line import Line, Timing
+from nestling.tiny.boards import table as boards
+from nestling.tiny.boards.emulator import Emulator, emulator
+from nestling.tiny.link.line import Line, Timing
+from nestling.tiny.link.session import Session, connect
 from nestling.tiny.planning.descriptor import Settings
 from nestling.tiny.planning.plan import plan
-from nestling.tiny.session import Session, connect
+from nestling.tiny.runtime import toolchain
+from nestling.tiny.runtime.data import pack
+from nestling.tiny.runtime.job import Job, Step
 
 WIDTHS = {"stm32vldiscovery": 0.25, "microbit": 0.5}
 """How much of the 8x8 network a board trains; the others take all of it."""

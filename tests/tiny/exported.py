@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.data import Dataset, load
+from nestling.export import c_source, sizes, tflite
+from nestling.export.fold import Network, fold
+from nestling.export.quantise import Quantised, quantise
 from nestling.models import build
-from nestling.tiny import elf, toolchain
-from nestling.tiny.export import c_source, sizes, tflite
-from nestling.tiny.export.fold import Network, fold
-from nestling.tiny.export.quantise import Quantised, quantise
+from nestling.tiny.runtime import elf, toolchain
 
 CALIBRATION = 500
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from nestling.tiny import data, native
-from nestling.tiny.job import Done, Job, Step
-from nestling.tiny.line import Line, Timing
+from nestling.tiny.link.line import Line, Timing
+from nestling.tiny.link.session import Session, connect
+from nestling.tiny.link.transport import Noise
 from nestling.tiny.planning.descriptor import Settings
 from nestling.tiny.planning.plan import Plan, plan
-from nestling.tiny.session import Session, connect
-from nestling.tiny.toolchain import FLAGS, RUNTIME, build, host_compiler
-from nestling.tiny.transport import Noise
+from nestling.tiny.runtime import data, native
+from nestling.tiny.runtime.job import Done, Job, Step
+from nestling.tiny.runtime.toolchain import FLAGS, RUNTIME, build, host_compiler
 
 QUICK = Timing(answer=0.05, longest=0.4, sample=0.01, patience=10.0, revival=30.0)
 ROWS, CLASSES = 40, 5

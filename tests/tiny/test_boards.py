@@ -18,15 +18,18 @@ from torch import nn
 from nestling.devices.catalogue import device
 from nestling.errors import InputError
 from nestling.models import build
-from nestling.tiny import boards, children, elf, native, timing, toolchain
-from nestling.tiny.data import pack
-from nestling.tiny.emulator import emulator
-from nestling.tiny.job import Job, Step
-from nestling.tiny.line import Refused, Timing
+from nestling.tiny.boards import children
+from nestling.tiny.boards import table as boards
+from nestling.tiny.boards.emulator import emulator
+from nestling.tiny.link import timing
+from nestling.tiny.link.line import Refused, Timing
 from nestling.tiny.planning import forecast
 from nestling.tiny.planning.descriptor import Settings
 from nestling.tiny.planning.firmware import FIRMWARE
 from nestling.tiny.planning.plan import plan
+from nestling.tiny.runtime import elf, native, toolchain
+from nestling.tiny.runtime.data import pack
+from nestling.tiny.runtime.job import Job, Step
 from tests.tiny.emulated import compiler, job, job_for, need, running, until
 from tests.tiny.nets import OPERATIONS, Residual
 

@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nestling.errors import InputError
-from nestling.models import build
-from nestling.models.norm import calibrate
-from nestling.tiny import elf, toolchain
-from nestling.tiny.export import c_source, reference, sizes, tflite
-from nestling.tiny.export.fold import fold, run
-from nestling.tiny.export.quantise import (
+from nestling.export import c_source, reference, sizes, tflite
+from nestling.export.fold import fold, run
+from nestling.export.quantise import (
     Operation,
     Quantised,
     Scale,
@@ -32,9 +29,12 @@ from nestling.tiny.export.quantise import (
     to_int8,
     weight_scales,
 )
+from nestling.models import build
+from nestling.models.norm import calibrate
 from nestling.tiny.planning.arena import Buffer, floor_of
 from nestling.tiny.planning.descriptor import LINEAR
 from nestling.tiny.planning.graph import Unsupported
+from nestling.tiny.runtime import elf, toolchain
 from tests.tiny.exported import SmallCNN, Zoo, digits, exported, network, on_cortex, on_host, oracle, spiced
 
 ROWS = 300

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from nestling.export import onnx_file
+from nestling.export.fold import fold
 from nestling.models import build
-from nestling.tiny.export import onnx_file
-from nestling.tiny.export.fold import fold
 from tests.tiny.exported import Zoo, spiced
 
 pytest.importorskip("onnx", reason="onnx is not installed: pip install 'nestling[export]'")

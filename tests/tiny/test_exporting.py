@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from nestling import FleetConfig, Named, SplitConfig, Tier, running
+from nestling import FleetConfig, Named, SplitConfig, Tier
 from nestling.devices import Figure, device
 from nestling.errors import InputError
-from nestling.exporting import calibration_rows, export, export_table, find_tier
-from nestling.running import Result
-from nestling.tiny import toolchain
-from nestling.tiny.export import sizes
-from nestling.tiny.export.fold import fold
-from nestling.tiny.export.quantise import quantise
+from nestling.export import sizes
+from nestling.export.fold import fold
+from nestling.export.quantise import quantise
+from nestling.runs import run as running
+from nestling.runs.export import calibration_rows, export, export_table, find_tier
+from nestling.runs.run import Result
+from nestling.tiny.runtime import toolchain
 from tests.small import small
 from tests.tiny.exported import exported, on_host
 
@@ -157,7 +158,7 @@ def test_without_a_compiler_the_code_is_an_estimate(monkeypatch: pytest.MonkeyPa
 def test_a_missing_package_is_named() -> None:
     code = (
         "import sys; sys.modules['onnx'] = None\n"
-        "from nestling.tiny.export import onnx_file\n"
+        "from nestling.export import onnx_file\n"
         "from nestling.errors import InputError\n"
         "try: onnx_file.write(None, ())\n"
         "except InputError as error: print(error)\n"

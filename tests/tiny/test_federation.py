@@ -22,14 +22,15 @@ import torch
 
 import nestling
 from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
-from nestling.assemble import assemble, site_of
 from nestling.engines import ClientError
 from nestling.engines.boards import Boards
 from nestling.errors import InputError
-from nestling.federation import Federation
-from nestling.rounds import play
-from nestling.tiny import lab, toolchain
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.federation import Federation
+from nestling.runs.loop import play
+from nestling.tiny import lab
 from nestling.tiny.lab import Lab, Settings
+from nestling.tiny.runtime import toolchain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "microcontrollers.toml"
 

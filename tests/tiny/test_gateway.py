@@ -19,14 +19,15 @@ import numpy as np
 import pytest
 
 from nestling.errors import InputError
-from nestling.tiny import bundle, native
-from nestling.tiny.gateway import GatewayClient, read_config
-from nestling.tiny.job import Done, Job
-from nestling.tiny.journal import Entry
-from nestling.tiny.line import Lost, Refused
-from nestling.tiny.orders import orders_from, orders_of
-from nestling.tiny.session import State
-from nestling.tiny.toolchain import missing_tools
+from nestling.tiny.link import bundle
+from nestling.tiny.link.gateway import GatewayClient, read_config
+from nestling.tiny.link.journal import Entry
+from nestling.tiny.link.line import Lost, Refused
+from nestling.tiny.link.orders import orders_from, orders_of
+from nestling.tiny.link.session import State
+from nestling.tiny.runtime import native
+from nestling.tiny.runtime.job import Done, Job
+from nestling.tiny.runtime.toolchain import missing_tools
 from tests.tiny.hostboard import QUICK, HostBoard, assert_same, client_data, folder, job, room, wait_for
 
 
@@ -180,7 +181,7 @@ class Process:
             "--journal",
             str(self.home / "journal"),
         ]
-        return [sys.executable, "-m", "nestling.tiny.gateway", *paths, *more]
+        return [sys.executable, "-m", "nestling.tiny.link.gateway", *paths, *more]
 
     def start(self) -> Process:
         with open(self.log, "ab") as log:
@@ -392,7 +393,7 @@ def need(board: str) -> None:
 )
 def test_an_emulated_board_killed_three_times_and_its_gateway_once_over_a_noisy_line(home: Path, name: str) -> None:
     need(name)
-    from nestling.tiny.emulator import emulator
+    from nestling.tiny.boards.emulator import emulator
 
     told, blob = job(steps=24, size=2), client_data()
     wanted = native.run_job(told, blob)

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from nestling.errors import InputError
-from nestling.tiny import frames, native
-from nestling.tiny.frames import Frame, Kind, Reader, Status
-from nestling.tiny.job import Job
-from nestling.tiny.orders import orders_of
+from nestling.tiny.link import frames
+from nestling.tiny.link.frames import Frame, Kind, Reader, Status
+from nestling.tiny.link.orders import orders_of
+from nestling.tiny.runtime import native
+from nestling.tiny.runtime.job import Job
 from tests.tiny.hostboard import CLASSES, ROWS, client_data, folder, host_program, job, room
 
 SANITISED = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from nestling import Named, SplitConfig, Train
-from nestling.assemble import assemble, site_of
 from nestling.message import Message
 from nestling.methods import method_class
 from nestling.methods.baselines.fedavg import FedAvg
+from nestling.runs.assemble import assemble, site_of
 from nestling.schema import from_table
-from nestling.tiny import native, toolchain
-from nestling.tiny.data import pack as pack_data
-from nestling.tiny.job import Done, Job
 from nestling.tiny.lowering import CannotLower, job_for, work_on
+from nestling.tiny.runtime import native, toolchain
+from nestling.tiny.runtime.data import pack as pack_data
+from nestling.tiny.runtime.job import Done, Job
 from nestling.training.client import Client, client_of, work
 from nestling.training.objectives import Batch, Given, Net, cross_entropy, with_targets
 from nestling.training.phase import Hook, Phase

@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nestling.assemble import reference_network
 from nestling.devices.fit import RATIOS
 from nestling.errors import InputError
 from nestling.models import build
-from nestling.tiny import native, toolchain
-from nestling.tiny.data import pack
-from nestling.tiny.job import Job, Step
+from nestling.runs.assemble import reference_network
 from nestling.tiny.planning import descriptor, forecast
 from nestling.tiny.planning.arena import Buffer, aligned, floor_of, place
 from nestling.tiny.planning.descriptor import INPUT_GRADIENT, NONE, RELU, RELU6, TRAINED, Settings
 from nestling.tiny.planning.graph import Graph, Node, Unsupported, affine_of, lower
 from nestling.tiny.planning.plan import Plan, plan
+from nestling.tiny.runtime import native, toolchain
+from nestling.tiny.runtime.data import pack
+from nestling.tiny.runtime.job import Job, Step
 from nestling.world import ratio_view
 from tests.devices.networks_for_cost import Residual, digits, ds_cnn
 from tests.tiny import arena_run

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.tiny import data, native, toolchain
-from nestling.tiny.job import Done, Job, Step
 from nestling.tiny.planning import descriptor as d
 from nestling.tiny.planning.descriptor import Settings
 from nestling.tiny.planning.plan import Plan, plan
+from nestling.tiny.runtime import data, native, toolchain
+from nestling.tiny.runtime.job import Done, Job, Step
 from tests.tiny.nets import NETWORKS, OPERATIONS, batches, samples, train_with_torch
 
 NEAR = 1e-6

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from nestling.errors import InputError
-from nestling.tiny import data, native, toolchain
 from nestling.tiny.planning import descriptor as d
 from nestling.tiny.planning.plan import Plan, plan
+from nestling.tiny.runtime import data, native, toolchain
 from tests.tiny.nets import OPERATIONS
 
 MANY = 10_000

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nestling.tiny import boards, native
-from nestling.tiny.emulator import emulator
-from nestling.tiny.line import Timing
-from nestling.tiny.unicorn_board import UnicornBoard
+from nestling.tiny.boards import table as boards
+from nestling.tiny.boards.emulator import emulator
+from nestling.tiny.boards.unicorn import UnicornBoard
+from nestling.tiny.link.line import Timing
+from nestling.tiny.runtime import native
 from tests.tiny.emulated import compiler, job, need, running, until
 
 BLUE_PILL = "unicorn:ram=20K,flash=64K,cpu=m3"

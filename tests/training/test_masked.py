@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, vmap
 
-from nestling.training.masked import masked_statistics
+from nestling.training.stacks.masked import masked_statistics
 
 ROWS, MASK = 5, torch.tensor([True, True, False, True, False])
 

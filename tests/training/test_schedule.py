@@ -10,7 +10,7 @@ import torch
 
 import nestling
 from nestling import Evaluation, Train
-from nestling.assemble import make_world
+from nestling.runs.assemble import make_world
 from tests.methods.learning import experiment
 from tests.small import small
 

@@ -45,7 +45,7 @@ def test_looking_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -
         return {**kept, **{f"{kind}/{n}": t for kind, part in federation.method.state().items() for n, t in part.items()}}
 
     looked = played()
-    monkeypatch.setattr("nestling.running._weak_terms", lambda *_: [])
+    monkeypatch.setattr("nestling.runs.run._weak_terms", lambda *_: [])
     plain = played()
     assert looked.keys() == plain.keys() and all(torch.equal(t, plain[name]) for name, t in looked.items())
 
@@ -60,7 +60,7 @@ def test_a_client_that_does_not_fit_ends_no_run(monkeypatch: pytest.MonkeyPatch)
     def too_large(*_: Any) -> list[float]:
         raise torch.OutOfMemoryError("no room beside the others")
 
-    monkeypatch.setattr("nestling.running.shares", too_large)
+    monkeypatch.setattr("nestling.runs.run.shares", too_large)
     assert nestling.run(small("fedprox", rounds=3)).summary["rounds_done"] == 3
 
 

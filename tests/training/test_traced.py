@@ -7,7 +7,7 @@ import torch
 
 import nestling
 from nestling import EngineConfig
-from nestling.training import traced
+from nestling.training.stacks import traced
 from tests.small import small
 
 

@@ -2,7 +2,7 @@
 
 from flwr.app import Context
 
-from nestling.flower import client_app
+from nestling.fleet.flower import client_app
 
 
 def folder(context: Context) -> str:

@@ -4,7 +4,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from nestling import SplitConfig, Tier
-from nestling.flower import Strategy
+from nestling.fleet.flower import Strategy
 
 DEVICES = (Tier(name="small", ratio=0.5, count=1), Tier(name="large", ratio=1.0, count=1))
 

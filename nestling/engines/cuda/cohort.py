@@ -25,10 +25,10 @@ from nestling.engines.cuda.stack import StackProgram
 from nestling.engines.engine import Engine, blame
 from nestling.engines.precision import allow
 from nestling.training.client import ClientSide, Outcome, Site, Task
-from nestling.training.group import Group
 from nestling.training.lane import Lane, first_line
-from nestling.training.stacked import losses_of
-from nestling.training.together import Losses, train_one_by_one, work_together
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.stacked import losses_of
+from nestling.training.stacks.together import Losses, train_one_by_one, work_together
 from nestling.views.flat import Fetched, Stack
 from nestling.where import Where
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestling.training.group import Group
 from nestling.training.lane import Lane, beside
 from nestling.training.optimisers import Buffers
+from nestling.training.stacks.group import Group
 
 _DONE = object()
 

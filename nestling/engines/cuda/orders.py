@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.device_order import orders
-from nestling.training.group import Group
-from nestling.training.stacked import Feed
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.stacked import Feed
 
 STAGES = 4
 """How many rounds may be on their way to the device at once; more than an engine ever starts ahead."""

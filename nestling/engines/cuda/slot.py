@@ -14,13 +14,13 @@ from nestling.engines.cuda.job import Job, zero
 from nestling.engines.cuda.orders import Order
 from nestling.engines.cuda.settings import Settings
 from nestling.engines.cuda.spare_bias import may_spare_biases, spare_biases
-from nestling.training.group import Group
 from nestling.training.kept import Kept, Rate
 from nestling.training.lane import Lane
-from nestling.training.masked import with_masked_statistics
 from nestling.training.objectives import Batch, Net
 from nestling.training.optimisers import Buffers
-from nestling.training.stacked import Feed, honours_masks, looks_of
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.masked import with_masked_statistics
+from nestling.training.stacks.stacked import Feed, honours_masks, looks_of
 from nestling.training.trainer import hooked, train_step, trained
 from nestling.views.flat import flat_of
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.training.group import Group
 from nestling.training.objectives import Batch
-from nestling.training.stacked import objective_on, remembered, sample_of
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.stacked import objective_on, remembered, sample_of
 
 
 class _Unbiased1d(nn.Conv1d):

@@ -15,12 +15,12 @@ from nestling.engines.cuda.matrix_conv import use_matrices
 from nestling.engines.cuda.orders import WHOLE, DrawnOrder, Order, drawn_on_device
 from nestling.engines.cuda.settings import Settings
 from nestling.engines.cuda.spare_bias import may_spare_biases, spare_biases
-from nestling.training.group import Group
 from nestling.training.kept import Kept, Rate
 from nestling.training.lane import Lane
-from nestling.training.masked import with_masked_statistics
 from nestling.training.optimisers import Buffers, step
-from nestling.training.stacked import Feed, check, gradients, load, looks_of
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.masked import with_masked_statistics
+from nestling.training.stacks.stacked import Feed, check, gradients, load, looks_of
 from nestling.training.trainer import hooked
 from nestling.views.flat import flat_of
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from nestling.engines.cuda.settings import Settings
 from nestling.files import cache_folder, write_atomic
-from nestling.training.group import Group
-from nestling.training.stacked import honours_masks
+from nestling.training.stacks.group import Group
+from nestling.training.stacks.stacked import honours_masks
 from nestling.version import __version__
 from nestling.world import Piece, piece_cost
 

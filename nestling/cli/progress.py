@@ -1,0 +1,138 @@
+"""What a person sees while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from nestling.experiment import Experiment
+from nestling.report.tables import terminal_table
+from nestling.runs.federation import Metrics
+from nestling.runs.run import Result, Watcher, emptiness
+
+
+@contextmanager
+def quiet_watcher() -> Iterator[Watcher]:
+    """Nothing."""
+    yield Watcher()
+
+
+@contextmanager
+def json_watcher() -> Iterator[Watcher]:
+    """A JSON line a round on standard output."""
+    yield Watcher(round=lambda metrics: print(json.dumps(metrics), flush=True), refusal=_tell_refusal, note=_tell_note)
+
+
+@contextmanager
+def terminal_watcher() -> Iterator[Watcher]:
+    """A bar with the current accuracy and the time left; a plain line a round where there is no terminal."""
+    console = Console()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        yield _follow(console, bar)
+
+
+def _always_zero(tiers: list[dict[str, Any]]) -> str:
+    """How many of the largest piece's parameters a method never uses, if any."""
+    largest = max(tiers, key=lambda t: t["params"])
+    return f" ({largest['zeros'] / largest['params']:.0%} of the largest always zero)" if largest.get("zeros") else ""
+
+
+def _follow(console: Console, bar: Progress) -> Watcher:
+    task = bar.add_task("rounds", total=None, note="setting up")
+    state: dict[str, Any] = {"rounds": 0}
+
+    def started(experiment: Experiment, description: dict[str, Any], done: int) -> None:
+        state["rounds"] = experiment.rounds
+        tiers = description["tiers"]
+        console.print(
+            f"[bold]{experiment.method.name}[/bold] on {experiment.data.name}: {experiment.fleet.size} devices of {len(tiers)} kinds, "
+            f"{min(t['params'] for t in tiers):,} to {max(t['params'] for t in tiers):,} parameters of {experiment.model.name}"
+            + _always_zero(tiers)
+        )
+        engine = description["engine"]
+        place = engine.get("device_name", engine["device"])
+        console.print(f"engine {engine['name']} on {place}, {engine['precision']}")
+        bar.update(task, total=experiment.rounds, completed=done, note="")
+
+    def client(done: int, of: int) -> None:
+        bar.update(task, note=f"{state.get('accuracy', '')} clients {done}/{of}")
+
+    def round_(metrics: Metrics) -> None:
+        if metrics["global_accuracy"] is not None:
+            own = metrics["personal_accuracy"]
+            state["accuracy"] = f"global {metrics['global_accuracy']:.1%}" + (f" personal {own:.1%}" if own is not None else "")
+        bar.update(task, advance=1, note=state.get("accuracy", ""))
+        if bar.disable:
+            print(
+                f"round {metrics['round']}/{state['rounds']}  {state.get('accuracy', '')}  {metrics['seconds']:.1f} s", flush=True
+            )
+
+    def refusal(client: int, round: int, reason: str) -> None:
+        console.print(f"[yellow]round {round}: the reply of client {client} was refused: {reason}[/yellow]")
+
+    return Watcher(started, client, round_, refusal, lambda text: console.print(f"[dim]{escape(text)}[/dim]"))
+
+
+@contextmanager
+def step_watcher() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for what goes in steps, told (what, done, of); nothing where there is no terminal."""
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("setting up", total=None)
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
+
+
+def show_result(result: Result) -> None:
+    """The table per tier and where the report is."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    summary, folder = result.summary, result.folder
+    assert folder is not None
+    console.print(terminal_table(folder))
+    if summary["empty_rounds"]:
+        console.print(f"[bold]{escape(emptiness(summary))}[/bold]", soft_wrap=True)
+    whole, own = summary["global_accuracy"], summary["personal_accuracy"]
+    what = "global model" if summary["global_model"] else "mean of the clients' models (no global model)"
+    if whole["last"] is not None:
+        console.print(f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round {whole['best_round']})")
+    if own["last"] is not None:
+        console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
+    for name, other in summary.get("others", {}).items():
+        console.print(
+            f"{name} instead: {other['global_accuracy']:.2%} on the common test, personal {other['personal_accuracy']:.2%}"
+        )
+    console.print(f"norm: {summary['norm'] or 'as the network has it'}")
+    console.print(
+        f"sent up {_megabytes(summary['bytes_up'])}, down {_megabytes(summary['bytes_down'])}, {summary['seconds']:.0f} s"
+    )
+    console.print(f"report: {folder / 'report.html'}", soft_wrap=True)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+def _tell_refusal(client: int, round: int, reason: str) -> None:
+    print(f"round {round}: the reply of client {client} was refused: {reason}", file=sys.stderr)
+
+
+def _tell_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""What keeps a fleet well: certificates, health, logs, processes."""

@@ -1,0 +1,129 @@
+"""The run inside Flower's ServerApp: plays it from where its folder says it stands, and leaves its end in a file for the server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.serverapp import Grid
+
+from nestling.errors import InputError
+from nestling.fleet.care import logs
+from nestling.fleet.care.certs import write_private
+from nestling.fleet.care.processes import LOG_BYTES, LOG_FILES, born
+from nestling.fleet.server.server import OUTCOME, PROCESS, RUN_LOG, SETTINGS
+from nestling.runfiles import EXPERIMENT
+
+if TYPE_CHECKING:
+    from nestling.experiment import Experiment
+    from nestling.runs.federation import Metrics
+    from nestling.runs.run import Watcher
+
+log = logging.getLogger("nestling.fleet.run")
+
+
+def host(grid: Grid, home: str) -> None:
+    """Plays the run that `home` describes, and says there how it ended."""
+    folder = Path(home)
+    settings = json.loads((folder / SETTINGS).read_text())
+    # The file that names this process also tells the server that it is alive.
+    write_private(folder / PROCESS, json.dumps({"pid": os.getpid(), "born": born(os.getpid())}).encode())
+    _log_to(folder / "log" / RUN_LOG)
+    lines = Path(settings["folder"]) / logs.SERVER_LOG
+    with logs.written_to(lines, needs=lines.parent / EXPERIMENT):
+        outcome = _played(grid, settings)
+    write_private(folder / OUTCOME, json.dumps(outcome).encode())
+    if outcome["state"] != "done":
+        raise RuntimeError(outcome["text"])  # so that Flower too counts the run as failed
+
+
+def _played(grid: Grid, settings: dict[str, Any]) -> dict[str, Any]:
+    from nestling.fleet.server.engine import NoQuorum
+
+    try:
+        # What is heavy is imported where a failure to import it is told as well.
+        from nestling.experiment import Experiment
+        from nestling.fleet.flower.grid import GridCourier
+        from nestling.fleet.server.serving import play
+
+        result = play(
+            GridCourier(grid),
+            Experiment.read(Path(settings["experiment"])),
+            Path(settings["folder"]),
+            min_clients=settings["min_clients"],
+            deadline=settings["deadline"],
+            quorum=settings["quorum"],
+            names=Registered(Path(settings["registered"])) if settings["registered"] else None,
+            watcher=_watcher(),
+        )
+        return {"state": "done", "text": "", "summary": result.summary}
+    except InputError as error:
+        return {"state": "input", "text": str(error)}
+    except NoQuorum as error:
+        return {"state": "quorum", "text": str(error)}
+    except Exception as error:
+        log.error("%s", traceback.format_exc())
+        return {"state": "error", "text": f"{type(error).__name__}: {error}"}
+
+
+class Registered(Mapping[int, str]):
+    """Node → the name its key is registered under, as the server's file says now: devices may be added while the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._names: dict[int, str] = {}
+        self._seen = 0
+
+    def __getitem__(self, node: int) -> str:
+        return self._read()[node]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def _read(self) -> dict[int, str]:
+        changed = self.path.stat().st_mtime_ns if self.path.exists() else 0
+        if changed != self._seen:
+            self._names = {int(node): row["name"] for node, row in json.loads(self.path.read_text()).items()}
+            self._seen = changed
+        return self._names
+
+
+def _watcher() -> Watcher:
+    """What happens, as lines of the log."""
+    from nestling.runs.run import Watcher
+
+    def started(experiment: Experiment, description: dict[str, Any], done: int) -> None:
+        text = f"{experiment.method.name}: round {done + 1} of {experiment.rounds} is next"
+        logs.tell(log, logs.Note(text, "started", round=done + 1, rounds=experiment.rounds))
+
+    def round(row: Metrics) -> None:
+        accuracy = row.get("global_accuracy")
+        tested = f", global accuracy {accuracy:.2%}" if accuracy is not None else ""
+        missing = len(row["missed"])
+        less = f", {missing} gave no reply" if missing else ""
+        text = f"round {row['round']}: {len(row['clients'])} clients{less}{tested}, {row['seconds']:.1f} s"
+        facts = {name: row[name] for name in ("round", "dropped", "refused", "late", "seconds", "bytes_up", "bytes_down")}
+        logs.tell(log, logs.Note(text, "round", clients=len(row["clients"]), accuracy=accuracy, **facts))
+
+    def refusal(client: int, round: int, reason: str) -> None:
+        text = f"round {round}: a reply of client {client} is refused: {reason}"
+        logs.tell(log, logs.Note(text, "refused", round=round, client=client, reason=reason), logging.WARNING)
+
+    return Watcher(started=started, round=round, refusal=refusal, note=lambda text: logs.tell(log, text))
+
+
+def _log_to(path: Path) -> None:
+    handler = logs.PlainLines(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(logs.Discreet())
+    root = logging.getLogger("nestling")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)

@@ -1,0 +1,1 @@
+"""A node's side of a fleet: one device, or a gateway for many."""

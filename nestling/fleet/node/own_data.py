@@ -1,0 +1,90 @@
+"""The data that a device brings: rows of the experiment's form in .npz files."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestling.data import image_statistics, normalise
+from nestling.errors import InputError
+from nestling.files import parse_toml
+from nestling.fleet.protocol.wire import Welcome
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples of float32 and labels of int64."""
+
+    x: Tensor
+    y: Tensor
+
+
+def read_rows(path: str | Path, welcome: Welcome) -> Rows:
+    """The rows in an .npz file, or in all .npz files of a folder in the order of their names.
+
+    `x` holds samples in the experiment's form: float numbers as the experiment's own data have them after preparation, or bytes, which
+    are prepared as the experiment's pictures are (scaled to 0..1 where it has none). `y` holds the classes: their names, or where the
+    names are numbers or absent, their numbers.
+    """
+    place = Path(path).expanduser()
+    files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
+    if not files or not all(file.is_file() for file in files):
+        raise InputError(
+            f"there is no .npz file at {place}", field="--data", fix="give an .npz file with arrays x and y, or a folder"
+        )
+    parts = [_read(file, welcome) for file in files]
+    return Rows(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+
+
+def _read(file: Path, welcome: Welcome) -> Rows:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            x, y = arrays["x"], arrays["y"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise _bad(file, f"cannot be read: {error}", "write it with numpy.savez(file, x=..., y=...)") from None
+    if y.ndim != 1 or len(x) != len(y) or not len(y):
+        raise _bad(file, f"x is {x.shape}, y is {y.shape}", "give one class a sample, and at least one sample")
+    return Rows(_samples(file, x, welcome), _classes(file, y, welcome))
+
+
+def _samples(file: Path, x: np.ndarray, welcome: Welcome) -> Tensor:
+    shape = welcome.shape
+    if x.dtype.kind not in "uif" or (x.dtype.kind in "ui" and x.dtype != np.uint8):
+        raise _bad(file, f"x is of type {x.dtype}", "give float32, or bytes (uint8) for pictures")
+    if x.shape[1:] == shape[1:] and shape[0] == 1:
+        x = x[:, None]
+    elif x.shape[1:] != shape and x.ndim == 4 and x.shape[1:] == (*shape[1:], shape[0]):
+        x = x.transpose(0, 3, 1, 2)
+    if x.shape[1:] != shape:
+        raise _bad(file, f"samples are {x.shape[1:]}", f"the experiment's are {shape}")
+    if x.dtype == np.uint8:
+        stats = image_statistics(parse_toml(welcome.experiment, "the experiment").get("data", {}).get("name", ""))
+        return normalise(x, *(stats or ((0.0,), (1.0,))))
+    found = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+    if not bool(torch.isfinite(found).all()):
+        raise _bad(file, "x holds NaN or infinite values", "replace them")
+    return found
+
+
+def _classes(file: Path, y: np.ndarray, welcome: Welcome) -> Tensor:
+    number = {name: place for place, name in enumerate(welcome.class_names)}
+    if y.dtype.kind in "US" or all(name.lstrip("-").isdigit() for name in number):
+        told = [str(one) if not isinstance(one, bytes) else one.decode(errors="replace") for one in y.tolist()]
+        strange = sorted(set(told) - set(number))
+        if strange:
+            raise _bad(file, f"there is no class {strange[0]!r}", f"classes are {', '.join(welcome.class_names)}")
+        return torch.tensor([number[one] for one in told], dtype=torch.int64)
+    if y.dtype.kind not in "ui" or y.min() < 0 or y.max() >= welcome.classes:
+        raise _bad(
+            file, f"y is of type {y.dtype}, from {y.min()} to {y.max()}", f"give numbers 0..{welcome.classes - 1}, or names"
+        )
+    return torch.from_numpy(y.astype(np.int64))
+
+
+def _bad(file: Path, message: str, fix: str) -> InputError:
+    return InputError(f"{file}: {message}", field="--data", fix=fix)

@@ -1,0 +1,225 @@
+"""The server's side of a run with real devices: the same rounds, the same run folder, and an engine that asks instead of computing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nestling.errors import InputError
+from nestling.experiment import Experiment
+from nestling.fleet.care.status import DONE, GATHERING, MERGING, ROUND, STATUS, STOPPED, StatusFile
+from nestling.fleet.protocol.courier import Courier
+from nestling.fleet.protocol.wire import Parcel, Welcome
+from nestling.fleet.server.engine import FleetEngine, NoQuorum, Patience
+from nestling.fleet.server.greeter import Greeter
+from nestling.fleet.server.roster import NAME, LiveFleet, LiveSplit, Roster
+from nestling.message import Message
+from nestling.runfiles import EXPERIMENT, FEDERATION
+from nestling.runs import folder as run_folder
+from nestling.runs.assemble import assemble
+from nestling.runs.describe import describe
+from nestling.runs.federation import Federation, Metrics
+from nestling.runs.folder import RunFolder
+from nestling.runs.run import Result, Watcher, carry_on, one_thread, restored
+from nestling.store import ClientStore
+
+
+def play(
+    courier: Courier,
+    experiment: Experiment | None,
+    folder: str | Path | None = None,
+    *,
+    min_clients: int = 1,
+    deadline: float = 600.0,
+    quorum: int = 0,
+    wait: float = 600.0,
+    names: Mapping[int, str] | None = None,
+    patience: Patience | None = None,
+    watcher: Watcher | None = None,
+) -> Result:
+    """Runs an experiment on real devices; where the folder holds a run already, that run goes on from its last checkpoint.
+
+    min_clients: how many must be there before a round starts; it waits for them at most `wait` seconds, then the run stops where it
+                 stands (`NoQuorum`).
+    deadline, quorum: when a round goes on without those that have not answered (see `Patience`); `patience` says all of it.
+    names:       node → the name its key is registered under. A node may then speak for that name only, and for those that begin with
+                 it and a slash.
+    """
+    patience = replace(patience or Patience(), deadline=deadline, quorum=quorum)
+    home: RunFolder | None = None
+    live: Live | None = None
+    try:
+        with one_thread():
+            settled, federation, home = _begin(experiment, Path(folder) if folder is not None else None)
+            live = enliven(settled, federation, courier, home, names, patience, watcher or Watcher())
+            live.gather(min_clients, wait)
+            description = describe(settled, federation)
+            if home:
+                home.write(FEDERATION, json.dumps(description, indent=1))
+            result = carry_on(settled, federation, description, home, live.watcher(min_clients, wait), fresh=False, every=0.0)
+            live.ended(DONE)
+            return result
+    except BaseException as error:
+        if live is not None:
+            live.ended(STOPPED, str(error) or type(error).__name__)
+        raise
+    finally:
+        if home:
+            home.close()
+
+
+@dataclass
+class Live:
+    """A federation whose clients are real, and what keeps it going."""
+
+    federation: Federation
+    engine: FleetEngine
+    greeter: Greeter
+    roster: Roster
+    folder: Path | None
+    told: Watcher
+    panel: list[int]  # the clients whose models are tested as soon as enough is known of them
+    phase: str = MERGING
+    since: float = field(default_factory=time.time)
+    doing: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.status = StatusFile(self.folder / STATUS if self.folder else None)
+        self.engine.watch, self.greeter.note = self._look, self._hear
+
+    def gather(self, clients: int, seconds: float) -> None:
+        """Waits until enough clients are there, and tells the bench whose models can be tested."""
+        wanted = min(max(1, clients), len(self.roster.fleet))
+
+        def sleep(pause: float) -> None:
+            self._tell(GATHERING, {"here": len(self.roster.here()), "needed": wanted, "most": seconds})
+            self.engine.sleep(pause)
+
+        here = self.greeter.wait(wanted, seconds, max(self.engine.patience.poll, 0.01), sleep)
+        if here < wanted:
+            raise NoQuorum(f"{here} clients are there after {seconds:.0f} s, {wanted} are needed")
+        self._tell(MERGING, {})
+        self.federation.bench.panel = [client for client in self.panel if self._known(client)]
+
+    def _known(self, client: int) -> bool:
+        """Whether the mix of classes of a client is known, by which its model is judged."""
+        entry = self.roster.entry(client)
+        return entry is not None and (entry.member.rows is None or entry.member.counts is not None)
+
+    def watcher(self, clients: int, seconds: float) -> Watcher:
+        """The watcher of the run, which also writes down how the fleet is and waits for clients between rounds."""
+
+        def after_round(row: Metrics) -> None:
+            self._tell(MERGING, {}, now=True)
+            self.roster.save()
+            self.told.round(row)
+            if row["round"] < self.federation.rounds:
+                self.gather(clients, seconds)
+
+        def refusal(client: int, round: int, reason: str) -> None:
+            self.status.refused(reason, round, client, self.roster.node_of(client))
+            self.told.refusal(client, round, reason)
+
+        return replace(self.told, round=after_round, refusal=refusal)
+
+    def ended(self, phase: str, reason: str = "") -> None:
+        """Writes that the run is over."""
+        self._tell(phase, {"reason": reason} if reason else {}, now=True)
+
+    def _look(self) -> None:
+        """Writes how the round stands."""
+        progress = self.engine.progress()
+        self._tell(ROUND if progress else MERGING, progress)
+
+    def _hear(self, text: str) -> None:
+        facts = getattr(text, "facts", {})
+        if facts.get("event") == "refused":
+            self.status.refused(facts["reason"], node=facts["node"])
+        self.told.note(text)
+
+    def _tell(self, phase: str, doing: dict[str, Any], now: bool = False) -> None:
+        if (phase, doing.get("round")) != (self.phase, self.doing.get("round")):
+            self.since, now = time.time(), True
+        self.phase, self.doing = phase, doing
+        self.status.write(self._table, now)
+
+    def _table(self) -> dict[str, Any]:
+        """How the fleet is now."""
+        clients = [
+            {
+                "client": entry.client,
+                "name": entry.member.name,
+                "tier": self.roster.fleet.tier_of(entry.client).name,
+                "device": entry.member.device,
+                "here": entry.node is not None,
+                "node": entry.node,
+                "seen": entry.seen,
+                "ram": entry.member.ram,
+                "free": entry.member.free,
+            }
+            for entry in self.roster.entries
+        ]
+        return {
+            "run": self.roster.run,
+            "round": self.federation.totals.round,
+            "phase": self.phase,
+            "since": self.since,
+            "doing": self.doing,
+            "letters": dict(self.engine.counts),
+            "clients": clients,
+        }
+
+
+def enliven(
+    experiment: Experiment,
+    federation: Federation,
+    courier: Courier,
+    home: RunFolder | None = None,
+    names: Mapping[int, str] | None = None,
+    patience: Patience | None = None,
+    watcher: Watcher | None = None,
+) -> Live:
+    """Makes a simulated federation a real one: its fleet, its clients' rows and its engine become those of the devices."""
+    world, told = federation.world, watcher or Watcher()
+    roster = Roster(world.fleet, home.path / NAME if home else None)
+    roster.go_back(federation.totals.round)
+    roster.save()
+    greeter = Greeter(courier, roster, welcome_of(roster.run, experiment, federation), told.note, names=names)
+    engine = FleetEngine(courier, roster, greeter, patience, experiment.engine.transport)
+    world.become(LiveFleet(world.fleet, roster), LiveSplit(world.split, roster, world.classes))
+    federation.engine = engine
+    # Models that only devices have cannot be tested here, and no number is better than a wrong one.
+    tested = [] if federation.method.as_set.personal else list(federation.bench.panel)
+    federation.bench.panel = []
+    return Live(federation, engine, greeter, roster, home.path if home else None, told, tested)
+
+
+def welcome_of(run: str, experiment: Experiment, federation: Federation) -> bytes:
+    """What nodes are told of a run. Public inputs travel where the method's clients use them."""
+    world, bench = federation.world, federation.bench
+    public = None
+    if world.public is not None and federation.method.as_set.auxiliary.startswith("public"):
+        public = Parcel.of(Message({"public": {"x": world.public}}))
+    shape = tuple(bench.x.shape[1:])
+    return Welcome(run, experiment.to_toml(), shape, world.classes, world.class_names, len(bench.y), public).to_bytes()
+
+
+def _begin(experiment: Experiment | None, path: Path | None) -> tuple[Experiment, Federation, RunFolder | None]:
+    """The run in a folder as of its last checkpoint, or a new one."""
+    if path is not None and (path / EXPERIMENT).exists():
+        home = run_folder.reopen(path, field="--out").take(field="--out")
+        return *restored(home, ("engine.name=inline", "engine.device=cpu"), experiment), home
+    if experiment is None:
+        raise InputError(f"there is no run in {path}", field="--out", fix="name an experiment")
+    if path is not None:
+        run_folder.check_new(path)
+    engine = replace(experiment.engine, name="inline", device="cpu")  # what the server itself computes
+    store = ClientStore(path / "clients" if path else None)
+    settled, federation = assemble(experiment.with_changes(engine=engine), store)
+    if path is None:
+        return settled, federation, None
+    return settled, federation, run_folder.create(path, {EXPERIMENT: settled.to_toml()}).take(field="--out")

@@ -1,0 +1,64 @@
+"""What a round did, in numbers: its line of the metrics, and what it adds to the run's totals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nestling.runs.admission import Round
+from nestling.runs.federation import Federation, Metrics
+from nestling.training.client import Outcome
+
+
+def account_for(federation: Federation, round: Round) -> Metrics:
+    """A round's metrics; adds it to the totals, and says who was refused and what boards did."""
+    tell(federation, round)
+    totals, outcomes = federation.totals, round.outcomes
+    losses = {client: float(outcome.loss) for client, outcome in outcomes.items()}
+    up = sum([outcome.reply.nbytes for outcome in outcomes.values()])
+    down = sum([sent.message.nbytes for sent in round.sent.values()])
+    counts = {"refused": len(round.refusals), "late": round.late, "dropped": round.dropped}
+    totals.round = round.number
+    totals.bytes_up, totals.bytes_down = totals.bytes_up + up, totals.bytes_down + down
+    totals.refused, totals.late = totals.refused + counts["refused"], totals.late + counts["late"]
+    totals.dropped += counts["dropped"]
+    totals.clock_seconds += round.seconds
+    totals.energy_joules += round.joules
+    tested = dict(round.tested or {"global_accuracy": None, "personal_accuracy": None, "by_tier": {}})
+    accuracies = tested.pop("by_tier")
+    return {
+        "round": round.number,
+        "clients": list(round.sent),
+        "missed": [client for client in round.sent if client not in outcomes],
+        "merged": round.merged,
+        "loss": _weighted_loss(list(outcomes.values()), losses),
+        "by_tier": {tier: {**row, **accuracies.get(tier, {})} for tier, row in _by_tier(federation, round, losses).items()},
+        "bytes_up": up,
+        "bytes_down": down,
+        "bytes_up_total": totals.bytes_up,
+        "bytes_down_total": totals.bytes_down,
+        **counts,
+        "clock_seconds": totals.clock_seconds,
+        "energy_joules": totals.energy_joules,
+        **tested,
+    }
+
+
+def tell(federation: Federation, round: Round) -> None:
+    """Says who was refused and what boards did."""
+    for told in round.refusals:
+        federation.on_refusal(told.client, round.number, told.reason)
+    for facts in round.boards:
+        federation.on_board(facts)
+
+
+def _by_tier(federation: Federation, round: Round, losses: dict[int, float]) -> dict[str, dict[str, Any]]:
+    own: dict[str, list[Outcome]] = {tier: [] for tier in federation.world.plans}
+    for client, outcome in round.outcomes.items():
+        own[round.sent[client].device.tier].append(outcome)
+    untested = {"global_accuracy": None, "personal_accuracy": None}
+    return {tier: {**untested, "loss": _weighted_loss(found, losses), "clients": len(found)} for tier, found in own.items()}
+
+
+def _weighted_loss(outcomes: list[Outcome], losses: dict[int, float]) -> float | None:
+    samples = sum([o.samples for o in outcomes])
+    return sum([losses[o.client] * o.samples for o in outcomes]) / samples if samples else None

@@ -1,0 +1,161 @@
+"""Which replies of a round count: what each must look like, whether it came in time, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from nestling.devices import Timing
+from nestling.engines import Refusal
+from nestling.errors import InputError
+from nestling.runs.federation import Federation
+from nestling.message import Message, faults
+from nestling.methods import Method, Reply
+from nestling.training.client import Outcome
+from nestling.views import State
+from nestling.views.flat import Row, layout_of
+from nestling.world import Device, Piece, World
+
+Expected = Mapping[str, Mapping[str, Tensor]]
+
+NOT_FINITE = "values that are not finite"
+
+
+@dataclass
+class Sent:
+    """One client's share of a round."""
+
+    device: Device
+    piece: Piece
+    message: Message
+    dropped: bool
+
+
+@dataclass
+class Round:
+    """A round under way: merged, but perhaps still being computed on a device."""
+
+    number: int
+    before: dict[str, State]
+    spoilt: frozenset[int]  # whose replies turned out not to be finite when the round was played before
+    sent: dict[int, Sent] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+    void: set[int] = field(default_factory=set)  # whose outcomes do not count: refused, or too late
+    unsure: list[tuple[int, Row]] = field(default_factory=list)  # clients whose reply counted before its values were looked at
+    boards: list[Mapping[str, Any]] = field(default_factory=list)
+    merged: int = 0
+    late: int = 0
+    seconds: float = 0.0
+    joules: float = 0.0
+    tested: dict[str, Any] | None = None
+    error: Exception | None = None
+
+    @property
+    def dropped(self) -> int:
+        """How many clients were never heard of."""
+        heard = {*self.outcomes, *(told.client for told in self.refusals if told.round == self.number)}
+        return sum(client not in heard for client in self.sent)
+
+    def broken(self) -> frozenset[int]:
+        """Whose replies counted though they are not finite; waits for the device that computes them."""
+        return frozenset([client for client, row in self.unsure if not row.stack.finite[row.number]])
+
+    def refuse(self, client: int, reason: str) -> None:
+        """An outcome that does not count, and why."""
+        self.refusals.append(Refusal(client, self.number, reason))
+        self.void.add(client)
+
+
+def admit(federation: Federation, round: Round) -> list[Reply]:
+    """The replies that count; writes down what happened to the others and to the clock."""
+    deadline, replies = federation.world.fleet.deadline, []
+    clock, forms = _Clock(federation.world, round), _Forms(federation.method)
+    for client, outcome in round.outcomes.items():
+        sent = round.sent[client]
+        piece, reason = _returned(federation.method, sent, outcome.reply)
+        spent = clock.of(sent, piece, outcome)
+        round.joules += spent.energy_j
+        round.seconds = max(round.seconds, min(spent.total_s, deadline or spent.total_s))
+        if deadline and spent.total_s > deadline:
+            round.late += 1
+            round.void.add(client)
+            continue
+        expected = forms.of(piece, sent.message)
+        reason = NOT_FINITE if client in round.spoilt else reason or _faults(expected, sent, outcome.reply, round)
+        if reason:
+            round.refuse(client, reason)
+        else:
+            replies.append(Reply(sent.device, piece, sent.message, outcome.reply))
+    if deadline and round.dropped:
+        round.seconds = deadline  # the server waited for those that never answered
+    round.merged = len(replies)
+    return replies
+
+
+@dataclass
+class _Clock:
+    """How long clients take. Those with equal work take equally long, unless devices slow down by chance."""
+
+    world: World
+    round: Round
+    known: dict[Hashable, Timing] = field(default_factory=dict)
+
+    def of(self, sent: Sent, piece: Piece, outcome: Outcome) -> Timing:
+        same = (piece, sent.device.tier, id(sent.message), outcome.samples, outcome.reply.nbytes)
+        if same in self.known:
+            return self.known[same]
+        slowdown = self.world.fleet.slowdown(sent.device.id, self.round.number)
+        down, up = sent.message.nbytes, outcome.reply.nbytes
+        spent = self.world.timing(sent.device.tier, piece, outcome.samples, down, up, slowdown)
+        if self.world.fleet.steady:
+            self.known[same] = spent
+        return spent
+
+
+@dataclass
+class _Forms:
+    """What replies must look like: clients that got the same must send the same back."""
+
+    method: Method
+    known: dict[Hashable, Expected] = field(default_factory=dict)
+
+    def of(self, piece: Piece, message: Message) -> Expected:
+        form = (piece, id(message))
+        if form not in self.known:
+            self.known[form] = self.method.expects(piece, message)
+        return self.known[form]
+
+
+def _returned(method: Method, sent: Sent, reply: Message) -> tuple[Piece, str | None]:
+    """The piece that a reply is of, and why it is refused where it names none that it could be."""
+    try:
+        return method.returned(sent.piece, sent.message, reply.facts), None
+    except InputError as error:
+        return sent.piece, error.message
+
+
+def _faults(expected: Expected, sent: Sent, reply: Message, round: Round) -> str | None:
+    """Why a reply is refused. Rows of a stack are known to be well-formed by their layout; whether they are finite is asked later."""
+    rows = []
+    for kind, part in reply.parts.items():
+        if isinstance(part, Row) and kind in expected and part.layout is layout_of(expected[kind]):
+            part.stack.look()
+            round.unsure.append((sent.device.id, part))
+            rows.append(kind)
+    if len(rows) < len(reply.parts) or len(rows) < len(expected):
+        rest = Message({kind: part for kind, part in reply.parts.items() if kind not in rows}, reply.facts)
+        reason = faults(rest, {kind: like for kind, like in expected.items() if kind not in rows})
+        if reason:
+            return reason
+    return wrong_count(reply)
+
+
+def wrong_count(reply: Message) -> str | None:
+    """Why the number of samples that a reply claims cannot be, or nothing."""
+    samples = reply.facts.get("samples")
+    good = type(samples) is int and 0 < samples < 2**40
+    return None if good else f"the number of samples is {samples!r}"

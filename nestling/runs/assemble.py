@@ -1,0 +1,278 @@
+"""From an experiment to a federation that is ready to play: data, split, networks, fleet, plans, method, engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nestling.data import Dataset, Split, load, make_split, take_public
+from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
+from nestling.devices.fit import exceeded
+from nestling.engines import choose_where, make_engine
+from nestling.errors import InputError
+from nestling.runs.evaluation import Bench, panel
+from nestling.experiment import Experiment, Named, fleet_of
+from nestling.runs.federation import Federation
+from nestling.methods import Method
+from nestling.models import MODELS, build
+from nestling.schema import require
+from nestling.seeds import stream, torch_seeded
+from nestling.store import ClientStore
+from nestling.training.client import Site
+from nestling.views import Reference
+from nestling.world import Piece, World, budget_of, piece_cost, plan_tiers, while_free
+
+DEFAULT_FLEET_SIZE = 20
+
+
+@dataclass(frozen=True)
+class Given:
+    """Data that somebody brings instead of the experiment's own: the rows, the public inputs, and whose the rows are."""
+
+    dataset: Dataset
+    public: Tensor | None
+    split: Split
+
+
+def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[Experiment, Federation]:
+    """The experiment with all it left open settled, and its federation (the engine not yet opened)."""
+    settled, dataset, world = make_world(experiment, store)
+    method = settled.make_method()
+    method.setup(world)
+    federation = _federation(settled, dataset, world, method)
+    federation.notes += [
+        f"tier {tier.name!r} takes no part: its share of {len(world.fleet)} devices comes to none"
+        for tier in fleet_of(experiment.fleet).tiers
+        if tier.name not in world.plans
+    ]
+    return settled, federation
+
+
+def make_world(
+    experiment: Experiment, store: ClientStore | None = None, given: Given | None = None
+) -> tuple[Experiment, Dataset, World]:
+    """The experiment with all it left open settled, its data, and what a method may know of the federation."""
+    experiment.split.check()
+    dataset, public = (given.dataset, None) if given else _data(experiment)
+    where = choose_where(experiment.engine.name, experiment.engine.device, experiment.engine.precision)
+    place = where.device
+    experiment = _settle_model(experiment, dataset)
+    main = _main_network(experiment, dataset)
+    experiment = _settle_networks(_settle_fleet(experiment, dataset, main), dataset)
+    fleet = make_fleet(experiment.fleet, experiment.seed)
+    split = given.split if given else _split(experiment, dataset, len(fleet))
+    references = {main.name: main, **_own_networks(experiment, dataset)}
+    plans = plan_tiers(fleet, references, main, _budget(experiment, dataset))
+    for reference in references.values():
+        reference.to(place)
+    world = World(
+        references, main, fleet, split, plans, dataset.classes, experiment.train.over(experiment.rounds), experiment.seed
+    )
+    world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
+    if given is not None:
+        world.public = given.public
+    elif public is not None:
+        world.public, world.public_labels = public.x.to(place), public.y.to(place)
+    world.store, world.rounds, world.where = store or ClientStore(), experiment.rounds, where
+    return experiment, dataset, world
+
+
+def _data(experiment: Experiment) -> tuple[Dataset, Dataset | None]:
+    data = experiment.data
+    whole = load(data.name, path=data.path, missing=data.missing, seed=experiment.seed)
+    return take_public(whole, experiment.split.public, experiment.seed)
+
+
+def _split(experiment: Experiment, dataset: Dataset, clients: int) -> Split:
+    y, classes = dataset.y.numpy(), dataset.classes
+    return make_split(experiment.split, y=y, classes=classes, clients=clients, seed=experiment.seed, client=dataset.client)
+
+
+def site_of(federation: Federation) -> Site:
+    """What the client side needs of a federation."""
+    world, bench = federation.world, federation.bench
+    return Site(
+        bench.x, bench.y, world.split, world.references, world.classes, world.train, world.seed, world.public, world.where
+    )
+
+
+def default_model(shape: tuple[int, ...]) -> str:
+    """The network that suits inputs of a shape, unless the user names one."""
+    return {3: "tinycnn", 2: "cnn1d"}.get(len(shape), "mlp")
+
+
+def reference_network(
+    name: str, options: dict[str, object], shape: tuple[int, ...], classes: int, seed: int, role: str
+) -> Reference:
+    """A network by name, with the weights that the seed gives it."""
+    kind = (name, json.dumps(options, sort_keys=True, default=repr), shape, classes) if name in MODELS else None
+    with torch_seeded(seed, "network", role):
+        return Reference(role, build(name, shape=shape, classes=classes, **options), shape, kind)
+
+
+def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
+    if experiment.model.name:
+        return experiment
+    wanted = experiment.make_method().as_set.model if len(dataset.shape) == 3 else ""
+    return experiment.with_changes(model=Named(wanted or default_model(dataset.shape), experiment.model.options))
+
+
+def _main_network(experiment: Experiment, dataset: Dataset) -> Reference:
+    if experiment.own_model is not None:
+        main = Reference("main", experiment.own_model, dataset.shape)
+    else:
+        model = experiment.model
+        main = reference_network(model.name, model.options, dataset.shape, dataset.classes, experiment.seed, "main")
+    _check_outputs(main.module, dataset)
+    if not main.axes.names:
+        raise InputError(
+            f"{experiment.model.name} has no axis that could be made smaller",
+            field="model.name",
+            fix="its hidden channels must come from convolutions or linear layers and stay unmixed by reshapes",
+        )
+    return main
+
+
+def _check_outputs(module: nn.Module, dataset: Dataset) -> None:
+    module.eval()
+    with torch.no_grad():
+        try:
+            out = module(dataset.x[:2])
+        except Exception as error:
+            raise InputError(f"the network does not run on {dataset.name}: {error}", field="model.name") from error
+    if not isinstance(out, torch.Tensor) or tuple(out.shape) != (2, dataset.classes):
+        got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+        raise InputError(f"the network must give logits of shape (batch, {dataset.classes}), not {got}", field="model.name")
+
+
+def _settle_fleet(experiment: Experiment, dataset: Dataset, main: Reference) -> Experiment:
+    fleet = fleet_of(experiment.fleet)
+    natural = int(dataset.client.max()) + 1 if experiment.split.kind == "natural" and dataset.client is not None else 0
+    size = fleet.size or sum(tier.count for tier in fleet.tiers) or natural or DEFAULT_FLEET_SIZE
+    fleet = replace(fleet, path="", size=size, tiers=fleet.tiers or _default_tiers(experiment, dataset, main, size))
+    fix = "at most the fleet's size, or 0 for everyone"
+    require(
+        experiment.participants <= size, f"{experiment.participants} clients a round from a fleet of {size}", "participants", fix
+    )
+    return experiment.with_changes(fleet=_without_empty(fleet, experiment.seed))
+
+
+def _without_empty(fleet: FleetConfig, seed: int) -> FleetConfig:
+    """The fleet without tiers whose share comes to no device: nobody is there to train, so what they could train must not count."""
+    made = make_fleet(fleet, seed)
+    if all(made.counts):
+        return fleet
+    left = [replace(t, share=0.0, count=count) for t, count in zip(made.tiers, made.counts, strict=True) if count]
+    return replace(fleet, tiers=tuple(left))
+
+
+def _default_tiers(experiment: Experiment, dataset: Dataset, main: Reference, size: int) -> tuple[Tier, ...]:
+    """The default tiers that can train some piece of the network on this data."""
+    budget = _budget(experiment.with_changes(fleet=FleetConfig(size=size)), dataset)
+    possible = []
+    for tier in DEFAULT_TIERS:
+        alone = make_fleet(FleetConfig(size=1, tiers=(replace(tier, share=1.0),)), experiment.seed)
+        try:
+            plan_tiers(alone, {}, main, budget)
+            possible.append(tier)
+        except InputError:
+            continue
+    total = sum(tier.share for tier in possible)
+    return tuple(replace(tier, share=tier.share / total) for tier in possible)
+
+
+def _settle_networks(experiment: Experiment, dataset: Dataset) -> Experiment:
+    """The experiment in which every tier that names only a device has the largest network of the fleet's list that fits it."""
+    listed = experiment.fleet.networks
+    if not listed:
+        return experiment
+    profiles = make_fleet(experiment.fleet, experiment.seed).profiles
+    budget = _budget(experiment, dataset)
+    built = [(n, _listed_network(n, k, dataset, experiment.seed)) for k, n in enumerate(listed)]
+    built.sort(key=lambda pair: -piece_cost(Piece(pair[1], pair[1].full)).params)
+    tiers = []
+    for number, (tier, profile) in enumerate(zip(experiment.fleet.tiers, profiles, strict=True)):
+        if tier.device and not tier.model and not tier.ratio:
+            limits = while_free(tier, budget_of(tier, budget))
+            found = next((n for n, r in built if not exceeded(profile, piece_cost(Piece(r, r.full)), limits)), None)
+            if found is None:
+                raise InputError(
+                    f"none of the fleet's networks trains on {profile.name}",
+                    field=f"fleet.tiers[{number}] ({tier.name})",
+                    fix="list a smaller network in fleet.networks",
+                )
+            options = {key: value for key, value in found.items() if key != "name"}
+            tier = replace(tier, model=found["name"], model_options=options)
+        tiers.append(tier)
+    return experiment.with_changes(fleet=replace(experiment.fleet, tiers=tuple(tiers), networks=()))
+
+
+def _listed_network(table: dict[str, Any], number: int, dataset: Dataset, seed: int) -> Reference:
+    options = {key: value for key, value in table.items() if key != "name"}
+    try:
+        return reference_network(table["name"], options, dataset.shape, dataset.classes, seed, f"listed {number}")
+    except InputError as error:
+        raise InputError(str(error), field=f"fleet.networks[{number}]") from None
+
+
+def _budget(experiment: Experiment, dataset: Dataset) -> Budget:
+    train = experiment.train
+    optimizer = "adam" if train.optimizer != "sgd" else "momentum" if train.momentum else "sgd"
+    samples = experiment.split.size or max(1, len(dataset.y) // experiment.fleet.size)
+    blocks = experiment.make_method().blocks
+    return Budget(train.batch, samples, train.epochs, optimizer, experiment.time_budget, blocks=blocks)
+
+
+def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Reference]:
+    """The networks that tiers bring themselves, one for each tier."""
+    own = {}
+    for number, tier in enumerate(experiment.fleet.tiers):
+        if tier.model:
+            try:
+                found = reference_network(
+                    tier.model, tier.model_options, dataset.shape, dataset.classes, experiment.seed, tier.name
+                )
+            except InputError as error:
+                raise InputError(str(error), field=f"fleet.tiers[{number}].model") from None
+            own[tier.name] = found
+    return own
+
+
+def _federation(experiment: Experiment, dataset: Dataset, world: World, method: Method) -> Federation:
+    participants, place = experiment.participants or len(world.fleet), world.where.device
+    order = torch.from_numpy(stream(experiment.seed, "calibration").permutation(len(dataset.y)))
+    bench = Bench(
+        dataset.x_test.to(place),
+        dataset.y_test.to(place),
+        dataset.x.to(place),
+        dataset.y.to(place),
+        experiment.evaluate.batch,
+        order[: experiment.evaluate.calibration or len(order)].to(place),
+        panel(world, experiment.evaluate.clients),
+    )
+    chosen = experiment.engine
+    engine = make_engine(
+        chosen.name,
+        chosen.workers,
+        experiment.rounds * participants,
+        _portable(experiment),
+        world.where,
+        chosen.compile,
+        chosen.address,
+    )
+    if any(tier.board for tier in world.fleet.tiers):
+        from nestling.engines.boards import with_boards  # an extra
+
+        home = world.store.folder.parent / "boards" if world.store.folder else None
+        engine = with_boards(engine, world.fleet, verify=chosen.verify_boards, home=home)
+    return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every, experiment.server)
+
+
+def _portable(experiment: Experiment) -> bool:
+    """Whether another process can import the method and the networks: what a script defines itself stays with it."""
+    own = (experiment.own_method, experiment.own_model)
+    return not any(type(o).__module__ == "__main__" for o in own if o is not None)

@@ -1,0 +1,71 @@
+"""Everything a run needs, put together, and what adds up over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nestling.engines import Engine
+from nestling.runs.evaluation import Bench
+from nestling.methods import Method
+from nestling.methods.server import KEPT, Kept, Server, shown
+from nestling.views import State
+from nestling.world import World
+
+Metrics = dict[str, Any]
+
+
+@dataclass
+class Totals:
+    """What adds up over a run; part of every checkpoint."""
+
+    round: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    refused: int = 0
+    late: int = 0
+    dropped: int = 0
+    clock_seconds: float = 0.0
+    energy_joules: float = 0.0
+
+
+@dataclass
+class Federation:
+    """Everything a run needs."""
+
+    world: World
+    method: Method
+    engine: Engine
+    bench: Bench
+    rounds: int
+    participants: int
+    evaluate_every: int
+    server: Server = field(default_factory=Server)
+    kept: Kept = field(default_factory=dict)  # what the server's own optimiser and mean go by
+    totals: Totals = field(default_factory=Totals)
+    on_client: Callable[[int, int], None] = lambda done, of: None
+    on_refusal: Callable[[int, int, str], None] = lambda client, round, reason: None
+    on_board: Callable[[Mapping[str, Any]], None] = lambda facts: None
+    ahead: int = 0  # rounds that the method's state is ahead of `totals`
+    stateful: bool = False  # whether any client has kept anything
+    notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results
+
+    @property
+    def shown(self) -> Method:
+        """The method whose models are tested, reported and exported."""
+        return shown(self.server, self.method, self.kept)
+
+    def state(self) -> dict[str, State]:
+        """The server's state by name: the method's and its own."""
+        return {**self.method.state(), **self.kept}
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        """Puts back what `state` gave."""
+        self.kept = {name: part for name, part in state.items() if name.startswith(KEPT)}
+        self.method.restore({name: part for name, part in state.items() if name not in self.kept})
+
+    def roll_back(self, round: int, state: Mapping[str, State]) -> None:
+        """Undoes a round and those begun after it: the server's state, what clients keep, and what is written down of them."""
+        self.world.store.undo(round)
+        self.restore(state)

@@ -1,0 +1,336 @@
+"""Running an experiment: assemble, play, write."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from nestling.runs import checkpoint
+from nestling.runs import folder
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.describe import describe, norm_of
+from nestling.engines import ENGINES
+from nestling.engines.engine import account
+from nestling.errors import InputError
+from nestling.experiment import Experiment
+from nestling.runs.federation import Federation, Metrics
+from nestling.runs.folder import RunFolder
+from nestling.report.page import write_report
+from nestling.runs.loop import play
+from nestling.runfiles import EXPERIMENT, FEDERATION, SUMMARY, counted
+from nestling.store import ClientStore
+from nestling.training.client import Task
+from nestling.training.terms import shares, weak
+from nestling.version import __version__
+from nestling.world import Model
+
+CHECKPOINT_SECONDS = 1.0
+"""Rounds that take longer are checkpointed one by one; of shorter ones at most this much work is done again after a crash."""
+
+
+@dataclass
+class Watcher:
+    """What wants to hear of a run: each may be replaced."""
+
+    started: Callable[[Experiment, dict[str, Any], int], None] = lambda experiment, description, done: None
+    client: Callable[[int, int], None] = lambda done, of: None
+    round: Callable[[Metrics], None] = lambda metrics: None
+    refusal: Callable[[int, int, str], None] = lambda client, round, reason: None
+    note: Callable[[str], None] = lambda text: None
+
+
+@dataclass
+class Result:
+    """What a run gives: its summary, its metrics by round, where its files are, and the models themselves."""
+
+    summary: dict[str, Any]
+    metrics: list[Metrics]
+    folder: Path | None
+    federation: Federation = field(repr=False)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The trained global model, where the method has one."""
+        return _module(self.federation.shown.global_model())
+
+    def model_for(self, client: int) -> nn.Module | None:
+        """The model of one client's device."""
+        return _module(self.federation.shown.model_for(self.federation.world.device(client)))
+
+
+def run(experiment: Experiment | None = None, *, out: str | Path | None = None, watcher: Watcher | None = None) -> Result:
+    """Runs an experiment from its first round. With `out` it writes a run folder there; without, it only gives the result."""
+    path = Path(out) if out is not None else None
+    if path is not None:
+        folder.check_new(path)
+    with one_thread():
+        store = ClientStore(path / "clients" if path else None)
+        settled, federation = assemble(experiment or Experiment(), store)
+        description = describe(settled, federation)
+        home = folder.create(path, _first_files(settled, federation, description)).take() if path else None
+        return carry_on(settled, federation, description, home, watcher or Watcher(), fresh=True)
+
+
+def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()) -> Result:
+    """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be overridden."""
+    for override in overrides:
+        if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
+            raise InputError(
+                "a resumed run keeps its experiment", field=override.partition("=")[0], fix="only rounds and engine.* may change"
+            )
+    home = folder.reopen(Path(path)).take()
+    try:
+        with one_thread():
+            settled, federation = restored(home, overrides)
+            if overrides:
+                home.write(EXPERIMENT, settled.to_toml())
+            return carry_on(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
+    finally:
+        home.close()
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[Result]:
+    """The result of the run in a folder as of its last checkpoint, for looking at its models; no round is played. The folder is this
+    process's while the block lasts."""
+    home = folder.reopen(Path(path), field="RUN").take(field="RUN")
+    try:
+        if not checkpoint.exists(home.path):
+            raise InputError(f"the run in {home.path} has not finished a round", field="RUN", fix="go on with it: --resume")
+        # How the clients were trained does not matter here, and what trained them may be missing on this machine.
+        federation = restored(home, ("engine.name=auto", "engine.device=auto"))[1]
+        yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
+    finally:
+        home.close()
+
+
+def restored(home: RunFolder, overrides: tuple[str, ...], own: Experiment | None = None) -> tuple[Experiment, Federation]:
+    """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of `own`: a method or a network that
+    was given as an object."""
+    experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
+    saved = checkpoint.load(home.path)
+    store = ClientStore(home.path / "clients")
+    store.resume(saved[1].round if saved else 0)
+    settled, federation = assemble(experiment, store)
+    if saved:
+        place = federation.world.place
+        federation.restore({k: {n: t.to(place) for n, t in part.items()} for k, part in saved[0].items()})
+        federation.totals = saved[1]
+    return settled, federation
+
+
+def carry_on(
+    experiment: Experiment,
+    federation: Federation,
+    description: dict[str, Any],
+    home: RunFolder | None,
+    watcher: Watcher,
+    fresh: bool,
+    every: float = CHECKPOINT_SECONDS,
+) -> Result:
+    """Plays the rounds that are left and writes what comes of them, with a checkpoint as soon as `every` seconds have passed since the
+    last one. A `fresh` folder that has none yet is taken away again when the run fails."""
+    boards: list[Mapping[str, Any]] = []
+    federation.on_client, federation.on_refusal, federation.on_board = watcher.client, watcher.refusal, boards.append
+    done = federation.totals.round
+    metrics: list[Metrics] = []
+    try:
+        with _disk_errors(home.path if home else None):
+            if home:
+                home.start(done)
+                metrics = home.metrics()
+            watcher.started(experiment, {**description, "engine": account(federation.engine)}, done)
+            for note in federation.notes:
+                watcher.note(note)
+            federation.engine.open(experiment.make_method(), site_of(federation))
+            saver, told = _Saver(home, federation, every), 0
+            # What exists by now stays: the collector need not walk through it again and again.
+            gc.freeze()
+            for row in play(federation, saver.waits):
+                metrics.append(row)
+                if home:
+                    home.log(row)
+                    home.log_boards(boards)
+                    saver.save_if_due()
+                boards.clear()
+                _note_refusal(federation)
+                for note in federation.engine.notes[told:]:
+                    watcher.note(note)
+                told = len(federation.engine.notes)
+                watcher.round(row)
+                for note in _weak_terms(experiment, federation, row["round"]):
+                    federation.notes.append(note)
+                    watcher.note(note)
+            summary = summarise(experiment, federation, metrics)
+            if home:
+                _finish(home, federation, summary)
+    except BaseException:
+        if home and fresh and not checkpoint.exists(home.path):
+            home.remove()
+        raise
+    finally:
+        gc.unfreeze()
+        federation.engine.close()
+        if home:
+            home.close()
+    return Result(summary, metrics, home.path if home else None, federation)
+
+
+def _note_refusal(federation: Federation) -> None:
+    """Says so, once, where the server's own training cannot be recorded."""
+    refusal = federation.world.recorder.refusal
+    note = f"NOT RECORDED, the server's own training: {refusal}"
+    if refusal and note not in federation.engine.notes:
+        federation.engine.notes.append(note)
+
+
+def _weak_terms(experiment: Experiment, federation: Federation, number: int) -> list[str]:
+    """Half-way, a note where what a method adds to cross-entropy hardly moves a client."""
+    world, method = federation.world, federation.method
+    if number != max(2, experiment.rounds // 2) or federation.engine.name not in ENGINES:
+        return []
+    for client in method.choose(number, federation.participants)[:1]:
+        device = world.device(client, number)
+        piece = method.piece(device, number)
+        sent = method.send(device, piece, number)
+        task = Task(client, number, piece.reference.name, piece.spec(), sent, world.store.get(client))
+        # A look must not end a run: where a client does not fit beside the others, nothing is said.
+        with suppress(torch.OutOfMemoryError):
+            found = shares(experiment.make_method(), task, site_of(federation))
+            if weak(found):
+                said = f"WEAK TERM: in round {number} what {method.as_set.title} adds to the loss of client {client} is"
+                return [f"{said} {max(found):.2%} of cross-entropy's gradient; a larger weight would make it count"]
+    return []
+
+
+class _Saver:
+    """Writes checkpoints, `every` seconds after the last one and after the last round, as soon as no round is under way."""
+
+    def __init__(self, home: RunFolder | None, federation: Federation, every: float) -> None:
+        self.home, self.federation, self.every = home, federation, every
+        self.last, self.due = -math.inf, False
+
+    def waits(self) -> bool:
+        """Whether it waits for the rounds under way to be done."""
+        return self.due
+
+    def save_if_due(self) -> None:
+        federation, totals = self.federation, self.federation.totals
+        self.due = time.monotonic() - self.last >= self.every or totals.round == federation.rounds
+        if self.due and not federation.ahead and self.home is not None:
+            federation.world.store.sync()
+            checkpoint.save(self.home.path, federation.state(), totals)
+            federation.world.store.covered(totals.round)
+            self.last, self.due = time.monotonic(), False
+
+
+def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:
+    model = federation.shown.global_model()
+    if model is not None:
+        home.write("global.safetensors", save({name: t.detach().cpu().contiguous().clone() for name, t in model.state.items()}))
+    home.write(SUMMARY, json.dumps(summary, indent=1))
+    write_report(home.path)
+
+
+def summarise(experiment: Experiment, federation: Federation, metrics: list[Metrics]) -> dict[str, Any]:
+    """The content of `summary.json`."""
+    rows = [m for m in metrics if m["global_accuracy"] is not None]
+    empty = sum(not _merged(row) for row in metrics)
+    found: dict[str, Any] = {
+        "method": experiment.method.name,
+        "title": federation.method.as_set.title,
+        "seed": experiment.seed,
+        "rounds": experiment.rounds,
+        "data": experiment.data.name,
+        "model": experiment.model.name,
+        "norm": norm_of(experiment),
+        "global_model": federation.method.as_set.global_model,
+        "group": federation.method.as_set.group,
+        **counted(metrics, federation.world.plans),
+        **({"others": rows[-1]["others"]} if rows and "others" in rows[-1] else {}),
+        "empty_rounds": empty,
+        "nothing_merged": bool(metrics) and empty == len(metrics),
+        "engine": {
+            **account(federation.engine),
+            "not_recorded": [n for n in federation.engine.notes if n.startswith("NOT RECORDED")],
+        },
+        "notes": list(federation.notes),
+        "commit": _commit(),
+        "versions": {"nestling": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    found["notes"] += filter(None, [emptiness(found)])
+    return found
+
+
+def _merged(row: Metrics) -> int:
+    """How many replies a round merged; rounds of earlier versions do not say it."""
+    lost = row["refused"] + row["late"] + row["dropped"]
+    return int(row.get("merged", max(0, len(row["clients"]) - lost)))
+
+
+def emptiness(summary: Mapping[str, Any]) -> str:
+    """What must be said of a run in which rounds merged nothing; nothing where every round merged something."""
+    rounds, empty = summary["rounds_done"], summary["empty_rounds"]
+    lost = f"{summary['refused']} replies refused, {summary['late']} late, {summary['dropped']} clients dropped out"
+    if summary["nothing_merged"]:
+        return f"NOTHING WAS MERGED in any of {rounds} rounds ({lost}): the models are as they were before the first"
+    return f"{empty} of {rounds} rounds merged nothing ({lost})" if empty else ""
+
+
+def _first_files(experiment: Experiment, federation: Federation, description: dict[str, Any]) -> dict[str, str]:
+    """What a run folder holds before the first round: all that is known by then, should the run never come to its summary."""
+    made = {**description, "engine": account(federation.engine), "commit": _commit()}
+    return {EXPERIMENT: experiment.to_toml(), FEDERATION: json.dumps(made, indent=1)}
+
+
+def _module(model: Model | None) -> nn.Module | None:
+    return model.reference.network(model.view, model.state).eval() if model is not None else None
+
+
+def _commit() -> str | None:
+    """The commit of this source tree, when it is one."""
+    root = Path(__file__).resolve().parent.parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=5, check=True)
+        return found.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One torch thread, as in every worker process: sums then run in the same order everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _disk_errors(path: Path | None) -> Iterator[None]:
+    """What the disk refuses is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        if path is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
+            raise
+        fix = "make room; a run that finished a round can go on with --resume"
+        raise InputError(f"cannot write the run folder {path}: {error.strerror}", field="--out", fix=fix) from error

@@ -1,0 +1,1 @@
+"""The boards: what each has, and their emulators."""

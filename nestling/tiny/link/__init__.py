@@ -1,0 +1,1 @@
+"""The link between a gateway and its boards: frames, lines, sessions, and the gateway itself."""

@@ -1,0 +1,1 @@
+"""The C runtime, and what compiles and drives it on this machine."""

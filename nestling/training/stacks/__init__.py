@@ -1,0 +1,1 @@
+"""Clients that do the same work, trained as one."""
