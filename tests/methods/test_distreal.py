@@ -16,8 +16,8 @@ import torch.nn.functional as F
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.methods.submodel.distreal import Distreal
-from nestling.methods.submodel.dropout_search import affordable, front, search
-from nestling.methods.submodel.random_filters import draws, dropped, narrowed
+from nestling.methods.submodel.dropout_search import affordable, front, loss_after, search
+from nestling.methods.submodel.random_filters import draws, dropped, filters_phase, narrowed
 from nestling.models import build
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
@@ -252,7 +252,12 @@ def test_the_searched_list_spans_costs_and_no_entry_beats_another() -> None:
 def test_candidates_are_judged_by_what_they_learn() -> None:
     method = made(Distreal(steps=40), split=SplitConfig(size=60, public=0.05)).method
     *_, x, y = proxy = method._proxy()
-    losses = [method._loss_after(v, *proxy) for v in ((0.0, 0.0, 0.0), (0.5, 0.74, 0.74))]
+    world = method.world
+    phases = [
+        filters_phase(world.main, vector, 40, world.seed, 0, 0, world.train, False)
+        for vector in ((0.0, 0.0, 0.0), (0.5, 0.74, 0.74))
+    ]
+    losses = [loss_after(world, phase, 40, proxy) for phase in phases]
     untrained = float(F.cross_entropy(method.world.main.module.eval()(x), y).detach())
     assert losses[0] < losses[1] and losses[0] < untrained
 

@@ -164,10 +164,10 @@ def test_lottery_passes_the_target_by_less_than_one_step() -> None:
         known = method.records.get(client)
         assert int(known["prunings"]) == 3 and 0.7 * 0.4 < method.kept(3) <= 0.4
         for name in prunable(world.main):
-            share = float(known[f"mask.{name}"].float().mean())
-            assert 0.7 * 0.4 < share <= 0.4 + 4 / known[f"mask.{name}"].numel()
-    masks = {name: world.store.get(0)[f"mask.{name}"] for name in prunable(world.main)}
-    assert equal(masks, {name: method.records.get(0)[f"mask.{name}"] for name in masks})
+            share = float(known[f"mask/{name}"].float().mean())
+            assert 0.7 * 0.4 < share <= 0.4 + 4 / known[f"mask/{name}"].numel()
+    masks = {name: world.store.get(0)[f"mask/{name}"] for name in prunable(world.main)}
+    assert equal(masks, {name: method.records.get(0)[f"mask/{name}"] for name in masks})
 
 
 @pytest.mark.parametrize("kind", [LotteryFL, Hermes])
@@ -258,7 +258,7 @@ def test_lottery_personal_models_are_masked(personal: str) -> None:
     own = [method.model_for(world.device(client)) for client in range(4)]
     assert all((m.state["head.weight"] == 0).any() for m in own)
     if personal == "shared":
-        mask = method.records.get(1)["mask.head.weight"]
+        mask = method.records.get(1)["mask/head.weight"]
         assert torch.equal(own[1].state["head.weight"] != 0, mask) or own[1].view.key() != world.main.full.key()
 
 

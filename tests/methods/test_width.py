@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier, Train
 from nestling.methods import Reply
-from nestling.methods.submodel import fjord
 from nestling.methods.submodel.fedrolex import FedRolex
 from nestling.methods.submodel.fjord import FjORD
 from nestling.methods.submodel.heterofl import HeteroFL
@@ -23,6 +22,7 @@ from nestling.models import build, norm_layer
 from nestling.models.norm import used_rows
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
+from nestling.training import widths
 from nestling.training.client import Client, Task, client_of, work
 from nestling.training.phase import Phase
 from nestling.training.stacks.group import Group
@@ -40,7 +40,7 @@ from tests.views.networks import NETWORKS, SHAPE
 @pytest.fixture
 def stacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """FjORD as on a GPU: zeros stand for what is left out."""
-    monkeypatch.setattr(fjord, "_stacks_pay", lambda client: True)
+    monkeypatch.setattr(widths, "_stacks_pay", lambda client: True)
 
 
 MANY = FleetConfig(tiers=(Tier(name="small", ratio=0.25, count=3), Tier(name="large", ratio=1.0, count=3)))
@@ -417,7 +417,7 @@ def test_both_ways_to_run_a_width_train_the_same(distil: bool, monkeypatch: pyte
     settled, federation = assemble(small(FjORD(distil=distil)))
     tasks, found = tasks_of(federation, 4), []
     for zeros in (False, True):
-        monkeypatch.setattr(fjord, "_stacks_pay", lambda client, zeros=zeros: zeros)
+        monkeypatch.setattr(widths, "_stacks_pay", lambda client, zeros=zeros: zeros)
         found.append([work(settled.make_method(), task, site_of(federation)) for task in tasks])
     assert_same(*found)
 

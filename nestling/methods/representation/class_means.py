@@ -86,8 +86,8 @@ def _wide(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _told(method: TellsByClass, client: Client, received: Message) -> State:
-    classes = method.told_of(client)
-    return {name: rows[classes] for name, rows in method.statistics(client).items()}
+    statistics, classes = method.statistics(client), method.told_of(client)
+    return {name: rows[classes] for name, rows in statistics.items()}
 
 
 def _told_like(method: TellsByClass, piece: Piece, sent: Message) -> State:

@@ -26,6 +26,7 @@ _PAIRS = Part(
     lambda method, device, piece, round: method.drawn(device, piece, round),
     lambda method, client, received: method.own_pairs(client),
     lambda method, piece, sent: method.pairs_like(piece),
+    lambda method: method.exchange,
 )
 
 
