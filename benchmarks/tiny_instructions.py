@@ -17,8 +17,8 @@ from torch import nn
 from nestling.devices.catalogue import mark
 from nestling.tiny.boards import table as boards
 from nestling.tiny.link import timing
-from nestling.tiny.planning.descriptor import Settings
-from nestling.tiny.planning.plan import plan
+from nestling.planning.descriptor import Settings
+from nestling.planning.plan import plan
 from nestling.tiny.runtime.data import pack
 from nestling.tiny.runtime.job import Job, Step
 

@@ -25,9 +25,9 @@ from torch import nn
 
 from nestling.errors import InputError
 from nestling.models.record import FUSED, Operation, Record, record
-from nestling.tiny.planning.forecast import Footprint, footprint
-from nestling.tiny.planning.graph import Unsupported, lower_record
-from nestling.tiny.planning.plan import plan
+from nestling.planning.forecast import Footprint, footprint
+from nestling.planning.graph import Unsupported, lower_record
+from nestling.planning.plan import plan
 
 FLOAT = 4
 

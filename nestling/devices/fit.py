@@ -15,9 +15,9 @@ from nestling.devices.catalogue import Profile, mark
 from nestling.devices.cost import Cost
 from nestling.devices.units import GB, MB, show_bytes, show_number
 from nestling.errors import InputError, unknown
-from nestling.tiny.planning import forecast
-from nestling.tiny.planning.descriptor import HEADER_BYTES, OP_BYTES
-from nestling.tiny.planning.forecast import BLOCKS
+from nestling.planning import forecast
+from nestling.planning.descriptor import HEADER_BYTES, OP_BYTES
+from nestling.planning.forecast import BLOCKS
 
 RATIOS: tuple[float, ...] = (1 / 64, *(k / 32 for k in range(1, 33)))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from nestling.errors import InputError
 from nestling.export.quantise import Operation, Quantised
-from nestling.tiny.planning.arena import Buffer, place
+from nestling.planning.arena import Buffer, place
 
 WIDTH = 124
 PARTS = {

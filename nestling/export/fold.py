@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.models.norm import WidthNorm
-from nestling.tiny.planning.descriptor import LINEAR, RELU, RELU6
-from nestling.tiny.planning.graph import Graph, Node, Unsupported, affine_of, lower
+from nestling.planning.descriptor import LINEAR, RELU, RELU6
+from nestling.planning.graph import Graph, Node, Unsupported, affine_of, lower
 
 Shape = tuple[int, int, int]
 NOTHING = torch.empty(0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from nestling.errors import InputError
 from nestling.export.fold import Layer, Network, paddings
-from nestling.tiny.planning.descriptor import RELU, RELU6
+from nestling.planning.descriptor import RELU, RELU6
 
 OPSET, IR_VERSION = 13, 8
 """Old enough for runtimes of several years ago, new enough for all that is used."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.export.fold import Layer, Network, paddings, run
-from nestling.tiny.planning.descriptor import LINEAR, RELU6
+from nestling.planning.descriptor import LINEAR, RELU6
 
 LOW, HIGH = -128, 127
 ADD_SHIFT = 20

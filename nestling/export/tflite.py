@@ -15,7 +15,7 @@ import numpy as np
 
 from nestling.errors import InputError
 from nestling.export.quantise import LOW, Operation, Quantised, Scale
-from nestling.tiny.planning.descriptor import LINEAR, RELU, RELU6
+from nestling.planning.descriptor import LINEAR, RELU, RELU6
 
 # What the schema calls them: (number of the operation, its version for int8, number of its options, 0 for none).
 ADD = (0, 2, 11)

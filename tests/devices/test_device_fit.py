@@ -13,8 +13,8 @@ from torch import nn
 from nestling.devices import RATIOS, Budget, Cost, Figure, Profile, catalogue, cost_of, device, fit, need
 from nestling.devices.fit import TORCH_RAM, limits_of, ram_parts
 from nestling.errors import InputError
-from nestling.tiny.planning.forecast import FIRMWARE
-from nestling.tiny.planning.plan import plan
+from nestling.planning.forecast import FIRMWARE
+from nestling.planning.plan import plan
 from tests.devices.networks_for_cost import digits, ds_cnn
 
 BUDGET = Budget(batch=8, samples=100, epochs=2, optimizer="momentum")

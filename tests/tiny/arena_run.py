@@ -7,9 +7,9 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from nestling.tiny.planning import descriptor as d
-from nestling.tiny.planning.descriptor import NONE, Op
-from nestling.tiny.planning.plan import Plan
+from nestling.planning import descriptor as d
+from nestling.planning.descriptor import NONE, Op
+from nestling.planning.plan import Plan
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.models import build
-from nestling.tiny.planning.descriptor import Settings
+from nestling.planning.descriptor import Settings
 from nestling.tiny.runtime.job import Step
 from nestling.training.augment import REACH, shift
 from nestling.training.objectives import divergence

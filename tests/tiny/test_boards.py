@@ -23,10 +23,10 @@ from nestling.tiny.boards import table as boards
 from nestling.tiny.boards.emulator import emulator
 from nestling.tiny.link import timing
 from nestling.tiny.link.line import Refused, Timing
-from nestling.tiny.planning import forecast
-from nestling.tiny.planning.descriptor import Settings
-from nestling.tiny.planning.firmware import FIRMWARE
-from nestling.tiny.planning.plan import plan
+from nestling.planning import forecast
+from nestling.planning.descriptor import Settings
+from nestling.planning.firmware import FIRMWARE
+from nestling.planning.plan import plan
 from nestling.tiny.runtime import elf, native, toolchain
 from nestling.tiny.runtime.data import pack
 from nestling.tiny.runtime.job import Job, Step

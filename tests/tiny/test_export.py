@@ -31,9 +31,9 @@ from nestling.export.quantise import (
 )
 from nestling.models import build
 from nestling.models.norm import calibrate
-from nestling.tiny.planning.arena import Buffer, floor_of
-from nestling.tiny.planning.descriptor import LINEAR
-from nestling.tiny.planning.graph import Unsupported
+from nestling.planning.arena import Buffer, floor_of
+from nestling.planning.descriptor import LINEAR
+from nestling.planning.graph import Unsupported
 from nestling.tiny.runtime import elf, toolchain
 from tests.tiny.exported import SmallCNN, Zoo, digits, exported, network, on_cortex, on_host, oracle, spiced
 

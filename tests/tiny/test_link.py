@@ -24,7 +24,7 @@ from nestling.tiny.link.line import Line, Lost, Refused, Timing
 from nestling.tiny.link.orders import orders_of
 from nestling.tiny.link.session import Session, State, connect
 from nestling.tiny.link.transport import Broken, Noise, open_stream
-from nestling.tiny.planning.descriptor import Settings
+from nestling.planning.descriptor import Settings
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.job import Job, Step
 from tests.tiny.hostboard import (

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.tiny.planning import descriptor as d
-from nestling.tiny.planning.descriptor import Settings
-from nestling.tiny.planning.plan import Plan, plan
+from nestling.planning import descriptor as d
+from nestling.planning.descriptor import Settings
+from nestling.planning.plan import Plan, plan
 from nestling.tiny.runtime import data, native, toolchain
 from nestling.tiny.runtime.job import Done, Job, Step
 from tests.tiny.nets import NETWORKS, OPERATIONS, batches, samples, train_with_torch

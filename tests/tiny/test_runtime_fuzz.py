@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from nestling.errors import InputError
-from nestling.tiny.planning import descriptor as d
-from nestling.tiny.planning.plan import Plan, plan
+from nestling.planning import descriptor as d
+from nestling.planning.plan import Plan, plan
 from nestling.tiny.runtime import data, native, toolchain
 from tests.tiny.nets import OPERATIONS
 

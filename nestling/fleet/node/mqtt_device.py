@@ -2,7 +2,7 @@
 
     python -m nestling.fleet.node.mqtt_device --broker HOST:PORT --ca ca.crt --name kitchen --password-file secret --data kitchen.data
 
-Its data lie in a file as they would in flash (`nestling.tiny.runtime.data`), or in an .npz file of x and y. It tells who it is (state), takes
+Its data lie in a file as they would in flash (`tiny.runtime.data`), or in an .npz file of x and y. It tells who it is (state), takes
 jobs (down) and gives results (up); see `packets` for how. Whatever is lost is sent again, and a job that comes twice is done once.
 No torch is needed.
 """
@@ -31,7 +31,7 @@ from nestling.fleet.protocol.addresses import parse_server
 from nestling.fleet.protocol.packets import ACK, JOB, RESULT, Packet, Receiver, Sender
 from nestling.tiny.link import bundle
 from nestling.tiny.link.orders import Orders, orders_from
-from nestling.tiny.planning.descriptor import Header, Settings
+from nestling.planning.descriptor import Header, Settings
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.job import Done, Job, Step
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nestling.errors import InputError, unknown
 from nestling.files import write_atomic
-from nestling.tiny.planning.firmware import FIRMWARE
+from nestling.planning.firmware import FIRMWARE
 from nestling.tiny.runtime import elf, toolchain
 
 BOARDS_DIR = toolchain.RUNTIME / "boards"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from nestling.errors import InputError
 from nestling.tiny.link.frames import Frame, Kind, Reader, Status, encode
 from nestling.tiny.link.transport import Broken, Stream
-from nestling.tiny.planning.descriptor import NONE
+from nestling.planning.descriptor import NONE
 from nestling.tiny.runtime.native import REASONS
 
 PROTOCOL = 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from nestling.errors import InputError
 from nestling.tiny.link import bundle
-from nestling.tiny.planning.descriptor import NONE, Header, Settings, from_bytes
+from nestling.planning.descriptor import NONE, Header, Settings, from_bytes
 from nestling.tiny.runtime.job import Job, Step
 from nestling.tiny.runtime.native import ANCHOR, MASK, PRESENT, packed
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nestling.tiny.planning.descriptor import Settings
+from nestling.planning.descriptor import Settings
 
 if TYPE_CHECKING:
-    from nestling.tiny.planning.plan import Plan
+    from nestling.planning.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from nestling.errors import InputError
-from nestling.tiny.planning.descriptor import NONE
+from nestling.planning.descriptor import NONE
 from nestling.tiny.runtime.job import Done, Job
 from nestling.tiny.runtime.toolchain import FLAGS, RUNTIME, build
 

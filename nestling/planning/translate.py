@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nestling.models.record import Operation, Record, Seen
-from nestling.tiny.planning.descriptor import RELU, RELU6
-from nestling.tiny.planning.node import Node, Shape, Unsupported, planar
+from nestling.planning.descriptor import RELU, RELU6
+from nestling.planning.node import Node, Shape, Unsupported, planar
 
 _BATCH_NORMS = {
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "_batch_norm_no_update",

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nestling.errors import unknown
-from nestling.tiny.planning.arena import aligned
-from nestling.tiny.planning.descriptor import HEADER_BYTES, OP_BYTES
-from nestling.tiny.planning.firmware import FIRMWARE, Firmware
-from nestling.tiny.planning.lives import FLOAT
-from nestling.tiny.planning.plan import Plan
+from nestling.planning.arena import aligned
+from nestling.planning.descriptor import HEADER_BYTES, OP_BYTES
+from nestling.planning.firmware import FIRMWARE, Firmware
+from nestling.planning.lives import FLOAT
+from nestling.planning.plan import Plan
 
 BLOCKS = ("momentum", "anchor", "mask", "target", "present")
 """What a job may need beside weights, gradients and activations; see `plan`."""

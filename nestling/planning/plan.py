@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.tiny.planning import descriptor
-from nestling.tiny.planning.arena import aligned, floor_of, place
-from nestling.tiny.planning.descriptor import (
+from nestling.planning import descriptor
+from nestling.planning.arena import aligned, floor_of, place
+from nestling.planning.descriptor import (
     ADD_TO_FIRST,
     ADD_TO_SECOND,
     INPUT_GRADIENT,
@@ -25,8 +25,8 @@ from nestling.tiny.planning.descriptor import (
     Header,
     Op,
 )
-from nestling.tiny.planning.graph import Graph, Node, Unsupported, affine_of, lower
-from nestling.tiny.planning.lives import FLOAT, Lives, lives_of
+from nestling.planning.graph import Graph, Node, Unsupported, affine_of, lower
+from nestling.planning.lives import FLOAT, Lives, lives_of
 
 _KINDS = {
     "conv": descriptor.CONV,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nestling.models.record import Operation, Record, record
-from nestling.tiny.planning.descriptor import LINEAR
-from nestling.tiny.planning.node import Node, Shape, Unsupported, planar
-from nestling.tiny.planning.translate import Builder
+from nestling.planning.descriptor import LINEAR
+from nestling.planning.node import Node, Shape, Unsupported, planar
+from nestling.planning.translate import Builder
 
 __all__ = ["Graph", "Node", "Unsupported", "affine_of", "lower", "lower_record"]
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from nestling.tiny.planning.arena import Buffer
-from nestling.tiny.planning.graph import Graph, Node
+from nestling.planning.arena import Buffer
+from nestling.planning.graph import Graph, Node
 
 FLOAT = 4
 _IN_PLACE = ("add", "activation")
