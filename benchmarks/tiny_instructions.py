@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from nestling.devices.catalogue import mark
-from nestling.tiny.boards import table as boards
-from nestling.tiny.link import timing
 from nestling.planning.descriptor import Settings
 from nestling.planning.plan import plan
+from nestling.tiny.boards import table as boards
+from nestling.tiny.link import timing
 from nestling.tiny.runtime.data import pack
 from nestling.tiny.runtime.job import Job, Step
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.seeds import numbers
 from nestling.planning.descriptor import Settings
 from nestling.planning.plan import Plan, plan
+from nestling.seeds import numbers
 from nestling.tiny.runtime.job import Done, Job, Step
 from nestling.training.augment import AUGMENTATIONS, REACH, shift
 from nestling.training.client import Client, ClientSide, Outcome, Site, Task, carry_out, working

@@ -21,8 +21,8 @@ from nestling.runs.run import opened
 from nestling.views import State
 from tests.methods.learning import experiment
 from tests.methods.test_baselines import ONE_TIER, TRACKED, Table, equal
+from tests.runs.test_rounds import Ahead
 from tests.small import small
-from tests.test_rounds import Ahead
 
 PLAIN = Named("shared-average", {"nested": False, "inner": 0.0})
 SHARING = [name for name in METHODS if method_class(name).shares_weights]

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from nestling.planning.descriptor import Settings
+from nestling.planning.plan import plan
 from nestling.tiny.boards import table as boards
 from nestling.tiny.boards.emulator import Emulator, emulator
 from nestling.tiny.link.line import Line, Timing
 from nestling.tiny.link.session import Session, connect
-from nestling.planning.descriptor import Settings
-from nestling.planning.plan import plan
 from nestling.tiny.runtime import toolchain
 from nestling.tiny.runtime.data import pack
 from nestling.tiny.runtime.job import Job, Step

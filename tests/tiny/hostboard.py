@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+from nestling.planning.descriptor import Settings
+from nestling.planning.plan import Plan, plan
 from nestling.tiny.link.line import Line, Timing
 from nestling.tiny.link.session import Session, connect
 from nestling.tiny.link.transport import Noise
-from nestling.planning.descriptor import Settings
-from nestling.planning.plan import Plan, plan
 from nestling.tiny.runtime import data, native
 from nestling.tiny.runtime.job import Done, Job, Step
 from nestling.tiny.runtime.toolchain import FLAGS, RUNTIME, build, host_compiler

@@ -18,15 +18,15 @@ from torch import nn
 from nestling.devices.catalogue import device
 from nestling.errors import InputError
 from nestling.models import build
+from nestling.planning import forecast
+from nestling.planning.descriptor import Settings
+from nestling.planning.firmware import FIRMWARE
+from nestling.planning.plan import plan
 from nestling.tiny.boards import children
 from nestling.tiny.boards import table as boards
 from nestling.tiny.boards.emulator import emulator
 from nestling.tiny.link import timing
 from nestling.tiny.link.line import Refused, Timing
-from nestling.planning import forecast
-from nestling.planning.descriptor import Settings
-from nestling.planning.firmware import FIRMWARE
-from nestling.planning.plan import plan
 from nestling.tiny.runtime import elf, native, toolchain
 from nestling.tiny.runtime.data import pack
 from nestling.tiny.runtime.job import Job, Step

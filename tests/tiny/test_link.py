@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestling.errors import InputError
+from nestling.planning.descriptor import Settings
 from nestling.tiny.link import frames
 from nestling.tiny.link.frames import Frame, Kind, Reader, Status
 from nestling.tiny.link.line import Line, Lost, Refused, Timing
 from nestling.tiny.link.orders import orders_of
 from nestling.tiny.link.session import Session, State, connect
 from nestling.tiny.link.transport import Broken, Noise, open_stream
-from nestling.planning.descriptor import Settings
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.job import Job, Step
 from tests.tiny.hostboard import (

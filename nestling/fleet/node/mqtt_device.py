@@ -29,9 +29,9 @@ from nestling.errors import InputError
 from nestling.fleet.node.broker import Broker, check_device, topic
 from nestling.fleet.protocol.addresses import parse_server
 from nestling.fleet.protocol.packets import ACK, JOB, RESULT, Packet, Receiver, Sender
+from nestling.planning.descriptor import Header, Settings
 from nestling.tiny.link import bundle
 from nestling.tiny.link.orders import Orders, orders_from
-from nestling.planning.descriptor import Header, Settings
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.job import Done, Job, Step
 

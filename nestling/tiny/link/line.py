@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nestling.errors import InputError
+from nestling.planning.descriptor import NONE
 from nestling.tiny.link.frames import Frame, Kind, Reader, Status, encode
 from nestling.tiny.link.transport import Broken, Stream
-from nestling.planning.descriptor import NONE
 from nestling.tiny.runtime.native import REASONS
 
 PROTOCOL = 1

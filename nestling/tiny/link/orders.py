@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from nestling.errors import InputError
-from nestling.tiny.link import bundle
 from nestling.planning.descriptor import NONE, Header, Settings, from_bytes
+from nestling.tiny.link import bundle
 from nestling.tiny.runtime.job import Job, Step
 from nestling.tiny.runtime.native import ANCHOR, MASK, PRESENT, packed
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from nestling.planning.descriptor import NONE
 from nestling.tiny.link.frames import MOST_PAYLOAD, Kind
 from nestling.tiny.link.line import Gone, Info, Line, Lost, Refused, Timing
 from nestling.tiny.link.orders import Orders, orders_of
 from nestling.tiny.link.transport import Noise, Noisy, Stream, open_stream
-from nestling.planning.descriptor import NONE
 from nestling.tiny.runtime.job import Done, Job
 from nestling.tiny.runtime.native import MOMENTUM, WEIGHTS
 

@@ -1,4 +1,4 @@
-/* Frames on a byte stream. nestling/tiny/frames.py is the other end.
+/* Frames on a byte stream. nestling/tiny/link/frames.py is the other end.
 
    A frame is a head of eight bytes, up to NST_PAYLOAD bytes of payload and the CRC-32 of both, COBS-encoded, so that a zero byte is
    found between frames and nowhere else: whatever a noisy line did to one frame, the next zero is a fresh start. */

@@ -1,4 +1,4 @@
-/* The node: what a board does with the frames that arrive. nestling/tiny/session.py is the other end.
+/* The node: what a board does with the frames that arrive. nestling/tiny/link/session.py is the other end.
 
    The gateway asks and the node answers; the node speaks first only once, after a start. A request is known by its session and
    sequence number: one that comes again is answered again and not done again, an older one is ignored.

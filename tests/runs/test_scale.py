@@ -17,7 +17,7 @@ from benchmarks.million_devices import experiment
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.loop import play
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "million_devices.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "million_devices.py"
 SMALL, LARGE = 10_000, 1_000_000
 
 

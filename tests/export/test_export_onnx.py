@@ -10,7 +10,7 @@ from torch import nn
 from nestling.export import onnx_file
 from nestling.export.fold import fold
 from nestling.models import build
-from tests.tiny.exported import Zoo, spiced
+from tests.export.exported import Zoo, spiced
 
 pytest.importorskip("onnx", reason="onnx is not installed: pip install 'nestling[export]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install 'nestling[dev]'")

@@ -35,7 +35,7 @@ from nestling.planning.arena import Buffer, floor_of
 from nestling.planning.descriptor import LINEAR
 from nestling.planning.graph import Unsupported
 from nestling.tiny.runtime import elf, toolchain
-from tests.tiny.exported import SmallCNN, Zoo, digits, exported, network, on_cortex, on_host, oracle, spiced
+from tests.export.exported import SmallCNN, Zoo, digits, exported, network, on_cortex, on_host, oracle, spiced
 
 ROWS = 300
 NETWORKS = ("small-cnn", "dscnn-tracked", "tinycnn-tracked", "tinycnn-group")

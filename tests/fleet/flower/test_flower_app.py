@@ -25,7 +25,7 @@ from nestling import Experiment, SplitConfig
 from nestling.fleet.care.processes import free_port
 from nestling.fleet.flower import InProcessGrid
 
-APP = Path(__file__).parents[2] / "examples" / "flower_app"
+APP = Path(__file__).parents[3] / "examples" / "flower_app"
 SECONDS = 600.0
 ROUNDS = 2
 

@@ -17,10 +17,10 @@ from nestling.runs import checkpoint
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.runs.loop import play
+from tests.fleet.flower.test_fleet import TIERS, flat, rows_of, small_boards, start_devices
 from tests.fleet.loop import same
 from tests.fleet.processes import SECONDS, fleet, until
 from tests.fleet.storm import memory_at, missed_in
-from tests.flower.test_fleet import TIERS, flat, rows_of, small_boards, start_devices
 
 FOUR, ROUNDS = 4, 5
 SERVE = ("--min-clients", "3", "--deadline", "100", "--health", "off")

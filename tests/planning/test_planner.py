@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from nestling.devices.fit import RATIOS
 from nestling.errors import InputError
 from nestling.models import build
-from nestling.runs.assemble import reference_network
 from nestling.planning import descriptor, forecast
 from nestling.planning.arena import Buffer, aligned, floor_of, place
 from nestling.planning.descriptor import INPUT_GRADIENT, NONE, RELU, RELU6, TRAINED, Settings
 from nestling.planning.graph import Graph, Node, Unsupported, affine_of, lower
 from nestling.planning.plan import Plan, plan
+from nestling.runs.assemble import reference_network
 from nestling.tiny.runtime import native, toolchain
 from nestling.tiny.runtime.data import pack
 from nestling.tiny.runtime.job import Job, Step

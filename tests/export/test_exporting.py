@@ -22,8 +22,8 @@ from nestling.runs import run as running
 from nestling.runs.export import calibration_rows, export, export_table, find_tier
 from nestling.runs.run import Result
 from nestling.tiny.runtime import toolchain
+from tests.export.exported import exported, on_host
 from tests.small import small
-from tests.tiny.exported import exported, on_host
 
 pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: pip install 'nestling[export]'")
 pytest.importorskip("onnx", reason="onnx is not installed: pip install 'nestling[export]'")

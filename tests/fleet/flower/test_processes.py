@@ -98,7 +98,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def test_with_the_authority_s_certificate_alone_there_is_nothing_to_be_had(story: Story) -> None:
     public = story.outsider / "own/server/devices/mallory.pub"
-    app = Path(nestling.__file__).parent / "flower" / "app"
+    app = Path(nestling.__file__).parent / "fleet" / "flower" / "app"
     attack = [["supernode", "register", str(public)], ["list"], ["run", str(app)], ["supernode", "list"]]
     said = story.flwr(
         *([*words, "public"] for words in attack), ["list", "inner"], ["supernode", "register", str(public), "inner"]

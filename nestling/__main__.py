@@ -1,0 +1,5 @@
+"""`python -m nestling`."""
+
+from nestling.cli import main
+
+main()

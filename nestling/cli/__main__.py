@@ -1,0 +1,5 @@
+"""`python -m nestling.cli`."""
+
+from nestling.cli.main import main
+
+main()

@@ -1,0 +1,80 @@
+"""The entry point: every command, and what an error becomes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from nestling.cli import fleet, lists, results, runs
+from nestling.cli.shared import complain
+from nestling.errors import InputError
+
+app = typer.Typer(
+    name="nestling",
+    help="Federated learning for fleets in which no two devices are alike.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+COMMANDS = (
+    runs.run,
+    runs.reproduce,
+    lists.methods,
+    lists.devices,
+    lists.models,
+    lists.fit,
+    results.report,
+    results.analyse,
+    results.compare,
+    results.export,
+    fleet.serve,
+    fleet.join,
+    fleet.gateway,
+    fleet.certs,
+    fleet.watch,
+    lists.version,
+)
+"""Every command, in the order in which the help lists them."""
+
+for _command in COMMANDS:
+    app.command()(_command)
+
+
+def main() -> None:
+    """The entry point: 0 done, 2 the user's input is wrong, 1 our fault, 3 a run went to its end and merged nothing."""
+    sys.exit(_guarded(app))
+
+
+def _guarded(command: Callable[..., Any]) -> int:
+    try:
+        code = command(standalone_mode=False)
+        if code != 130:
+            return code if isinstance(code, int) else 0
+        # Typer before 0.21 gives ctrl-C as a number; newer ones raise it.
+        raise KeyboardInterrupt
+    except InputError as error:
+        complain(str(error))
+        return 2
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        complain("stopped; a run that finished a round can go on with --resume")
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        # Usage errors come from click, which newer versions of Typer carry inside; they are known by what they can do.
+        if hasattr(error, "format_message"):
+            complain(error.format_message())
+            return 2
+        traceback.print_exc()
+        complain("this is a fault of nestling, not yours; please report it with the lines above")
+        return 1
