@@ -72,9 +72,20 @@ class Lane:
             raise
         except Exception as error:
             self.refusal = first_line(error)
+            _free_the_generator()
             return None
         self._graphs[kind] = graph.replay
         return self._graphs[kind]
+
+
+def _free_the_generator() -> None:
+    """A capture that failed leaves the device's generator as if it still went on, and whoever then draws without a graph (dropout, in
+    this run or the next one of the process) is refused. One that succeeds ends that."""
+    ticks = torch.zeros((), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    ticks += 1
+    graph.capture_end()
 
 
 @contextlib.contextmanager

@@ -134,6 +134,12 @@ def test_objectives_that_look_at_values_are_told_of_and_still_right() -> None:
     assert apart(states(plain), states(result)) <= TOLERANCE
 
 
+def test_who_draws_after_a_recording_that_failed_still_can() -> None:
+    nestling.run(gpu(Stubborn(), rounds=3))
+    kept = float(torch.nn.functional.dropout(torch.ones(10_000, device="cuda"), 0.5).gt(0).float().mean())
+    assert 0.45 < kept < 0.55
+
+
 def test_dropout_is_the_same_in_two_runs() -> None:
     model = Named("vgg16", {"width": 0.125, "hidden": [32], "dropout": 0.5})
     changes: dict[str, Any] = {"model": model, "rounds": 2, "participants": 3, "data": nestling.Data("mnist12k")}
