@@ -9,9 +9,8 @@ PART = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--slow", choices=("none", "part", "all"), default="part", help=f"slow tests: every {PART}th of them, or all"
-    )
+    told = f"slow tests: every {PART}th of them, all, or nothing but every second one (the even or the odd ones)"
+    parser.addoption("--slow", choices=("none", "part", "all", "even", "odd"), default="part", help=told)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -23,6 +22,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = config.getoption("--slow")
     # A test that is named on the command line is wanted.
     if chosen == "all" or any("::" in str(argument) for argument in config.args):
+        return
+    if chosen in ("even", "odd"):
+        long = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("minutes")]
+        wanted = set(long[chosen == "odd" :: 2])
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        items[:] = [item for item in items if item in wanted]
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     left_out = set(slow) if chosen == "none" else set(slow) - set(slow[::PART])
