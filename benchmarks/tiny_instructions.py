@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nestling.devices.catalogue import mark
-from nestling.planning.descriptor import Settings
+from nestling.planning.descriptor import DescriptorSettings
 from nestling.planning.plan import plan
 from nestling.tiny.boards import table as boards
 from nestling.tiny.link import timing
@@ -53,7 +53,7 @@ def job(samples: int, momentum: float = 0.9) -> tuple[Job, bytes]:
     net = network()
     planned = plan(net, (1, SIDE, SIDE), momentum=momentum > 0)
     step = Step(np.arange(samples))
-    settings = Settings(lr=0.05, momentum=momentum)
+    settings = DescriptorSettings(lr=0.05, momentum=momentum)
     return Job(planned, planned.pack(net.state_dict()), settings, [step]), pack(images, torch.arange(MANY) % CLASSES)
 
 

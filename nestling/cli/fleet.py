@@ -35,13 +35,13 @@ def serve(
             "give either --certs or --insecure", field="--certs", fix="`nestling certs DIR` makes a test authority and keys"
         )
     from nestling.experiment import Experiment
-    from nestling.fleet.server.server import Options, serve
+    from nestling.fleet.server.server import ServeOptions, serve
 
     log_to_terminal()
     if insecure:
         print("no TLS and no keys: only processes on this machine can join", file=sys.stderr)
     experiment = Experiment.read(file, tuple(set_ or ()))
-    options = Options(
+    options = ServeOptions(
         experiment=experiment.to_toml(),
         out=out or Path("runs") / file.stem,
         certs=certs,
@@ -98,7 +98,7 @@ def _join(server: str, certs: Path | None, name: str | None, folder: Path | None
         )
 
     from nestling.fleet.care.certs import check_name, device_files
-    from nestling.fleet.node.joining import Options, default_folder, join
+    from nestling.fleet.node.joining import JoinOptions, default_folder, join
     from nestling.fleet.protocol.addresses import parse_server
 
     log_to_terminal()
@@ -108,7 +108,7 @@ def _join(server: str, certs: Path | None, name: str | None, folder: Path | None
     files = device_files(certs, name) if certs is not None else None
     called = files.name if files else check_name(name or platform.node(), "--name")
     place = (folder or default_folder(called)).absolute()
-    join(Options(host=address, port=port, name=called, folder=place, certs=files, **more))
+    join(JoinOptions(host=address, port=port, name=called, folder=place, certs=files, **more))
 
 
 def certs(

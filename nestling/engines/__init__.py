@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nestling.engines.cohort import Cohort
-from nestling.engines.cuda import CudaCohort, Settings
+from nestling.engines.cuda import CudaCohort, CudaSettings
 from nestling.engines.engine import BoardReport, ClientError, Engine, Event, Refusal
 from nestling.engines.inline import Inline
 from nestling.engines.pool import Pool, cores
@@ -46,7 +46,7 @@ def make_engine(
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES, field="engine.name")
     if where.device.type == "cuda":
-        return Inline(where) if name == "inline" else CudaCohort(where, Settings(where.precision, compile))
+        return Inline(where) if name == "inline" else CudaCohort(where, CudaSettings(where.precision, compile))
     if name == "auto":
         name = "pool" if portable and (workers or cores()) > 1 and work_items >= 40 else "inline"
     if name == "ray":
@@ -66,12 +66,12 @@ __all__ = [
     "ClientError",
     "Cohort",
     "CudaCohort",
+    "CudaSettings",
     "Engine",
     "Event",
     "Inline",
     "Pool",
     "Refusal",
-    "Settings",
     "choose_where",
     "make_engine",
 ]

@@ -20,7 +20,7 @@ from typing import Any
 from nestling.devices.fleet import Fleet
 from nestling.engines.engine import BoardReport, Engine, Event, blame
 from nestling.errors import InputError
-from nestling.tiny.lab import HOST, MOST_BOARDS, Lab, Report, Settings
+from nestling.tiny.lab import HOST, MOST_BOARDS, Lab, LabSettings, Report
 from nestling.tiny.lowering import job_for, settle
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.data import pack as pack_data
@@ -50,7 +50,7 @@ def with_boards(base: Engine, fleet: Fleet, *, verify: bool = True, home: Path |
                     fix=f'make the tier smaller, or set its board to "{HOST}": the same arithmetic without emulation',
                 )
             emulated.update({fleet.member(number, k): tier.board for k in range(fleet.count_of(number))})
-    return Boards(base, fleet, Lab(emulated, Settings(verify=verify), home) if emulated else None)
+    return Boards(base, fleet, Lab(emulated, LabSettings(verify=verify), home) if emulated else None)
 
 
 @dataclass(eq=False)

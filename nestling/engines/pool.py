@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 
 from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import ClientError, Engine, failed
-from nestling.engines.shared_memory import Block, Channel, Packet, Page, Spare
+from nestling.engines.shared_memory import Block, Channel, Page, PagePacket, Spare
 from nestling.message import Message, payload
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
 
@@ -156,14 +156,14 @@ class _Common:
     def __init__(self, block: Block, chunks: Sequence[_Chunk]) -> None:
         self._page = Page(block)
         self._uses = Counter(number for c in chunks for number in {id(task.message) for task in c.tasks})
-        self._packets: dict[int, Packet] = {}
+        self._packets: dict[int, PagePacket] = {}
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """Where they lie; nothing as long as there are none."""
         return (self._page.block,) if self._packets else ()
 
-    def packet(self, message: Message, page: Page) -> Packet:
+    def packet(self, message: Message, page: Page) -> PagePacket:
         """Where the message lies: among those shared, or on a chunk's own page."""
         if self._uses[id(message)] < 2:
             return page.add(message.parts)

@@ -40,7 +40,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """A state in a block: its float32 tensors in one piece, the others one by one. `order` is that of the names, where the state is
     not one that `Packed` can hold."""
 
@@ -51,13 +51,13 @@ class Part(NamedTuple):
     order: tuple[str, ...] | None
 
 
-class Packet(NamedTuple):
+class PagePacket(NamedTuple):
     """States in a block: which block, from where to where, and each of them. It is what travels in place of tensors."""
 
     block: int
     begin: int
     end: int
-    parts: dict[str, Part]
+    parts: dict[str, PagePart]
 
 
 class Block:
@@ -93,11 +93,11 @@ class Page:
         self.header = (0, 0)
         self._waiting: list[tuple[int, Tensor]] = []
 
-    def add(self, parts: Parts) -> Packet:
+    def add(self, parts: Parts) -> PagePacket:
         """Makes room for some states."""
         begin = self.size
         placed = {kind: self._part(part) for kind, part in parts.items()}
-        return Packet(self.block.number, begin, self.size, placed)
+        return PagePacket(self.block.number, begin, self.size, placed)
 
     def flush(self) -> None:
         """Copies what was added: the one copy on this side."""
@@ -114,7 +114,7 @@ class Page:
         self.block.memory[self.size : self.size + len(data)] = data
         self.header = (self.size, len(data))
 
-    def _part(self, part: Mapping[str, Tensor]) -> Part:
+    def _part(self, part: Mapping[str, Tensor]) -> PagePart:
         plan = layout_of(part)
         start = self._room(plan.numel * FLOAT.itemsize)
         if getattr(part, "layout", None) is plan:
@@ -124,7 +124,7 @@ class Page:
         others = {name: self._place(part[name]) for name in plan.others}
         order = tuple(part)
         whole = order == (*plan.names, *plan.others)
-        return Part(start, plan.names, plan.shapes, others, None if whole else order)
+        return PagePart(start, plan.names, plan.shapes, others, None if whole else order)
 
     def _place(self, tensor: Tensor) -> Place:
         place = Place(self._room(tensor.numel() * tensor.element_size()), tensor.dtype, tuple(tensor.shape))
@@ -221,11 +221,11 @@ class Channel:
             self._theirs[number].show(size)
         return _Header(io.BytesIO(self._theirs[blocks[0][0]].memory[start : start + length])).load()
 
-    def look(self, packet: Packet) -> dict[str, dict[str, Tensor]]:
+    def look(self, packet: PagePacket) -> dict[str, dict[str, Tensor]]:
         """The states of a packet where they lie: not to be written to, nor kept once the page is answered."""
         return _states(self._theirs[packet.block].bytes, packet, 0)
 
-    def copy(self, packet: Packet, spare: Spare) -> dict[str, dict[str, Tensor]]:
+    def copy(self, packet: PagePacket, spare: Spare) -> dict[str, dict[str, Tensor]]:
         """The states of a packet in memory of their own, one piece for all of them."""
         memory = spare.take(packet.end - packet.begin)
         memory.copy_(self._theirs[packet.block].bytes[packet.begin : packet.end])
@@ -255,11 +255,11 @@ class _Header(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a header")
 
 
-def _states(memory: Tensor, packet: Packet, shift: int) -> dict[str, dict[str, Tensor]]:
+def _states(memory: Tensor, packet: PagePacket, shift: int) -> dict[str, dict[str, Tensor]]:
     return {kind: _state(memory, part, shift) for kind, part in packet.parts.items()}
 
 
-def _state(memory: Tensor, part: Part, shift: int) -> dict[str, Tensor]:
+def _state(memory: Tensor, part: PagePart, shift: int) -> dict[str, Tensor]:
     others = {name: _tensor(memory, place, shift) for name, place in part.others.items()}
     if not part.names:
         return others

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from nestling.errors import InputError
-from nestling.export.quantise import Operation, Quantised
+from nestling.export.quantise import IntegerOperation, Quantised
 from nestling.planning.arena import Buffer, place
 
 WIDTH = 124
@@ -62,7 +62,7 @@ def arena_of(network: Quantised) -> Arena:
     return Arena({value: offsets[buffer] for value, buffer in holds.items()}, size)
 
 
-def _overwritten(operation: Operation, holds: dict[int, int], buffers: list[Buffer], step: int) -> int | None:
+def _overwritten(operation: IntegerOperation, holds: dict[int, int], buffers: list[Buffer], step: int) -> int | None:
     """The buffer of an operand that nobody reads later and that the result may take."""
     if operation.kind not in IN_PLACE:
         return None
@@ -137,7 +137,7 @@ def _kernels() -> dict[str, str]:
     return dict(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
-def _tables(operation: Operation) -> dict[str, np.ndarray]:
+def _tables(operation: IntegerOperation) -> dict[str, np.ndarray]:
     if operation.kind == "group_norm":
         return {"scale": operation.scale.astype(np.float32), "offset": operation.offset.astype(np.float32)}
     if not operation.weight.size:
@@ -156,7 +156,7 @@ _C_TYPES = {
 }
 
 
-def _table_text(number: int, operation: Operation, network: Quantised) -> str:
+def _table_text(number: int, operation: IntegerOperation, network: Quantised) -> str:
     parts = []
     for name, values in _tables(operation).items():
         texts = [_float(v) for v in values.ravel()] if _C_TYPES[name] == "float" else [_whole(int(v)) for v in values.ravel()]
@@ -166,7 +166,7 @@ def _table_text(number: int, operation: Operation, network: Quantised) -> str:
     return "\n".join(parts)
 
 
-def _settings(operation: Operation, network: Quantised) -> tuple[str, str]:
+def _settings(operation: IntegerOperation, network: Quantised) -> tuple[str, str]:
     """The record that an operation's function is given: its type and its fields in order."""
     before, after = network.shapes[operation.inputs[0]], network.shapes[operation.output]
     zeros = [network.scales[value].zero for value in (*operation.inputs, operation.output)]
@@ -184,7 +184,7 @@ def _settings(operation: Operation, network: Quantised) -> tuple[str, str]:
     return "window", _joined([*before, *after, *places, *zeros, *limits])
 
 
-def _step(number: int, operation: Operation, network: Quantised, arena: Arena) -> str:
+def _step(number: int, operation: IntegerOperation, network: Quantised, arena: Arena) -> str:
     inputs = [_place(value, network, arena) for value in operation.inputs]
     tables = [f"{name}_{number}" for name in _tables(operation)]
     arguments = [*inputs, _place(operation.output, network, arena), f"&settings_{number}", *tables]

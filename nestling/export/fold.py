@@ -21,7 +21,7 @@ NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class FoldedLayer:
     """One operation: `kind` is "conv", "dense", "max_pool", "avg_pool", "add", "group_norm" or "activation".
 
     weight: float32, (out, in / groups, height, width) of a convolution, (out, in) of a dense layer, one a channel of a group norm.
@@ -42,16 +42,16 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
+class FoldedNetwork:
     """The layers of one sample's forward pass in order; `shapes` are (channels, height, width) by value."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[FoldedLayer, ...]
     shapes: tuple[Shape, ...]
     input: int
     output: int
 
 
-def fold(module: nn.Module, shape: tuple[int, ...]) -> Network:
+def fold(module: nn.Module, shape: tuple[int, ...]) -> FoldedNetwork:
     """The network of a module in evaluation mode, for inputs of `shape`."""
     fixed = with_one_width(module)
     return fold_graph(lower(fixed, shape, inference=True), state_of(fixed))
@@ -83,11 +83,11 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
 
-def fold_graph(graph: Graph, state: Mapping[str, Tensor]) -> Network:
+def fold_graph(graph: Graph, state: Mapping[str, Tensor]) -> FoldedNetwork:
     """The network of a graph whose weights are those of `state`."""
     readers = Counter(value for node in graph.nodes for value in node.inputs)
     readers[graph.output] += 1
-    layers: list[Layer] = []
+    layers: list[FoldedLayer] = []
     writer: dict[int, int] = {}
     for node in graph.nodes:
         _require_map(node, graph)
@@ -99,7 +99,7 @@ def fold_graph(graph: Graph, state: Mapping[str, Tensor]) -> Network:
             continue
         writer[node.output] = len(layers)
         layers.append(_as_convolution(layer) if node.kind == "affine" else layer)
-    return Network(tuple(layers), graph.shapes, graph.input, graph.output)
+    return FoldedNetwork(tuple(layers), graph.shapes, graph.input, graph.output)
 
 
 def _require_map(node: Node, graph: Graph) -> None:
@@ -109,9 +109,9 @@ def _require_map(node: Node, graph: Graph) -> None:
         raise Unsupported(node.layer, f"{node.kind} of a flattened map", "flatten just before a linear layer")
 
 
-def _layer(node: Node, graph: Graph, state: Mapping[str, Tensor]) -> Layer:
+def _layer(node: Node, graph: Graph, state: Mapping[str, Tensor]) -> FoldedLayer:
     weight, bias = _tensors(node, graph.shapes[node.output][0], state)
-    return Layer(
+    return FoldedLayer(
         node.kind,
         node.inputs,
         node.output,
@@ -138,11 +138,11 @@ def _tensors(node: Node, channels: int, state: Mapping[str, Tensor]) -> tuple[Te
     return weight, bias
 
 
-def _takes_affine(layer: Layer) -> bool:
+def _takes_affine(layer: FoldedLayer) -> bool:
     return layer.kind in ("conv", "dense") and layer.activation == LINEAR
 
 
-def _merged(layer: Layer, affine: Layer) -> Layer:
+def _merged(layer: FoldedLayer, affine: FoldedLayer) -> FoldedLayer:
     """The layer that does what both did."""
     scale = affine.weight.double()
     weight = layer.weight.double() * scale.reshape(-1, *[1] * (layer.weight.dim() - 1))
@@ -150,14 +150,14 @@ def _merged(layer: Layer, affine: Layer) -> Layer:
     return replace(layer, weight=weight.float(), bias=bias.float(), output=affine.output, activation=affine.activation)
 
 
-def _as_convolution(affine: Layer) -> Layer:
+def _as_convolution(affine: FoldedLayer) -> FoldedLayer:
     """A scale and a shift a channel are a depth-wise convolution of one pixel."""
     channels = len(affine.weight)
     return replace(affine, kind="conv", weight=affine.weight.reshape(channels, 1, 1, 1), groups=channels, kernel=(1, 1))
 
 
 @torch.no_grad()
-def run(network: Network, x: Tensor) -> dict[int, Tensor]:
+def run(network: FoldedNetwork, x: Tensor) -> dict[int, Tensor]:
     """All values of a forward pass of a batch, by number, each (batch, channels, height, width)."""
     values = {network.input: x.reshape(len(x), *network.shapes[network.input])}
     for layer in network.layers:
@@ -166,7 +166,7 @@ def run(network: Network, x: Tensor) -> dict[int, Tensor]:
     return values
 
 
-def _run_layer(layer: Layer, network: Network, inputs: list[Tensor]) -> Tensor:
+def _run_layer(layer: FoldedLayer, network: FoldedNetwork, inputs: list[Tensor]) -> Tensor:
     x = inputs[0]
     if layer.kind == "conv":
         return F.conv2d(_padded(x, layer, network), layer.weight, layer.bias, stride=layer.stride, groups=layer.groups)
@@ -188,12 +188,12 @@ def _activated(x: Tensor, activation: int) -> Tensor:
     return {LINEAR: lambda: x, RELU: lambda: F.relu(x), RELU6: lambda: F.relu6(x)}[activation]()
 
 
-def _padded(x: Tensor, layer: Layer, network: Network, value: float = 0.0) -> Tensor:
+def _padded(x: Tensor, layer: FoldedLayer, network: FoldedNetwork, value: float = 0.0) -> Tensor:
     (top, bottom), (left, right) = paddings(layer, network)
     return F.pad(x, (left, right, top, bottom), value=value) if top or bottom or left or right else x
 
 
-def paddings(layer: Layer, network: Network) -> tuple[tuple[int, int], tuple[int, int]]:
+def paddings(layer: FoldedLayer, network: FoldedNetwork) -> tuple[tuple[int, int], tuple[int, int]]:
     """What is put round the input, (top, bottom) and (left, right), so that the output has the size it has."""
     before, after = network.shapes[layer.inputs[0]][1:], network.shapes[layer.output][1:]
     sides = []

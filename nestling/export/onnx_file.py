@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nestling.errors import InputError
-from nestling.export.fold import Layer, Network, paddings
+from nestling.export.fold import FoldedLayer, FoldedNetwork, paddings
 from nestling.planning.descriptor import RELU, RELU6
 
 OPSET, IR_VERSION = 13, 8
@@ -33,7 +33,7 @@ class _File:
         return name
 
 
-def write(network: Network, shape: tuple[int, ...], name: str = "model") -> bytes:
+def write(network: FoldedNetwork, shape: tuple[int, ...], name: str = "model") -> bytes:
     """The file's bytes, for batches of any size of samples of `shape`."""
     try:
         from onnx import TensorProto, checker, helper
@@ -59,7 +59,7 @@ def write(network: Network, shape: tuple[int, ...], name: str = "model") -> byte
     return model.SerializeToString()
 
 
-def _as_map(file: _File, network: Network, shape: tuple[int, ...]) -> str:
+def _as_map(file: _File, network: FoldedNetwork, shape: tuple[int, ...]) -> str:
     """The input as channels, rows, columns, where something other than a dense layer reads it."""
     readers = [layer.kind for layer in network.layers if network.input in layer.inputs]
     if len(shape) == 3 or set(readers) == {"dense"}:
@@ -68,7 +68,7 @@ def _as_map(file: _File, network: Network, shape: tuple[int, ...]) -> str:
     return file.add("Reshape", ["input", sizes], "input_map")
 
 
-def _write_layer(file: _File, layer: Layer, network: Network, inputs: list[str], output: str) -> None:
+def _write_layer(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str) -> None:
     plain = f"{output}_linear" if layer.activation in (RELU, RELU6) else output
     if layer.kind in ("conv", "dense"):
         _weighted(file, layer, network, inputs, plain)
@@ -87,7 +87,7 @@ def _write_layer(file: _File, layer: Layer, network: Network, inputs: list[str],
         file.add("Clip", [plain, low, high], output)
 
 
-def _weighted(file: _File, layer: Layer, network: Network, inputs: list[str], output: str) -> None:
+def _weighted(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str) -> None:
     weights = [file.constant(f"{output}_{k}", t.numpy()) for k, t in (("weight", layer.weight), ("bias", layer.bias))]
     if layer.kind == "conv":
         file.add("Conv", [*inputs, *weights], output, **_window(layer, network), group=layer.groups)
@@ -96,19 +96,19 @@ def _weighted(file: _File, layer: Layer, network: Network, inputs: list[str], ou
         file.add("Gemm", [flat, *weights], output, transB=1)
 
 
-def _pool(file: _File, layer: Layer, network: Network, inputs: list[str], output: str) -> None:
+def _pool(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str) -> None:
     if layer.kind == "max_pool":
         file.add("MaxPool", inputs, output, **_window(layer, network))
     else:
         file.add("AveragePool", inputs, output, **_window(layer, network), count_include_pad=1)
 
 
-def _window(layer: Layer, network: Network) -> dict[str, list[int]]:
+def _window(layer: FoldedLayer, network: FoldedNetwork) -> dict[str, list[int]]:
     (top, bottom), (left, right) = paddings(layer, network)
     return {"kernel_shape": [*layer.kernel], "strides": [*layer.stride], "pads": [top, left, bottom, right]}
 
 
-def _group_norm(file: _File, layer: Layer, network: Network, source: str, output: str) -> None:
+def _group_norm(file: _File, layer: FoldedLayer, network: FoldedNetwork, source: str, output: str) -> None:
     """As instance normalisation of the groups: ONNX has no group normalisation that all its runtimes know."""
     channels, height, width = network.shapes[layer.output]
     grouped = file.constant(f"{output}_groups", np.array([-1, layer.groups, channels // layer.groups * height * width], np.int64))

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from nestling.errors import InputError
-from nestling.export.fold import Layer, Network, paddings, run
+from nestling.export.fold import FoldedLayer, FoldedNetwork, paddings, run
 from nestling.planning.descriptor import LINEAR, RELU6
 
 LOW, HIGH = -128, 127
@@ -26,7 +26,7 @@ KEEPS_SCALE = ("max_pool", "avg_pool", "activation")
 
 
 @dataclass(frozen=True)
-class Scale:
+class IntegerScale:
     """What a value's eight bits mean. `scale` is a float32."""
 
     scale: float
@@ -38,7 +38,7 @@ def _nothing() -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
+class IntegerOperation:
     """One operation on eight bits: `kind` is "conv", "depthwise", "dense", "max_pool", "avg_pool", "add" or "group_norm".
 
     weight: int8; (out, height, width, in / groups) of a convolution, (height, width, out) of a depth-wise one, (out, in) of a dense
@@ -73,9 +73,9 @@ class Operation:
 class Quantised:
     """A network on eight bits. `shapes` are (height, width, channels) by value."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[IntegerOperation, ...]
     shapes: tuple[tuple[int, int, int], ...]
-    scales: dict[int, Scale]
+    scales: dict[int, IntegerScale]
     input: int
     output: int
 
@@ -89,7 +89,7 @@ def _channels_first(shape: tuple[int, int, int]) -> tuple[int, int, int]:
     return shape[2], shape[0], shape[1]
 
 
-def to_int8(x: np.ndarray, scale: Scale) -> np.ndarray:
+def to_int8(x: np.ndarray, scale: IntegerScale) -> np.ndarray:
     """Rounds half away from zero, as C's round does."""
     exact = x.astype(np.float32) / np.float32(scale.scale)
     whole = np.trunc(exact)
@@ -97,7 +97,7 @@ def to_int8(x: np.ndarray, scale: Scale) -> np.ndarray:
     return np.clip(rounded + scale.zero, LOW, HIGH).astype(np.int8)
 
 
-def quantise(network: Network, rows: Tensor) -> Quantised:
+def quantise(network: FoldedNetwork, rows: Tensor) -> Quantised:
     """The network on eight bits, for values as `rows` (inputs, training data) give them."""
     if not len(rows):
         raise InputError("no rows to calibrate with", field="--calibration", fix="give at least one")
@@ -107,7 +107,7 @@ def quantise(network: Network, rows: Tensor) -> Quantised:
     return Quantised(operations, shapes, scales, network.input, network.output)
 
 
-def ranges(network: Network, rows: Tensor) -> dict[int, tuple[float, float]]:
+def ranges(network: FoldedNetwork, rows: Tensor) -> dict[int, tuple[float, float]]:
     """The smallest and the largest number of every value over the rows."""
     found: dict[int, tuple[float, float]] = {}
     for part in rows.cpu().float().split(BATCH):
@@ -121,7 +121,7 @@ def ranges(network: Network, rows: Tensor) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _scales(network: Network, found: dict[int, tuple[float, float]]) -> dict[int, Scale]:
+def _scales(network: FoldedNetwork, found: dict[int, tuple[float, float]]) -> dict[int, IntegerScale]:
     scales = {network.input: scale_of(*found[network.input])}
     for layer in network.layers:
         keeps = layer.kind in KEEPS_SCALE
@@ -129,32 +129,32 @@ def _scales(network: Network, found: dict[int, tuple[float, float]]) -> dict[int
     return scales
 
 
-def scale_of(low: float, high: float) -> Scale:
+def scale_of(low: float, high: float) -> IntegerScale:
     """The scale for numbers between `low` and `high`; zero is always among what can be said exactly."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = float(np.float32((high - low) / (HIGH - LOW))) or 1.0
-    return Scale(scale, int(np.clip(round(LOW - low / scale), LOW, HIGH)))
+    return IntegerScale(scale, int(np.clip(round(LOW - low / scale), LOW, HIGH)))
 
 
-def _operation(layer: Layer, network: Network, scales: dict[int, Scale]) -> Operation:
+def _operation(layer: FoldedLayer, network: FoldedNetwork, scales: dict[int, IntegerScale]) -> IntegerOperation:
     if layer.kind in ("conv", "dense"):
         return _weighted(layer, network, scales)
     low, high = _limits(layer.activation, scales[layer.output])
     common = {"inputs": layer.inputs, "output": layer.output, "activation": layer.activation, "low": low, "high": high}
     if layer.kind == "add":
         multiplier, shift = _add_multipliers(*(scales[v].scale for v in (*layer.inputs, layer.output)))
-        return Operation("add", **common, multiplier=multiplier, shift=shift)  # type: ignore[arg-type]
+        return IntegerOperation("add", **common, multiplier=multiplier, shift=shift)  # type: ignore[arg-type]
     if layer.kind == "group_norm":
         numbers = {"scale": layer.weight.numpy(), "offset": layer.bias.numpy(), "eps": layer.eps, "groups": layer.groups}
-        return Operation("group_norm", **common, **numbers)  # type: ignore[arg-type]
+        return IntegerOperation("group_norm", **common, **numbers)  # type: ignore[arg-type]
     pad_rows, pad_columns = paddings(layer, network)
     # An activation that stands alone is a pool of one pixel.
     kind = "max_pool" if layer.kind == "activation" else layer.kind
     window = {"kernel": layer.kernel, "stride": layer.stride, "pad_rows": pad_rows, "pad_columns": pad_columns}
-    return Operation(kind, **common, **window)  # type: ignore[arg-type]
+    return IntegerOperation(kind, **common, **window)  # type: ignore[arg-type]
 
 
-def _limits(activation: int, scale: Scale) -> tuple[int, int]:
+def _limits(activation: int, scale: IntegerScale) -> tuple[int, int]:
     """What the activation leaves of the eight bits."""
     if activation == LINEAR:
         return LOW, HIGH
@@ -162,7 +162,7 @@ def _limits(activation: int, scale: Scale) -> tuple[int, int]:
     return scale.zero, min(HIGH, six) if activation == RELU6 else HIGH
 
 
-def _weighted(layer: Layer, network: Network, scales: dict[int, Scale]) -> Operation:
+def _weighted(layer: FoldedLayer, network: FoldedNetwork, scales: dict[int, IntegerScale]) -> IntegerOperation:
     before, after = scales[layer.inputs[0]], scales[layer.output]
     kind, weight = _arranged(layer, network)
     axis = 2 if kind == "depthwise" else 0
@@ -175,7 +175,7 @@ def _weighted(layer: Layer, network: Network, scales: dict[int, Scale]) -> Opera
     multiplier, shift = fixed_points(real)
     low, high = _limits(layer.activation, after)
     pad_rows, pad_columns = paddings(layer, network)
-    return Operation(
+    return IntegerOperation(
         kind,
         layer.inputs,
         layer.output,
@@ -195,7 +195,7 @@ def _weighted(layer: Layer, network: Network, scales: dict[int, Scale]) -> Opera
     )
 
 
-def _arranged(layer: Layer, network: Network) -> tuple[str, np.ndarray]:
+def _arranged(layer: FoldedLayer, network: FoldedNetwork) -> tuple[str, np.ndarray]:
     """The weights in the order in which rows, columns, channels meet them."""
     channels, height, width = network.shapes[layer.inputs[0]]
     if layer.kind == "dense":

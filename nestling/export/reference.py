@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestling.export.quantise import ADD_SHIFT, LOW, Operation, Quantised, Scale
+from nestling.export.quantise import ADD_SHIFT, LOW, IntegerOperation, IntegerScale, Quantised
 
 BATCH = 250
 
@@ -30,7 +30,7 @@ def _infer(network: Quantised, x: np.ndarray) -> np.ndarray:
     return values[network.output].reshape(len(x), -1)
 
 
-def _conv(operation: Operation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _conv(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
     zero = network.scales[operation.inputs[0]].zero
     windows = _windows(inputs[0].astype(np.float64) - zero, operation, network, 0)
     rows, height, width = windows.shape[:3]
@@ -45,7 +45,7 @@ def _conv(operation: Operation, network: Quantised, inputs: list[np.ndarray]) ->
     return _scaled(sums, operation, network)
 
 
-def _depthwise(operation: Operation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _depthwise(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
     zero = network.scales[operation.inputs[0]].zero
     windows = _windows(inputs[0].astype(np.int32) - zero, operation, network, 0)
     each = operation.weight.shape[2] // windows.shape[-1]
@@ -55,17 +55,17 @@ def _depthwise(operation: Operation, network: Quantised, inputs: list[np.ndarray
     return _scaled(sums, operation, network)
 
 
-def _dense(operation: Operation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _dense(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
     flat = inputs[0].reshape(len(inputs[0]), -1).astype(np.float64) - network.scales[operation.inputs[0]].zero
     return _scaled(flat @ operation.weight.T.astype(np.float64), operation, network)
 
 
-def _max_pool(operation: Operation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _max_pool(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
     highest = _windows(inputs[0], operation, network, LOW).max(axis=(3, 4))
     return np.clip(highest, operation.low, operation.high)
 
 
-def _avg_pool(operation: Operation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _avg_pool(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
     zero = network.scales[operation.inputs[0]].zero
     sums = _windows(inputs[0].astype(np.int32), operation, network, zero).sum(axis=(3, 4))
     count = operation.kernel[0] * operation.kernel[1]
@@ -73,7 +73,7 @@ def _avg_pool(operation: Operation, network: Quantised, inputs: list[np.ndarray]
     return np.clip(mean, operation.low, operation.high).astype(np.int8)
 
 
-def _add(operation: Operation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _add(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
     total = np.zeros(inputs[0].shape, np.int64)
     for k, x in enumerate(inputs):
         shifted = (x.astype(np.int64) - network.scales[operation.inputs[k]].zero) << ADD_SHIFT
@@ -82,7 +82,7 @@ def _add(operation: Operation, network: Quantised, inputs: list[np.ndarray]) -> 
     return np.clip(out, operation.low, operation.high).astype(np.int8)
 
 
-def _group_norm(operation: Operation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _group_norm(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
     """In float32, in an order that is fixed, since the order of a sum of floats shows in its bits."""
     before, after = network.scales[operation.inputs[0]], network.scales[operation.output]
     x = np.float32(before.scale) * (inputs[0].astype(np.int32) - before.zero).astype(np.float32)
@@ -103,7 +103,7 @@ def _mean(x: np.ndarray) -> np.ndarray:
     return (total / np.float32(pixels * size))[:, None, :, None]
 
 
-def _cut(x: np.ndarray, scale: Scale, operation: Operation) -> np.ndarray:
+def _cut(x: np.ndarray, scale: IntegerScale, operation: IntegerOperation) -> np.ndarray:
     exact = x / np.float32(scale.scale)
     whole = np.trunc(exact)
     rounded = whole + np.sign(exact) * (np.abs(exact - whole) >= 0.5)
@@ -121,7 +121,7 @@ _KINDS = {
 }
 
 
-def _windows(x: np.ndarray, operation: Operation, network: Quantised, padding: int) -> np.ndarray:
+def _windows(x: np.ndarray, operation: IntegerOperation, network: Quantised, padding: int) -> np.ndarray:
     """(rows, height, width, kernel rows, kernel columns, channels): what each output sees."""
     padded = np.pad(x, ((0, 0), operation.pad_rows, operation.pad_columns, (0, 0)), constant_values=padding)
     found = np.lib.stride_tricks.sliding_window_view(padded, operation.kernel, axis=(1, 2))
@@ -130,7 +130,7 @@ def _windows(x: np.ndarray, operation: Operation, network: Quantised, padding: i
     return found.transpose(0, 1, 2, 4, 5, 3)
 
 
-def _scaled(sums: np.ndarray, operation: Operation, network: Quantised) -> np.ndarray:
+def _scaled(sums: np.ndarray, operation: IntegerOperation, network: Quantised) -> np.ndarray:
     total = sums.astype(np.int64) + operation.bias
     out = rescaled(total, operation.multiplier, operation.shift) + network.scales[operation.output].zero
     return np.clip(out, operation.low, operation.high).astype(np.int8)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nestling.errors import InputError
-from nestling.export.quantise import LOW, Operation, Quantised, Scale
+from nestling.export.quantise import LOW, IntegerOperation, IntegerScale, Quantised
 from nestling.planning.descriptor import LINEAR, RELU, RELU6
 
 # What the schema calls them: (number of the operation, its version for int8, number of its options, 0 for none).
@@ -77,7 +77,7 @@ class _File:
     def constant(self, name: str, data: np.ndarray, **more: Any) -> int:
         return self.tensor(name, data.shape, data.dtype, data=np.ascontiguousarray(data).tobytes(), **more)
 
-    def activation(self, name: str, shape: Sequence[int], scale: Scale) -> int:
+    def activation(self, name: str, shape: Sequence[int], scale: IntegerScale) -> int:
         return self.tensor(name, (1, *shape), np.int8, scale=(scale.scale,), zero=scale.zero)
 
     def call(self, code: tuple[int, int, int], inputs: Sequence[int], output: int, *options: tuple[int, str, int]) -> int:
@@ -101,7 +101,7 @@ def _name(value: int, network: Quantised) -> str:
     return {network.input: "input", network.output: "output"}.get(value, f"value_{value}")
 
 
-def _conv(file: _File, network: Quantised, operation: Operation, name: str) -> None:
+def _conv(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> None:
     source, padding = _padded(file, network, operation, name)
     depthwise = operation.kind == "depthwise"
     weight = operation.weight[None] if depthwise else operation.weight
@@ -116,13 +116,15 @@ def _conv(file: _File, network: Quantised, operation: Operation, name: str) -> N
     file.call(DEPTHWISE_CONV_2D if depthwise else CONV_2D, inputs, file.values[operation.output], *options)
 
 
-def _dense(file: _File, network: Quantised, operation: Operation, name: str) -> None:
+def _dense(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> None:
     inputs = (file.values[operation.inputs[0]], *_weights(file, network, operation, operation.weight, 0, name))
     code = (FULLY_CONNECTED[0], PER_CHANNEL_DENSE, FULLY_CONNECTED[2])
     file.call(code, inputs, file.values[operation.output], (0, "Int8", ACTIVATIONS[operation.activation]))
 
 
-def _weights(file: _File, network: Quantised, operation: Operation, weight: np.ndarray, axis: int, name: str) -> tuple[int, int]:
+def _weights(
+    file: _File, network: Quantised, operation: IntegerOperation, weight: np.ndarray, axis: int, name: str
+) -> tuple[int, int]:
     before = np.float32(network.scales[operation.inputs[0]].scale)
     scales = tuple(float(scale) for scale in operation.channel_scale)
     bias_scales = tuple(float(before * scale) for scale in operation.channel_scale)
@@ -130,7 +132,7 @@ def _weights(file: _File, network: Quantised, operation: Operation, weight: np.n
     return first, file.constant(f"{name}_bias", operation.bias, scale=bias_scales)
 
 
-def _pool(file: _File, network: Quantised, operation: Operation, name: str) -> None:
+def _pool(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> None:
     source, padding = _padded(file, network, operation, name)
     (down, right), (high, wide) = operation.stride, operation.kernel
     sizes = [(1, "Int32", right), (2, "Int32", down), (3, "Int32", wide), (4, "Int32", high)]
@@ -139,7 +141,7 @@ def _pool(file: _File, network: Quantised, operation: Operation, name: str) -> N
     file.call(code, (source,), file.values[operation.output], (0, "Int8", padding), *sizes, activation)
 
 
-def _padded(file: _File, network: Quantised, operation: Operation, name: str) -> tuple[int, int]:
+def _padded(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> tuple[int, int]:
     """The tensor to read and how to pad it: as SAME or VALID where that is what is meant, else padded beforehand."""
     value = operation.inputs[0]
     source, pads = file.values[value], (operation.pad_rows, operation.pad_columns)
@@ -159,7 +161,7 @@ def _padded(file: _File, network: Quantised, operation: Operation, name: str) ->
     return file.call(PADV2, (source, around, least), padded), VALID
 
 
-def _is_same(network: Quantised, operation: Operation) -> bool:
+def _is_same(network: Quantised, operation: IntegerOperation) -> bool:
     before, after = network.shapes[operation.inputs[0]], network.shapes[operation.output]
     pads = (operation.pad_rows, operation.pad_columns)
     for axis in range(2):
@@ -170,12 +172,12 @@ def _is_same(network: Quantised, operation: Operation) -> bool:
     return True
 
 
-def _add(file: _File, network: Quantised, operation: Operation, name: str) -> None:
+def _add(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> None:
     inputs = [file.values[value] for value in operation.inputs]
     file.call(ADD, inputs, file.values[operation.output], (0, "Int8", ACTIVATIONS[operation.activation]))
 
 
-def _group_norm(file: _File, network: Quantised, operation: Operation, name: str) -> None:
+def _group_norm(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> None:
     """Mean, squared difference, mean, 1 / root, difference, product: each over (pixels, groups, channels of a group)."""
     height, width, channels = network.shapes[operation.inputs[0]]
     whole, groups = (1, height, width, channels), operation.groups
@@ -207,7 +209,7 @@ def _group_norm(file: _File, network: Quantised, operation: Operation, name: str
     file.call(QUANTIZE, (shifted,), file.values[operation.output])
 
 
-_WRITERS: dict[str, Callable[[_File, Quantised, Operation, str], None]] = {
+_WRITERS: dict[str, Callable[[_File, Quantised, IntegerOperation, str], None]] = {
     "conv": _conv,
     "depthwise": _conv,
     "dense": _dense,

@@ -21,7 +21,7 @@ BINS = 13
 
 
 @dataclass(frozen=True)
-class Layer:
+class GraphLayer:
     """A node: the layer's name and kind, the shapes of its tensors, and which layers it reads."""
 
     name: str
@@ -35,7 +35,7 @@ class Layer:
         return self.tensors.get("weight", next(iter(self.tensors.values())))
 
 
-def graph_of(module: nn.Module) -> tuple[Layer, ...]:
+def graph_of(module: nn.Module) -> tuple[GraphLayer, ...]:
     """The layers that have parameters, each after those it reads; a chain where the network cannot be traced."""
     layers = {name: layer for name, layer in module.named_modules() if any(True for _ in layer.named_parameters(recurse=False))}
     reads = _reads(module, layers) or {
@@ -44,7 +44,7 @@ def graph_of(module: nn.Module) -> tuple[Layer, ...]:
     last = [name for name in reads if isinstance(layers[name], nn.Linear)][-1:]
     numbers = {name: number for number, name in enumerate(reads)}
     return tuple(
-        Layer(
+        GraphLayer(
             name,
             KINDS.index("head") if name in last else _kind(layers[name]),
             {leaf: tuple(p.shape) for leaf, p in layers[name].named_parameters(recurse=False)},
@@ -103,7 +103,7 @@ class HyperNetwork(nn.Module):
         self.head, self.head_columns = nn.Linear(hidden, classes * basis), nn.Linear(basis, max_inputs, bias=False)
         self.line = nn.Linear(hidden, 2 * outputs)
 
-    def forward(self, graph: tuple[Layer, ...]) -> dict[str, Tensor]:
+    def forward(self, graph: tuple[GraphLayer, ...]) -> dict[str, Tensor]:
         """The parameters of a network by name."""
         states = self._pass_messages(graph, [self._embed(layer) for layer in graph])
         return {
@@ -112,11 +112,11 @@ class HyperNetwork(nn.Module):
             for leaf, shape in layer.tensors.items()
         }
 
-    def _embed(self, layer: Layer) -> Tensor:
+    def _embed(self, layer: GraphLayer) -> Tensor:
         bins = [min(int(math.log2(size)), BINS - 1) for size in layer.shape[:4]]
         return torch.stack([self.kinds[layer.kind], *(self.sizes[place, b] for place, b in enumerate(bins))]).sum(0)
 
-    def _pass_messages(self, graph: tuple[Layer, ...], states: list[Tensor]) -> list[Tensor]:
+    def _pass_messages(self, graph: tuple[GraphLayer, ...], states: list[Tensor]) -> list[Tensor]:
         for number, layer in enumerate(graph):
             states = self._update(states, number, layer.reads)
         for number in reversed(range(len(graph))):
@@ -131,7 +131,7 @@ class HyperNetwork(nn.Module):
         fresh = self.fresh(torch.cat([heard, reset * own])).tanh()
         return [*states[:number], (1 - update) * fresh + update * own, *states[number + 1 :]]
 
-    def _decode(self, layer: Layer, leaf: str, shape: tuple[int, ...], state: Tensor) -> Tensor:
+    def _decode(self, layer: GraphLayer, leaf: str, shape: tuple[int, ...], state: Tensor) -> Tensor:
         if leaf == "weight" and len(shape) >= 2:
             # Every weight gets the scale that keeps the signal's size through its layer.
             weight = fitted(self._weight(KINDS[layer.kind], len(shape), state), shape)

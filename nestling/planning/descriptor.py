@@ -111,7 +111,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DescriptorSettings:
     """How a job trains; travels apart from the descriptor, since it changes from round to round. All floats.
 
     The loss of a sample is ce·CE(logits ∘ present, label) + mse·mean((logits − target)²)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Firmware:
+class FirmwareSizes:
     """The part of a board's memory that no plan changes, in bytes."""
 
     stack: int  # reserved; the boards measure how much of it was used
@@ -19,4 +19,4 @@ class Firmware:
         return self.stack + self.data
 
 
-FIRMWARE = Firmware(stack=1024, data=512, flash=32 * 1024)
+FIRMWARE = FirmwareSizes(stack=1024, data=512, flash=32 * 1024)

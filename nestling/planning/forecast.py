@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from nestling.errors import unknown
 from nestling.planning.arena import aligned
 from nestling.planning.descriptor import HEADER_BYTES, OP_BYTES
-from nestling.planning.firmware import FIRMWARE, Firmware
+from nestling.planning.firmware import FIRMWARE, FirmwareSizes
 from nestling.planning.lives import FLOAT
-from nestling.planning.plan import Plan
+from nestling.planning.plan import MemoryPlan
 
 BLOCKS = ("momentum", "anchor", "mask", "target", "present")
 """What a job may need beside weights, gradients and activations; see `plan`."""
@@ -27,25 +27,25 @@ class Footprint:
     ops: int
 
 
-def footprint(plan: Plan) -> Footprint:
+def footprint(plan: MemoryPlan) -> Footprint:
     """The sizes of a plan."""
     header = plan.header
     return Footprint(header.params, header.trained, header.classes, plan.parts.get("activations", 0), header.ops)
 
 
-def ram(what: Plan | Footprint, blocks: Iterable[str] = (), firmware: Firmware = FIRMWARE) -> dict[str, int]:
+def ram(what: MemoryPlan | Footprint, blocks: Iterable[str] = (), firmware: FirmwareSizes = FIRMWARE) -> dict[str, int]:
     """Where the RAM of a board goes: what the linker hands out when the arena is exactly the plan's.
 
     A plan says itself which blocks it has; to a footprint they are given.
     """
-    if isinstance(what, Plan):
+    if isinstance(what, MemoryPlan):
         parts, ops = dict(what.parts), what.header.ops
     else:
         parts, ops = arena_parts(what, blocks), what.ops
     return {**parts, "descriptor": HEADER_BYTES + OP_BYTES * ops, "node": firmware.data, "stack": firmware.stack}
 
 
-def flash(firmware: Firmware = FIRMWARE) -> int:
+def flash(firmware: FirmwareSizes = FIRMWARE) -> int:
     """The flash a board needs beside its data: weights and plan arrive over the link and stay in RAM."""
     return firmware.flash
 

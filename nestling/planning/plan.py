@@ -41,7 +41,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """A part of the block of parameters: its name in the module's state, and its place counted in floats."""
 
     name: str
@@ -55,7 +55,7 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class MemoryPlan:
     """A network ready for the C runtime.
 
     parts: the arena's bytes by what they are for; they add up to `header.arena`. floor: the least that the activations, gradients of
@@ -65,7 +65,7 @@ class Plan:
     graph: Graph
     header: Header
     ops: tuple[Op, ...]
-    names: tuple[Entry, ...]
+    names: tuple[PlanEntry, ...]
     parts: dict[str, int]
     floor: int
 
@@ -137,7 +137,7 @@ def plan(
     target: bool = False,
     present: bool = False,
     scales: Sequence[tuple[Sequence[str], float]] = (),
-) -> Plan:
+) -> MemoryPlan:
     """The plan of training a network on samples of `shape` (not needed with a graph).
 
     freeze: prefixes of parameter names that are not trained, as in a phase. momentum, anchor, mask, target, present: which of these
@@ -158,7 +158,7 @@ def plan(
     ops = tuple(_op(places, index, _scale(graph.nodes[index], scales)) for index in range(len(graph.nodes)))
     header = _header(places, len(ops), entries, blocks, base + scratch)
     parts = {name: size for name, size in (*blocks.items(), ("activations", scratch)) if size}
-    return Plan(graph, header, ops, entries, parts, floor_of(lives.buffers))
+    return MemoryPlan(graph, header, ops, entries, parts, floor_of(lives.buffers))
 
 
 def _sunk(graph: Graph) -> Graph:
@@ -181,7 +181,7 @@ def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in freeze)
 
 
-def _entries(graph: Graph, freeze: tuple[str, ...]) -> tuple[Entry, ...]:
+def _entries(graph: Graph, freeze: tuple[str, ...]) -> tuple[PlanEntry, ...]:
     """What the block of parameters holds: the trained ones in the order of the state, then the others."""
     own = {name for node in graph.nodes for name in _own(node)}
     used = [name for name in graph.weights if name in own]
@@ -190,7 +190,7 @@ def _entries(graph: Graph, freeze: tuple[str, ...]) -> tuple[Entry, ...]:
     for wanted in (True, False):
         for name in used:
             if trains[name] == wanted:
-                found.append(Entry(name, tuple(graph.weights[name]), offset, wanted))
+                found.append(PlanEntry(name, tuple(graph.weights[name]), offset, wanted))
                 offset += math.prod(graph.weights[name])
     return tuple(found)
 
@@ -212,7 +212,7 @@ def _refuse_batch_norms(graph: Graph, freeze: tuple[str, ...]) -> None:
 
 
 def _blocks(
-    entries: tuple[Entry, ...], graph: Graph, *, momentum: bool, anchor: bool, mask: bool, target: bool, present: bool
+    entries: tuple[PlanEntry, ...], graph: Graph, *, momentum: bool, anchor: bool, mask: bool, target: bool, present: bool
 ) -> dict[str, int]:
     """Bytes of the blocks that stay for the whole job, in the order in which they lie in the arena."""
     params = sum(entry.size for entry in entries)
@@ -307,7 +307,7 @@ def _checked(op: Op, node: Node) -> Op:
     return op
 
 
-def _header(places: _Places, ops: int, entries: tuple[Entry, ...], blocks: dict[str, int], arena: int) -> Header:
+def _header(places: _Places, ops: int, entries: tuple[PlanEntry, ...], blocks: dict[str, int], arena: int) -> Header:
     graph, lives = places.graph, places.lives
     starts, at = {}, 0
     for name, size in blocks.items():

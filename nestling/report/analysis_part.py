@@ -10,7 +10,7 @@ from typing import Any
 from nestling.report.fleet_parts import group_legend, tier_groups
 from nestling.report.folder import Run, listed, mapping
 from nestling.report.markup import Cell, Column, empty, esc, figure, note, section, table
-from nestling.report.svg import INK, MARKERS, Dot, Group, dot_key, pair_map, point_map
+from nestling.report.svg import INK, MARKERS, Dot, SvgGroup, dot_key, pair_map, point_map
 from nestling.report.words import DASH, decimal, number, percent, plural, whole
 
 Row = Mapping[str, Any]
@@ -34,7 +34,7 @@ class _Clients:
     names: list[str]
     tiers: list[str]
     styles: list[int]
-    groups: list[Group]
+    groups: list[SvgGroup]
 
 
 def analysis_part(run: Run, rows: Sequence[Row]) -> str:

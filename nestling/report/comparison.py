@@ -25,7 +25,7 @@ COMPARISON_PARTS = [("results", "Results"), ("curves", "Curves"), ("tiers", "By 
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedRun:
     """A run with its summary."""
 
     run: Run
@@ -37,7 +37,7 @@ class Setting:
     """One method with one configuration, and a run of it for each seed."""
 
     label: str
-    entries: list[Entry]
+    entries: list[ComparedRun]
 
 
 def comparison_title(runs: Sequence[Run]) -> str:
@@ -47,16 +47,16 @@ def comparison_title(runs: Sequence[Run]) -> str:
 
 def comparison_body(runs: Sequence[Run]) -> str:
     """Everything between the page's top and its end."""
-    entries = [Entry(run, summarise(run)) for run in runs]
+    entries = [ComparedRun(run, summarise(run)) for run in runs]
     settings = settings_of(entries)
     return "".join(
         [_header(entries, settings), _results(settings), _curves(settings), _tiers(settings), _runs(entries, settings)]
     )
 
 
-def settings_of(entries: Sequence[Entry]) -> list[Setting]:
+def settings_of(entries: Sequence[ComparedRun]) -> list[Setting]:
     """The entries by method and configuration, seeds aside. A seed that comes twice counts once: a copy adds no certainty."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[ComparedRun]] = {}
     for entry in entries:
         same = found.setdefault(_fingerprint(entry), [])
         seed = entry.summary.get("seed")
@@ -77,7 +77,7 @@ def spread(values: Sequence[object], form: Callable[[float], str] | None = None)
     return Cell(f"{100 * mean:.2f} ± {100 * statistics.stdev(known):.2f}%", mean)
 
 
-def _header(entries: Sequence[Entry], settings: Sequence[Setting]) -> str:
+def _header(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> str:
     facts = [plural(len(entries), "run"), *_words(entries, "data"), *_words(entries, "model")]
     line = "".join(f"<li>{esc(fact)}</li>" for fact in facts)
     warning = "".join(f'<p class="warning card">{esc(text)}</p>' for text in cautions(entries))
@@ -85,14 +85,14 @@ def _header(entries: Sequence[Entry], settings: Sequence[Setting]) -> str:
     return f'<header class="top">{title}<ul class="facts">{line}</ul></header>{warning}'
 
 
-def cautions(entries: Sequence[Entry]) -> list[str]:
+def cautions(entries: Sequence[ComparedRun]) -> list[str]:
     """Why these runs are not one fair column, if they are not."""
     differ = [f"{key} ({', '.join(words)})" for key in ("data", "model", "rounds") if len(words := _words(entries, key)) > 1]
     found = [f"These runs differ in {' and in '.join(differ)}: compare with care."] if differ else []
     return [*found, *unfair(_words(entries, "group"), _words(entries, "norm"))]
 
 
-def comparison_rows(entries: Sequence[Entry]) -> list[list[str]]:
+def comparison_rows(entries: Sequence[ComparedRun]) -> list[list[str]]:
     """One line a setting: its label, seeds, the four accuracies, and what travelled."""
     rows = []
     for setting in settings_of(entries):
@@ -133,7 +133,7 @@ def _results(settings: Sequence[Setting]) -> str:
     )
 
 
-def _accuracies(entries: Sequence[Entry]) -> list[Cell]:
+def _accuracies(entries: Sequence[ComparedRun]) -> list[Cell]:
     return [
         spread([last_best(entry.summary.get(f"{kind}_accuracy"))[at] for entry in entries])
         for kind in ("global", "personal")
@@ -215,7 +215,7 @@ def _tier_cell(setting: Setting, tier: str, kind: str) -> Cell:
     return spread([last_best(tier_block(entry.summary, tier).get(f"{kind}_accuracy"))[0] for entry in setting.entries])
 
 
-def _runs(entries: Sequence[Entry], settings: Sequence[Setting]) -> str:
+def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> str:
     columns = [
         Column("Run", numeric=False),
         Column("Method", numeric=False),
@@ -244,7 +244,7 @@ def _runs(entries: Sequence[Entry], settings: Sequence[Setting]) -> str:
     return section("runs", "Runs", "", table(columns, rows, label="Runs") + remark)
 
 
-def _run_cells(entry: Entry, style: int | None, name: str) -> list[Cell]:
+def _run_cells(entry: ComparedRun, style: int | None, name: str) -> list[Cell]:
     summary = entry.summary
     seed, done, rounds = (number(summary.get(key)) for key in ("seed", "rounds_done", "rounds"))
     progress = whole(done) if rounds is None or done == rounds else f"{whole(done)} of {whole(rounds)}"
@@ -274,20 +274,20 @@ def _heading(settings: Sequence[Setting]) -> str:
     return " · ".join(labels) if len(labels) <= 3 else f"{plural(len(labels), 'setting')} compared"
 
 
-def _words(entries: Sequence[Entry], key: str) -> list[str]:
+def _words(entries: Sequence[ComparedRun], key: str) -> list[str]:
     return list(dict.fromkeys(str(entry.summary[key]) for entry in entries if entry.summary.get(key) is not None))
 
 
-def _title(entry: Entry) -> str:
+def _title(entry: ComparedRun) -> str:
     return str(entry.summary.get("title") or entry.summary.get("method") or entry.run.name)
 
 
-def _fingerprint(entry: Entry) -> str:
+def _fingerprint(entry: ComparedRun) -> str:
     facts = [entry.summary.get(key) for key in ("method", "data", "model")]
     return json.dumps([*facts, _shape(entry)], sort_keys=True, default=str)
 
 
-def _shape(entry: Entry) -> dict[str, str]:
+def _shape(entry: ComparedRun) -> dict[str, str]:
     """The configuration as one level of dotted names, less what must not tell two runs apart."""
     config = entry.run.config or {"rounds": entry.summary.get("rounds")}
     return {name: value for name, value in _flat(config) if not any(f"{name}.".startswith(f"{word}.") for word in _NO_MATTER)}
@@ -300,7 +300,7 @@ def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def _labels(groups: Sequence[list[Entry]]) -> list[str]:
+def _labels(groups: Sequence[list[ComparedRun]]) -> list[str]:
     """The method's title; where two settings share it, with what sets them apart."""
     titles = [_title(group[0]) for group in groups]
     shapes = [_shape(group[0]) for group in groups]

@@ -7,7 +7,7 @@ from typing import Any
 
 from nestling.report.folder import Run, listed, mapping
 from nestling.report.markup import Cell, Column, empty, esc, note, pairs, section, table
-from nestling.report.svg import INK, Bar, Group, bars, heat_map, shade, style_class, swatch
+from nestling.report.svg import INK, Bar, SvgGroup, bars, heat_map, shade, style_class, swatch
 from nestling.report.tables import binding_word, marked
 from nestling.report.words import DASH, decimal, duration, energy, memory, number, percent, plural, short, whole
 
@@ -147,18 +147,18 @@ def _split_lead(split: Row, shown: int) -> str:
     return "; ".join(parts) + "."
 
 
-def tier_groups(clients: Sequence[Row], order: Mapping[str, int], labels: Mapping[str, str]) -> list[Group]:
+def tier_groups(clients: Sequence[Row], order: Mapping[str, int], labels: Mapping[str, str]) -> list[SvgGroup]:
     """Neighbouring clients of one tier."""
-    groups: list[Group] = []
+    groups: list[SvgGroup] = []
     for client in clients:
         tier = str(client.get("tier"))
         label, style = labels.get(tier, "no tier"), order.get(tier, INK)
         size = groups.pop().columns if groups and groups[-1].style == style else 0
-        groups.append(Group(label, style, size + 1))
+        groups.append(SvgGroup(label, style, size + 1))
     return groups
 
 
-def group_legend(groups: Sequence[Group]) -> str:
+def group_legend(groups: Sequence[SvgGroup]) -> str:
     """Which colour marks which tier."""
     keys = "".join(
         f'<li><span class="block {style_class(group.style)}"></span><span class="who">{esc(group.label)}</span> '

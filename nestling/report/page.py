@@ -13,7 +13,7 @@ from rich.table import Table
 
 from nestling.errors import InputError
 from nestling.files import write_atomic, writing
-from nestling.report.comparison import COMPARISON_PARTS, Entry, cautions, comparison_body, comparison_rows, comparison_title
+from nestling.report.comparison import COMPARISON_PARTS, ComparedRun, cautions, comparison_body, comparison_rows, comparison_title
 from nestling.report.folder import Run, read_run, summarise
 from nestling.report.markup import esc
 from nestling.report.run_page import RUN_PARTS, analysis_body, run_body, run_title
@@ -49,7 +49,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
 
 def compare_runs(folders: Sequence[Path]) -> tuple[Table, list[str]]:
     """The runs in `folders` as a table for the terminal, and why they are not one fair column, if they are not."""
-    entries = [Entry(run, summarise(run)) for run in _different_runs(folders)]
+    entries = [ComparedRun(run, summarise(run)) for run in _different_runs(folders)]
     table = Table("method", "seeds", "global, last", "best", "personal, last", "best", "sent up", "sent down")
     for row in comparison_rows(entries):
         table.add_row(*map(escape, row))

@@ -59,7 +59,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Group:
+class SvgGroup:
     """Neighbouring columns of a heat map that belong together."""
 
     label: str
@@ -105,7 +105,7 @@ def heat_map(
     *,
     rows: Sequence[str],
     columns: Sequence[str],
-    groups: Sequence[Group],
+    groups: Sequence[SvgGroup],
     title: str,
     desc: str,
     ident: str,
@@ -142,7 +142,7 @@ def pair_map(
     values: Sequence[Sequence[float | None]],
     *,
     names: Sequence[str],
-    groups: Sequence[Group],
+    groups: Sequence[SvgGroup],
     tell: Callable[[float], str],
     title: str,
     desc: str,
@@ -350,7 +350,7 @@ def _read_out(
     return [[round(across(at), 1), round(up(value), 1), x.tell(at), y.tell(value)] for at, value in thin(one.points)]
 
 
-def _group_strips(groups: Sequence[Group], left: float, wide: float) -> list[str]:
+def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[str]:
     strips, at = [], left
     for group in groups:
         size = wide * group.columns

@@ -25,7 +25,7 @@ from nestling.export import c_source
 from nestling.export import onnx_file
 from nestling.export import reference
 from nestling.export import tflite
-from nestling.export.fold import Network, fold
+from nestling.export.fold import FoldedNetwork, fold
 from nestling.export.quantise import Quantised, quantise
 from nestling.export.sizes import Sizes, require_room, sizes
 from nestling.version import __version__
@@ -45,7 +45,7 @@ class _Work:
     plan: Plan
     client: int
     module: nn.Module
-    network: Network
+    network: FoldedNetwork
     quantised: Quantised
     rows: int  # that it was calibrated with
     sizes: Sizes

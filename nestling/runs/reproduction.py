@@ -26,7 +26,7 @@ MEASURES = ("global", "average", "personal")
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """A line of a table: what differs from the common experiment, and what was published: the rounds to each target (0: never), or
     an accuracy."""
 
@@ -61,7 +61,7 @@ class Paper(_Head):
 
     choices: dict[str, str] = field(default_factory=dict)
     experiment: dict[str, Any] = field(default_factory=dict)
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, TableLine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.measure not in MEASURES:
@@ -80,7 +80,7 @@ class Paper(_Head):
 
 
 @dataclass
-class Outcome:
+class PlayedLine:
     """What has come of one run so far."""
 
     line: str
@@ -107,7 +107,7 @@ def read(name: str) -> Paper:
     if not path.is_file():
         raise unknown("paper", name, names(), field="NAME")
     table = read_toml(path)
-    lines = {line: from_table(Line, own, f"lines.{line}") for line, own in table.pop("lines", {}).items()}
+    lines = {line: from_table(TableLine, own, f"lines.{line}") for line, own in table.pop("lines", {}).items()}
     shared, choices = table.pop("experiment", {}), table.pop("choices", {})
     return Paper(**vars(from_table(_Head, table)), choices=choices, experiment=shared, lines=lines)
 
@@ -121,15 +121,15 @@ def reproduce(
     minutes: float = 0.0,
     overrides: tuple[str, ...] = (),
     watcher: Watcher | None = None,
-    told: Callable[[list[Outcome]], None] = lambda outcomes: None,
-) -> list[Outcome]:
+    told: Callable[[list[PlayedLine]], None] = lambda outcomes: None,
+) -> list[PlayedLine]:
     """Plays the runs of a table that are not done, each in a folder of its own under `runs`, where the next call goes on. Ends when all
     are done or, between two rounds, after so many minutes (0: no limit). `told` hears how all stand after every run."""
     until = time.monotonic() + 60 * minutes if minutes else float("inf")
     wanted = [(line, seed) for seed in range(seeds or paper.seeds) for line in _chosen(paper, lines)]
     folders = {(line, seed): runs / f"{_slug(line)}-{seed}" for line, seed in wanted}
 
-    def standing() -> list[Outcome]:
+    def standing() -> list[PlayedLine]:
         return [outcome_of(paper, line, seed, folders[line, seed], overrides) for line, seed in wanted]
 
     for key, folder in folders.items():
@@ -186,10 +186,10 @@ def _fixed(experiment: Experiment) -> dict[str, Any]:
     return {name: value for name, value in experiment.to_table().items() if name not in FREE}
 
 
-def outcome_of(paper: Paper, line: str, seed: int, folder: Path, overrides: tuple[str, ...] = ()) -> Outcome:
+def outcome_of(paper: Paper, line: str, seed: int, folder: Path, overrides: tuple[str, ...] = ()) -> PlayedLine:
     """How a run stands, from its folder."""
     experiment = paper.of(line, seed, overrides)
-    found = Outcome(line, experiment.seed, experiment.rounds, set=[o for o in overrides if not _free(o)])
+    found = PlayedLine(line, experiment.seed, experiment.rounds, set=[o for o in overrides if not _free(o)])
     rows = RunFolder(folder).metrics() if folder.is_dir() else []
     tested = [(row["round"], value) for row in rows if (value := _measured(paper.measure, row)) is not None]
     if not rows:
@@ -228,7 +228,7 @@ def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return both
 
 
-def to_json(paper: Paper, outcomes: Iterable[Outcome]) -> str:
+def to_json(paper: Paper, outcomes: Iterable[PlayedLine]) -> str:
     """A small file: the paper's numbers, what it leaves open, and ours."""
     lines = {name: {"rounds": list(line.published), "accuracy": line.published_accuracy} for name, line in paper.lines.items()}
     table = {"title": paper.title, "paper": paper.paper, "measure": paper.measure, "targets": list(paper.targets)}
@@ -242,7 +242,7 @@ def check_file(paper: Paper, path: Path, field: str = "--out") -> None:
     _saved(paper, path)
 
 
-def save(paper: Paper, outcomes: Iterable[Outcome], path: Path) -> None:
+def save(paper: Paper, outcomes: Iterable[PlayedLine], path: Path) -> None:
     """Writes the small file. What it has of other runs of the table stays: lines may be played one by one."""
     new = [outcome for outcome in outcomes if outcome.done]
     runs = {(outcome.line, outcome.seed, *outcome.set): outcome for outcome in (*_saved(paper, path), *new)}
@@ -252,18 +252,18 @@ def save(paper: Paper, outcomes: Iterable[Outcome], path: Path) -> None:
         write_atomic(path, to_json(paper, sorted(runs.values(), key=lambda run: (run.set, order.index(run.line), run.seed))))
 
 
-def _saved(paper: Paper, path: Path) -> list[Outcome]:
+def _saved(paper: Paper, path: Path) -> list[PlayedLine]:
     """The outcomes in a small file, of lines that the table still has."""
     try:
         if not path.exists():
             return []
         found = json.loads(path.read_text())["ours"]
-        return [Outcome(**row) for row in found if row["line"] in paper.lines]
+        return [PlayedLine(**row) for row in found if row["line"] in paper.lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is no file of results: {error}", field="--out", fix="name another file") from error
 
 
-def table_of(paper: Paper, outcomes: Iterable[Outcome]) -> Table:
+def table_of(paper: Paper, outcomes: Iterable[PlayedLine]) -> Table:
     """Ours beside the published numbers, one row a run."""
     table = Table(title=paper.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in (

@@ -89,7 +89,7 @@ class Mismatch(RuntimeError):
 
 
 @dataclass
-class Settings:
+class LabSettings:
     """How the lab works. verify: compare every answer with this machine's. every: steps between checkpoints. noise: the share of
     frames that is spoilt on purpose. shift: an instruction is 2^shift nanoseconds of QEMU's clock (None: they are not counted)."""
 
@@ -102,8 +102,8 @@ class Settings:
 class Lab:
     """`names` says which client has which board. `home` is a folder for the gateway's journal (None: a temporary one)."""
 
-    def __init__(self, names: Mapping[int, str], settings: Settings | None = None, home: Path | None = None) -> None:
-        self.names, self.settings, self.home = dict(names), settings or Settings(), home
+    def __init__(self, names: Mapping[int, str], settings: LabSettings | None = None, home: Path | None = None) -> None:
+        self.names, self.settings, self.home = dict(names), settings or LabSettings(), home
         self.folder: Path | None = None
         self.boards: dict[int, Emulator] = {}
         self.gateway: Popen[bytes] | None = None

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.planning.descriptor import Settings
-from nestling.planning.plan import Plan, plan
+from nestling.planning.descriptor import DescriptorSettings
+from nestling.planning.plan import MemoryPlan, plan
 from nestling.seeds import numbers
 from nestling.tiny.runtime.job import Done, Job, Step
 from nestling.training.augment import AUGMENTATIONS, REACH, shift
@@ -199,11 +199,11 @@ def _refused(what: str, fix: str) -> CannotLower:
 
 # -- plan, settings, steps ------------------------------------------------------------------------------------------------------------
 
-_PLANS: WeakKeyDictionary[Reference, dict[Any, Plan]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[Reference, dict[Any, MemoryPlan]] = WeakKeyDictionary()
 _KEPT = 64
 
 
-def _plan_of(client: Client, phase: Phase, loss: _Loss, masked: bool) -> Plan:
+def _plan_of(client: Client, phase: Phase, loss: _Loss, masked: bool) -> MemoryPlan:
     """The plan of the client's view for a phase of this kind, remembered."""
     known = _PLANS.setdefault(client.reference, {})
     scales = tuple((hook.names, 1 / _rate(hook)) for hook in phase.hooks)
@@ -224,9 +224,9 @@ def _plan_of(client: Client, phase: Phase, loss: _Loss, masked: bool) -> Plan:
     return known[key]
 
 
-def _settings(phase: Phase, loss: _Loss) -> Settings:
+def _settings(phase: Phase, loss: _Loss) -> DescriptorSettings:
     optim = phase.optim
-    return Settings(
+    return DescriptorSettings(
         optim.lr,
         optim.momentum,
         optim.weight_decay,
@@ -255,7 +255,7 @@ def _steps(client: Client, phase: Phase, number: int, parts: Sequence[int]) -> l
     return steps
 
 
-def _anchor(made: Plan, state: State, anchor: Mapping[str, Tensor]) -> np.ndarray:
+def _anchor(made: MemoryPlan, state: State, anchor: Mapping[str, Tensor]) -> np.ndarray:
     """What the proximal term pulls the trained parameters towards, in the order of the plan."""
     missing = [entry.name for entry in made.names if entry.trained and entry.name not in anchor]
     if missing:
@@ -272,7 +272,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 _INSIDE: WeakKeyDictionary[Reference, dict[bytes, int]] = WeakKeyDictionary()
 
 
-def _inner_inputs(client: Client, made: Plan, part: View, masks: Mapping[str, Tensor]) -> int:
+def _inner_inputs(client: Client, made: MemoryPlan, part: View, masks: Mapping[str, Tensor]) -> int:
     """How many inputs of the last layer are the smaller part's, where its network is the client's own with that layer cut to them.
 
     It is where channels of the part read none outside it and no layer mixes them; that is tried out, once for every kind.

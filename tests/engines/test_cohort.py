@@ -16,7 +16,7 @@ import nestling
 from nestling import EngineConfig, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.engines import Cohort, Inline
 from nestling.engines.cohort import chunks
-from nestling.engines.cuda import CudaCohort, Settings, ways
+from nestling.engines.cuda import CudaCohort, CudaSettings, ways
 from nestling.engines.engine import ClientError
 from nestling.methods import METHODS
 from nestling.runs.assemble import assemble, site_of
@@ -90,7 +90,7 @@ def trainer(way: str) -> Callable[[list[Group]], list[Losses]]:
 def recording(way: str = "") -> CudaCohort:
     """The engine for a GPU, without one: the same decisions and the same arithmetic, without graphs. With a way, that is taken wherever
     it is possible."""
-    engine = CudaCohort(CPU, Settings("float32"), ways.Decisions(None))
+    engine = CudaCohort(CPU, CudaSettings("float32"), ways.Decisions(None))
     if way:
         engine._decide = lambda kind, group: way if _possible(way, group) else ways.SLOTS  # type: ignore[method-assign]
     return engine

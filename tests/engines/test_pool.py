@@ -25,7 +25,7 @@ import nestling.runs.loop
 from nestling import FleetConfig
 from nestling.engines import ClientError, Inline, Pool
 from nestling.engines.pool import DEPTH, each
-from nestling.engines.shared_memory import Packet, Part, Place, Spare, _Header
+from nestling.engines.shared_memory import PagePacket, PagePart, Place, Spare, _Header
 from nestling.message import Message
 from nestling.methods.method import Method
 from nestling.runs.assemble import assemble, site_of
@@ -341,7 +341,7 @@ def test_an_exchange_that_breaks_off_does_not_block_the_next(pool: Pool, monkeyp
 
 
 def test_a_header_holds_plain_data_only() -> None:
-    packet = Packet(0, 0, 8, {"weights": Part(0, ("a",), ((2,),), {"n": Place(8, torch.int64, ())}, None)})
+    packet = PagePacket(0, 0, 8, {"weights": PagePart(0, ("a",), ((2,),), {"n": Place(8, torch.int64, ())}, None)})
     for plain in ({"packet": packet, "facts": {"rate": 0.5, "levels": [1, "b"]}}, "what went wrong", [1, None, True]):
         assert _Header(io.BytesIO(pickle.dumps(plain))).load() == plain
     for strange in (os.system, torch.load, Path("/"), torch.ones(1)):

@@ -15,7 +15,7 @@ import nestling
 import nestling.runs.assemble
 from nestling import EngineConfig, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.engines import Cohort, CudaCohort, Inline, Pool, choose_where, make_engine
-from nestling.engines.cuda import Settings, ways
+from nestling.engines.cuda import CudaSettings, ways
 from nestling.engines.cuda.cohort import MOST_SLOTS, _queues, _Result, height_for
 from nestling.engines.cuda.slot import Slot
 from nestling.engines.cuda.ways import _machine
@@ -46,7 +46,7 @@ TIERS = (Tier(name="small", ratio=0.25, count=5), Tier(name="large", ratio=1.0, 
 def test_a_gpu_gets_the_recording_engine(name: str) -> None:
     engine = make_engine(name, 0, work_items=1000, where=GPU, compile=True)
     assert isinstance(engine, CudaCohort)
-    assert engine.where == GPU and engine.settings == Settings("tf32", True)
+    assert engine.where == GPU and engine.settings == CudaSettings("tf32", True)
 
 
 def test_in_process_on_a_gpu_is_what_it_says() -> None:
@@ -300,7 +300,7 @@ def test_the_way_is_guessed_from_shapes() -> None:
     def likely(clients: int, compile: bool = False, **changes: Any) -> list[str]:
         fleet = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),))
         _, federation, _ = federation_of("all-large", fleet=fleet, **changes)
-        return ways.candidates(group_of(tasks_of(federation, clients), federation), Settings("float32", compile))
+        return ways.candidates(group_of(tasks_of(federation, clients), federation), CudaSettings("float32", compile))
 
     wide = {"model": Named("cnn", {"channels": [32, 64], "norm": "none"})}
     huge = {"model": Named("cnn", {"channels": [128, 256]}), "train": Train(epochs=1, batch=60)}
@@ -316,7 +316,7 @@ def test_what_was_tried_is_remembered(tmp_path: Any) -> None:
     made, federation, site = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=12),)))
     tasks = tasks_of(federation, 10)
     for tried in (True, False):
-        engine = CudaCohort(CPU, Settings("float32"), ways.Decisions(tmp_path / "cache" / "ways.json"))
+        engine = CudaCohort(CPU, CudaSettings("float32"), ways.Decisions(tmp_path / "cache" / "ways.json"))
         engine.open(made, site)
         assert_same(alone(made, tasks, site), list(engine.run(tasks)))
         assert any("tried" in note for note in engine.notes) == tried

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nestling.data import Dataset, load
 from nestling.export import c_source, sizes, tflite
-from nestling.export.fold import Network, fold
+from nestling.export.fold import FoldedNetwork, fold
 from nestling.export.quantise import Quantised, quantise
 from nestling.models import build
 from nestling.tiny.runtime import elf, toolchain
@@ -110,7 +110,7 @@ def network(name: str) -> nn.Module:
 
 
 @cache
-def exported(name: str) -> tuple[Network, Quantised]:
+def exported(name: str) -> tuple[FoldedNetwork, Quantised]:
     """The network folded, and in eight bits."""
     folded = fold(network(name), (1, 28, 28))
     return folded, quantise(folded, digits().x[:CALIBRATION])

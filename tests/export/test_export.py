@@ -19,9 +19,9 @@ from nestling.errors import InputError
 from nestling.export import c_source, reference, sizes, tflite
 from nestling.export.fold import fold, run
 from nestling.export.quantise import (
-    Operation,
+    IntegerOperation,
+    IntegerScale,
     Quantised,
-    Scale,
     fixed_point,
     fixed_points,
     quantise,
@@ -130,8 +130,8 @@ def test_they_round_halves_alike(tmp_path: Path) -> None:
     multiplier, shift = fixed_points(scales.astype(np.float64))
     kind = {"kind": "dense", "inputs": (0,), "output": 1, "activation": LINEAR, "low": -128, "high": 127}
     numbers = {"bias": np.arange(6, dtype=np.int32), "channel_scale": scales, "multiplier": multiplier, "shift": shift}
-    operation = Operation(**kind, weight=np.ones((6, 1), np.int8), **numbers)
-    quantised = Quantised((operation,), ((1, 1, 1), (1, 1, 6)), {0: Scale(1.0, 3), 1: Scale(1.0, -1)}, 0, 1)
+    operation = IntegerOperation(**kind, weight=np.ones((6, 1), np.int8), **numbers)
+    quantised = Quantised((operation,), ((1, 1, 1), (1, 1, 6)), {0: IntegerScale(1.0, 3), 1: IntegerScale(1.0, -1)}, 0, 1)
     x = np.arange(-128, 128).astype(np.int8).reshape(256, 1, 1, 1)
     expected = reference.infer(quantised, x)
     up = np.array([math.floor(Fraction(q - 3, 2) + Fraction(1, 2)) for q in range(-128, 128)])

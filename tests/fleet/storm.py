@@ -22,7 +22,7 @@ from nestling.engines.inline import Inline
 from nestling.errors import InputError
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import Failure
-from nestling.fleet.protocol.wire import Answer, Done, Member, Parcel, kind_of
+from nestling.fleet.protocol.wire import Answer, JobDone, Member, Parcel, kind_of
 from nestling.fleet.server import serving
 from nestling.fleet.server.engine import FleetEngine, NoQuorum, Patience
 from nestling.fleet.server.greeter import Greeter
@@ -220,12 +220,12 @@ class Storm:
 # -- lies ----------------------------------------------------------------------------------------------------------------------
 
 
-def _changed(answer: Answer, change: Callable[[Done], Any]) -> Answer:
-    answer.results = [change(r) if isinstance(r, Done) else r for r in answer.results]
+def _changed(answer: Answer, change: Callable[[JobDone], Any]) -> Answer:
+    answer.results = [change(r) if isinstance(r, JobDone) else r for r in answer.results]
     return answer
 
 
-def _with_message(done: Done, change: Callable[[Message], Message]) -> Done:
+def _with_message(done: JobDone, change: Callable[[Message], Message]) -> JobDone:
     return replace(done, parcel=Parcel.of(change(done.parcel.open())))
 
 

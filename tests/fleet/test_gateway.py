@@ -32,10 +32,10 @@ from fleet_gateway import (
 
 from nestling import Experiment, Named
 from nestling.errors import InputError
-from nestling.fleet.node.gateway import Device, Devices, Gateway, read_devices
+from nestling.fleet.node.gateway import Devices, FleetGateway, SmallDevice, read_devices
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.protocol.links import Facts, board_shape
-from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Job, Order, Parcel, key_of
+from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Order, Parcel, key_of
 from nestling.fleet.server.engine import Patience
 from nestling.fleet.server.serving import Live, enliven
 from nestling.message import Message
@@ -46,7 +46,7 @@ from nestling.runs.run import Watcher
 from nestling.tiny.link.line import Lost
 from nestling.tiny.link.orders import Orders
 from nestling.tiny.runtime import native, toolchain
-from nestling.tiny.runtime.job import Done as TinyDone
+from nestling.tiny.runtime.job import JobDone as TinyDone
 from tests.tiny.hostboard import HostBoard, folder
 
 pytestmark = pytest.mark.skipif(toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc")
@@ -55,8 +55,8 @@ ROOM = 200_000
 
 
 @contextmanager
-def gateway_of(home: Path, devices: Devices, links: Any = None) -> Iterator[Gateway]:
-    made = Gateway(home, NAME, devices, links or devices.links(home))
+def gateway_of(home: Path, devices: Devices, links: Any = None) -> Iterator[FleetGateway]:
+    made = FleetGateway(home, NAME, devices, links or devices.links(home))
     made.open()
     try:
         yield made
@@ -87,7 +87,7 @@ def test_boards_on_lines_are_clients(method: Any, tmp_path: Path) -> None:
     flash = images(told, range(3))
     with folder() as home, ExitStack() as boards:
         lines = [boards.enter_context(HostBoard(home, ROOM, flash[c], str(c))).transport for c in range(3)]
-        devices = Devices(tuple(Device(f"board{c}", lines[c], client=c, counts=by_class(told, c)) for c in range(3)))
+        devices = Devices(tuple(SmallDevice(f"board{c}", lines[c], client=c, counts=by_class(told, c)) for c in range(3)))
         with gateway_of(tmp_path, devices) as gateway:
             federation, _, live = served(told, gateway)
     assert [entry.member.name for entry in live.roster.entries] == [f"{NAME}/board{c}" for c in range(3)]
@@ -100,7 +100,7 @@ def test_a_board_that_dies_costs_its_own_reply_and_goes_on_when_it_returns(tmp_p
     flash = images(told, range(3))
     with folder() as home, ExitStack() as stack:
         boards = [stack.enter_context(HostBoard(home, ROOM, flash[c], str(c))) for c in range(3)]
-        listed = [Device(f"board{c}", boards[c].transport, client=c) for c in range(3)]
+        listed = [SmallDevice(f"board{c}", boards[c].transport, client=c) for c in range(3)]
         listed[1] = replace(listed[1], deadline=2.0)
         with gateway_of(tmp_path, Devices(tuple(listed))) as gateway:
             settled, federation = assemble(told)
@@ -157,10 +157,10 @@ def test_boards_and_network_devices_side_by_side(tmp_path: Path) -> None:
     broker = Mosquitto(tmp_path, ["radio0", "radio1"]).start()
     try:
         with folder() as home, ExitStack() as boards:
-            listed = [Device(f"radio{c}", client=c) for c in range(2)]
+            listed = [SmallDevice(f"radio{c}", client=c) for c in range(2)]
             for c in (2, 3):
                 line = boards.enter_context(HostBoard(home, ROOM, flash[c], str(c))).transport
-                listed.append(Device(f"board{c}", line, client=c))
+                listed.append(SmallDevice(f"board{c}", line, client=c))
             both = Devices(tuple(listed), mqtt=broker.as_user("gateway"))
             blobs = {f"radio{c}": flash[c] for c in range(2)}
             with devices_of(blobs, broker.as_user), gateway_of(tmp_path / "gw", both) as gateway:
@@ -234,8 +234,8 @@ class Talk:
         flash = dict(zip(("quick", "slow"), images(self.told, range(2)).values(), strict=True))
         facts = {name: Facts(20, (1, 8, 8), None, 1) for name in flash}
         self.link = Bench(facts, flash)
-        listed = Devices((Device("quick", client=0), Device("slow", client=1)), deadline)
-        self.gateway = Gateway(home, NAME, listed, dict.fromkeys(flash, self.link))
+        listed = Devices((SmallDevice("quick", client=0), SmallDevice("slow", client=1)), deadline)
+        self.gateway = FleetGateway(home, NAME, listed, dict.fromkeys(flash, self.link))
         live = enliven(settled, self.federation, LoopCourier({}))
         self.run, self.welcome = live.roster.run, live.greeter.welcome
 
@@ -250,7 +250,7 @@ class Talk:
             message: Message = self.federation.method.send(device, piece, round)
             parcel, network, spec = Parcel.of(message), piece.reference.name, piece.spec()
             key = key_of(self.run, round, client, network, spec, parcel)
-            jobs.append(Job(client, f"{NAME}/{name}", key, network, spec, parcel))
+            jobs.append(JobOrder(client, f"{NAME}/{name}", key, network, spec, parcel))
         return Order(self.run, round, round - 1, jobs)
 
     def ask(self, order: Order) -> Answer:
@@ -274,7 +274,7 @@ def test_a_new_round_does_not_wait_for_those_who_are_late(tmp_path: Path) -> Non
     second = threading.Thread(target=lambda: answers.append(talk.ask(talk.order(2))))
     second.start()
     first.join(60)
-    assert [type(one) for one in answers[0].results] == [Done] and answers[0].results[0].client == 0
+    assert [type(one) for one in answers[0].results] == [JobDone] and answers[0].results[0].client == 0
     wait_for(lambda: len(talk.link.asked) == 4)
     assert talk.link.asked[1][2].cancelled()  # of round 1, nobody wants it
     talk.finish()
@@ -294,7 +294,7 @@ def test_whoever_asks_again_gets_the_result_of_work_under_way(tmp_path: Path) ->
     assert [one.client for one in answers[0].results] == [0]
     talk.finish()
     again = talk.ask(talk.order())
-    assert [type(one) for one in again.results] == [Done, Done]
+    assert [type(one) for one in again.results] == [JobDone, JobDone]
     assert len(talk.link.asked) == 2  # nothing was done twice
     assert talk.ask(talk.order()).to_bytes() == again.to_bytes() and len(talk.link.asked) == 2
 
@@ -303,7 +303,7 @@ def test_a_device_has_its_time_and_is_not_waited_for_again(tmp_path: Path) -> No
     talk = Talk(tmp_path, deadline=0.2)
     talk.hello()
     found = talk.ask(talk.order()).results
-    assert isinstance(found[0], Done) and isinstance(found[1], Failed)
+    assert isinstance(found[0], JobDone) and isinstance(found[1], Failed)
     assert found[1].error == "TimeoutError: slow gave no answer within 0 s"
     assert talk.link.asked[1][2].cancelled()
     assert talk.ask(talk.order()).results[1] == found[1] and len(talk.link.asked) == 2
@@ -355,7 +355,7 @@ def test_data_of_another_form_are_refused(tmp_path: Path) -> None:
 def test_a_method_that_looks_at_rows_is_refused_by_name(tmp_path: Path) -> None:
     told = experiment(1, 1, "fedproto")
     link = Bench({"a": Facts(20, (1, 8, 8), None, 1)}, {"a": images(told, [0])[0]})
-    gateway = Gateway(tmp_path, NAME, Devices((Device("a"),)), {"a": link})
+    gateway = FleetGateway(tmp_path, NAME, Devices((SmallDevice("a"),)), {"a": link})
     _, rows, _ = served(told, gateway)
     assert rows[0]["missed"] == [0] and "those of a small device never leave it" in gateway._failed[0].error
 
@@ -364,10 +364,10 @@ def test_rows_by_class_are_never_invented(tmp_path: Path) -> None:
     told = experiment(1, 1, "heterofl")
     flash = images(told, [0])[0]
     link = Bench({"a": Facts(20, (1, 8, 8), None, 1)}, {"a": flash})
-    gateway = Gateway(tmp_path / "1", NAME, Devices((Device("a"),)), {"a": link})
+    gateway = FleetGateway(tmp_path / "1", NAME, Devices((SmallDevice("a"),)), {"a": link})
     assert served(told, gateway)[1][0]["missed"] == [0] and "devices.counts" in gateway._failed[0].error
     link.known["a"] = replace(link.known["a"], counts=by_class(told, 0))
-    federation, rows, _ = served(told, Gateway(tmp_path / "2", NAME, Devices((Device("a"),)), {"a": link}))
+    federation, rows, _ = served(told, FleetGateway(tmp_path / "2", NAME, Devices((SmallDevice("a"),)), {"a": link}))
     assert rows[0]["missed"] == [] and state_of(federation) == state_of(in_process(told, {}))
 
 
@@ -386,8 +386,8 @@ def test_a_file_of_devices_is_read(tmp_path: Path) -> None:
     assert (found.mqtt.user, found.mqtt.port, found.mqtt.tls) == ("gateway", 8883, True)
     assert (found.mqtt.password_file, found.mqtt.ca) == (tmp_path / "secret", tmp_path / "ca.crt")
     assert found.devices == (
-        Device("kitchen", "mqtt", "esp32", 4),
-        Device("cellar", "serial:/dev/ttyUSB0:115200", counts=(1, 2)),
+        SmallDevice("kitchen", "mqtt", "esp32", 4),
+        SmallDevice("cellar", "serial:/dev/ttyUSB0:115200", counts=(1, 2)),
     )
     assert type(found.links(tmp_path)["cellar"]) is not type(found.links(tmp_path)["kitchen"])
 
@@ -416,7 +416,7 @@ def test_what_is_wrong_with_a_file_is_said(text: str, reason: str, tmp_path: Pat
 
 def test_network_devices_need_a_broker(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no broker"):
-        Devices((Device("a"),)).links(tmp_path)
+        Devices((SmallDevice("a"),)).links(tmp_path)
 
 
 def test_the_form_of_samples() -> None:

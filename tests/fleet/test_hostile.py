@@ -16,7 +16,7 @@ from nestling import Evaluation, Experiment, Named, SplitConfig, Tier
 from nestling.experiment import FleetConfig
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
-from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Job, Member, Order, Parcel, Welcome, kind_of
+from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Member, Order, Parcel, Welcome, kind_of
 from nestling.fleet.server.engine import FleetEngine, Patience
 from nestling.message import Message
 from nestling.runs.assemble import assemble, site_of
@@ -51,12 +51,12 @@ def experiment(rounds: int) -> Experiment:
 
 # -- one result that is wrong --------------------------------------------------------------------------------------------------
 
-Spoil = Callable[[Job, random.Random], "Done | Failed"]
+Spoil = Callable[[JobOrder, random.Random], "JobDone | Failed"]
 
 
-def honest(job: Job, **changes: Any) -> Done:
+def honest(job: JobOrder, **changes: Any) -> JobDone:
     """What an honest client's reply looks like: the weights it got, and how many samples it has."""
-    return Done(
+    return JobDone(
         job.client,
         job.key,
         Parcel({**job.parcel.table, "facts": {"samples": SAMPLES}}, job.parcel.data),
@@ -67,7 +67,7 @@ def honest(job: Job, **changes: Any) -> Done:
     )
 
 
-def table(job: Job, change: Callable[[list[Any]], list[Any] | None], data: bytes | None = None) -> Done:
+def table(job: JobOrder, change: Callable[[list[Any]], list[Any] | None], data: bytes | None = None) -> JobDone:
     """A reply whose rows of the table were changed, one by one (None leaves one out)."""
     parts = [
         [kind, [r for r in (change(list(row)) for row in rows) if r is not None]] for kind, rows in job.parcel.table["parts"]
@@ -76,11 +76,11 @@ def table(job: Job, change: Callable[[list[Any]], list[Any] | None], data: bytes
     return replace(honest(job), parcel=parcel)
 
 
-def facts(job: Job, told: Any) -> Done:
+def facts(job: JobOrder, told: Any) -> JobDone:
     return replace(honest(job), parcel=Parcel({**job.parcel.table, "facts": told}, job.parcel.data))
 
 
-def data(job: Job, change: Callable[[bytearray], Any]) -> Done:
+def data(job: JobOrder, change: Callable[[bytearray], Any]) -> JobDone:
     raw = bytearray(job.parcel.data)
     change(raw)
     return replace(honest(job), parcel=Parcel({**job.parcel.table, "facts": {"samples": SAMPLES}}, bytes(raw)))
@@ -154,7 +154,7 @@ class Enemy:
     def answer(self, order: Order) -> bytes:
         """One wrong result for each client."""
         names = list(SPOILS)
-        found: list[Done | Failed] = []
+        found: list[JobDone | Failed] = []
         for number, job in enumerate(order.jobs):
             name = names[(number + order.round) % len(names)]
             found.append(SPOILS[name](job, self.rng))

@@ -186,7 +186,7 @@ def test_known_values_of_secret_settings_are_hidden_however_short() -> None:
 def test_what_a_child_prints_is_told_with_what_it_is_about(tmp_path: Path) -> None:
     """The proxy's own words for a refusal, through a keeper, into the file."""
     token = secrets.token_hex(16)
-    refusal = proxy.Refusal(403, proxy.REVOKED_KEY, "the key of d2 is revoked", "SHA256:H2jUDEWxWW7kzngy")
+    refusal = proxy.ClosedDoor(403, proxy.REVOKED_KEY, "the key of d2 is revoked", "SHA256:H2jUDEWxWW7kzngy")
     words = (refusal.status, refusal.code, refusal.reason, refusal.who)
     code = (
         "import logging, sys; from nestling.fleet.server.proxy import Config, Proxy, Refusal\n"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.fleet.protocol import wire
-from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Job, Member, Order, Parcel, Welcome, key_of
+from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Member, Order, Parcel, Welcome, key_of
 from nestling.message import Message
 
 RUN, KEY = "0123456789abcdef", "a" * 32
@@ -42,12 +42,12 @@ def message() -> Message:
 def order(transport: str = "float32") -> Order:
     parcel = Parcel.of(message(), transport)
     spec = {"index": {"x": 3}, "dropped": [], "private": []}
-    jobs = [Job(c, f"device {c}", key_of(RUN, 4, c, "main", spec, parcel), "main", spec, parcel) for c in range(3)]
+    jobs = [JobOrder(c, f"device {c}", key_of(RUN, 4, c, "main", spec, parcel), "main", spec, parcel) for c in range(3)]
     return Order(RUN, 4, 3, jobs, transport, 2)
 
 
 def answer() -> Answer:
-    done = Done(1, KEY, Parcel.of(message()), 0.1 + 0.2, 5, 60)
+    done = JobDone(1, KEY, Parcel.of(message()), 0.1 + 0.2, 5, 60)
     return Answer(RUN, 4, [done, Failed(2, KEY, "it broke")], {"device 1": 1000}, "", False)
 
 
@@ -81,7 +81,7 @@ def test_orders_and_answers_come_back_as_they_were() -> None:
     assert len(sent.to_bytes()) < 2 * len(Order(RUN, 4, 3, sent.jobs[:1]).to_bytes())
     told = Answer.from_bytes(answer().to_bytes())
     first, second = told.results
-    assert isinstance(first, Done) and isinstance(second, Failed)
+    assert isinstance(first, JobDone) and isinstance(second, Failed)
     assert (first.loss, first.steps, first.samples, second.error, told.free) == (0.1 + 0.2, 5, 60, "it broke", {"device 1": 1000})
     assert equal(first.parcel.open(), message())
 
@@ -234,7 +234,7 @@ BROKEN_PARCELS: dict[str, bytes] = {
 
 def test_the_frame_they_are_made_from_is_good() -> None:
     found = Answer.from_bytes(frame(header(), BODY)).results[0]
-    assert isinstance(found, Done) and found.parcel.open()["weights"]["w"].tolist() == [0.0, 0.0]
+    assert isinstance(found, JobDone) and found.parcel.open()["weights"]["w"].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -247,7 +247,7 @@ def test_broken_answers_are_refused_with_a_reason(name: str) -> None:
 @pytest.mark.parametrize("name", BROKEN_PARCELS)
 def test_broken_tensors_are_refused_with_a_reason(name: str) -> None:
     result = Answer.from_bytes(BROKEN_PARCELS[name]).results[0]
-    assert isinstance(result, Done)
+    assert isinstance(result, JobDone)
     with pytest.raises(InputError) as caught:
         result.parcel.open()
     assert 0 < len(str(caught.value)) < 500

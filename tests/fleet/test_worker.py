@@ -26,7 +26,7 @@ from nestling.fleet.node.own_data import read_rows
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.protocol.local import LocalError, ask, serving
-from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Member, Order, Parcel, Welcome
+from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, Member, Order, Parcel, Welcome
 from nestling.fleet.server.engine import FleetEngine
 from nestling.fleet.server.serving import welcome_of
 from nestling.message import Message
@@ -69,13 +69,13 @@ def letters_to(tape: Tape, client: int) -> tuple[bytes, list[bytes]]:
     return welcome, orders
 
 
-def results(answer: bytes) -> list[Done | Failed]:
+def results(answer: bytes) -> list[JobDone | Failed]:
     return Answer.from_bytes(answer).results
 
 
 def same_result(a: bytes, b: bytes) -> bool:
     first, second = results(a)[0], results(b)[0]
-    assert isinstance(first, Done) and isinstance(second, Done)
+    assert isinstance(first, JobDone) and isinstance(second, JobDone)
     return (first.key, first.loss, first.parcel.digest) == (second.key, second.loss, second.parcel.digest)
 
 
@@ -118,7 +118,7 @@ def test_a_server_that_goes_back_a_round_finds_the_client_as_it_was(tape: Any, t
 
 def same_parcels(a: bytes, b: bytes) -> bool:
     first, second = results(a)[0], results(b)[0]
-    assert isinstance(first, Done) and isinstance(second, Done)
+    assert isinstance(first, JobDone) and isinstance(second, JobDone)
     return first.parcel.digest == second.parcel.digest and first.loss == second.loss
 
 
@@ -252,7 +252,7 @@ def test_a_worker_refuses_what_it_cannot_do(tape: Any, tmp_path: Path) -> None:
     for junk in (b"", b"junk" * 10, orders[0][:-1], Answer(RUN, 1).to_bytes()):
         with pytest.raises(InputError):
             worker.handle(junk)
-    assert isinstance(results(worker.handle(orders[0]))[0], Done)  # and it still works
+    assert isinstance(results(worker.handle(orders[0]))[0], JobDone)  # and it still works
 
 
 def test_a_gateway_speaks_for_many(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from nestling import EngineConfig, Experiment, FleetConfig, InputError, Named, S
 from nestling.message import Message
 from nestling.methods import Reply
 from nestling.methods.distill.draftfed import DraftFed
-from nestling.methods.distill.drafts import Pool, align, aligned_mean, draft_loss, draw, targets
+from nestling.methods.distill.drafts import DraftPool, align, aligned_mean, draft_loss, draw, targets
 from nestling.methods.personal import own_weights
 from nestling.methods.public import drawn
 from nestling.runs.assemble import assemble, site_of
@@ -122,7 +122,7 @@ def test_channels_that_nobody_has_are_zero_or_left_out() -> None:
 def test_adding_up_before_aligning_is_the_mean_of_aligned_drafts() -> None:
     own = [{"first": torch.randn(2, 3, 8, 8)} for _ in range(3)]
     other = [{"first": torch.randn(2, 5, 4, 4)} for _ in range(2)]
-    found = targets([Pool.of(1, own), Pool.of(2, other)], 1, {"first": torch.Size((4, 6, 6))}, "clients")["first"]
+    found = targets([DraftPool.of(1, own), DraftPool.of(2, other)], 1, {"first": torch.Size((4, 6, 6))}, "clients")["first"]
     assert torch.allclose(found, torch.stack([align(d["first"], (4, 6, 6)) for d in (*own, *other)]).mean(0), atol=1e-6)
 
 

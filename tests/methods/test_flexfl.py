@@ -15,7 +15,7 @@ from torch import nn
 
 import nestling
 from nestling import EngineConfig, FleetConfig, InputError, Named, SplitConfig, Tier
-from nestling.methods.submodel.apoz import Scale, measure, units_of
+from nestling.methods.submodel.apoz import WidthScale, measure, units_of
 from nestling.methods.submodel.flexfl import FlexFL
 from nestling.methods.submodel.inner_teachers import self_distilled
 from nestling.methods.submodel.pool import params
@@ -125,9 +125,9 @@ def test_functions_count_like_modules() -> None:
 def test_large_idle_units_are_cut_most() -> None:
     reference = Reference("main", build("tinycnn", shape=(1, 28, 28), classes=10, norm="none"), (1, 28, 28))
     units = units_of(reference.axes)
-    assert Scale(reference, units, (0.5, 0.5, 0.5)).base[0] > Scale(reference, units, (0.5, 0.5, 0.5)).base[2]
-    assert Scale(reference, units, (0.5, 0.9, 0.5)).base[1] < Scale(reference, units, (0.5, 0.5, 0.5)).base[1]
-    assert Scale(reference, units, (0.0, 0.0, 1.0)).ratios(0.5) == pytest.approx((0.5, 0.5, 0.01))
+    assert WidthScale(reference, units, (0.5, 0.5, 0.5)).base[0] > WidthScale(reference, units, (0.5, 0.5, 0.5)).base[2]
+    assert WidthScale(reference, units, (0.5, 0.9, 0.5)).base[1] < WidthScale(reference, units, (0.5, 0.5, 0.5)).base[1]
+    assert WidthScale(reference, units, (0.0, 0.0, 1.0)).ratios(0.5) == pytest.approx((0.5, 0.5, 0.01))
 
 
 # -- who gets what -------------------------------------------------------------------------------------------------------------

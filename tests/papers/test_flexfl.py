@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from nestling import FleetConfig, Named, Tier
-from nestling.methods.submodel.apoz import Scale, units_of
+from nestling.methods.submodel.apoz import WidthScale, units_of
 from nestling.methods.submodel.flexfl import FlexFL
 from nestling.methods.submodel.pool import params
 from nestling.models import build
@@ -36,12 +36,12 @@ def reference(name: str) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def vgg() -> Scale:
+def vgg() -> WidthScale:
     main = reference("vgg16")
-    return Scale(main, units_of(main.axes), APOZ)
+    return WidthScale(main, units_of(main.axes), APOZ)
 
 
-def test_all_large_to_seventy_percent_is_28_rounds_of_ten_vgg16(vgg: Scale) -> None:
+def test_all_large_to_seventy_percent_is_28_rounds_of_ten_vgg16(vgg: WidthScale) -> None:
     full = vgg.reference.full
     assert full.numel() == 33_646_666
     assert 28 * 10 * full.nbytes() / 1e6 == pytest.approx(37_684, abs=0.5)
@@ -53,12 +53,12 @@ def test_units_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(("nominal", "real"), [(0.25, 0.294), (0.4, 0.447), (0.5, 0.538), (0.9, 0.925), (1.0, 1.0)])
-def test_the_released_search_ends_above_the_nominal_sizes(vgg: Scale, nominal: float, real: float) -> None:
+def test_the_released_search_ends_above_the_nominal_sizes(vgg: WidthScale, nominal: float, real: float) -> None:
     full = params(Piece(vgg.reference, vgg.reference.full))
     assert params(Piece(vgg.reference, vgg.first(nominal))) / full == pytest.approx(real, abs=6e-4)
 
 
-def test_the_released_search_gives_the_published_widths(vgg: Scale) -> None:
+def test_the_released_search_gives_the_published_widths(vgg: WidthScale) -> None:
     sizes = vgg.reference.axes.sizes
     found = vgg.first(0.25)
     scale = 100 / 58
@@ -68,14 +68,14 @@ def test_the_released_search_gives_the_published_widths(vgg: Scale) -> None:
 
 
 @pytest.mark.parametrize("nominal", [0.25, 0.4, 0.5, 0.9])
-def test_the_paper_s_models_are_the_largest_within_their_size(vgg: Scale, nominal: float) -> None:
+def test_the_paper_s_models_are_the_largest_within_their_size(vgg: WidthScale, nominal: float) -> None:
     full = params(Piece(vgg.reference, vgg.reference.full))
     limit = nominal * full
     found = params(Piece(vgg.reference, vgg.largest(lambda view: params(Piece(vgg.reference, view)) <= limit)))
     assert 0.995 * limit < found <= limit
 
 
-def test_the_pool_of_vgg16_is_nested(vgg: Scale) -> None:
+def test_the_pool_of_vgg16_is_nested(vgg: WidthScale) -> None:
     for first in (vgg.first, lambda q: vgg.largest(lambda view: params(Piece(vgg.reference, view)) <= q * 33_646_666)):
         pool = [first(q) for q in (0.25, 0.4, 0.5, 0.9, 1.0)]
         assert all(large.contains(little) and large.key() != little.key() for little, large in pairwise(pool))

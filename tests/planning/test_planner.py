@@ -20,9 +20,9 @@ from nestling.errors import InputError
 from nestling.models import build
 from nestling.planning import descriptor, forecast
 from nestling.planning.arena import Buffer, aligned, floor_of, place
-from nestling.planning.descriptor import INPUT_GRADIENT, NONE, RELU, RELU6, TRAINED, Settings
+from nestling.planning.descriptor import INPUT_GRADIENT, NONE, RELU, RELU6, TRAINED, DescriptorSettings
 from nestling.planning.graph import Graph, Node, Unsupported, affine_of, lower
-from nestling.planning.plan import Plan, plan
+from nestling.planning.plan import MemoryPlan, plan
 from nestling.runs.assemble import reference_network
 from nestling.tiny.runtime import native, toolchain
 from nestling.tiny.runtime.data import pack
@@ -395,7 +395,7 @@ def test_a_plan_trains_as_torch_does(module: type[nn.Module], shape: tuple[int, 
     net, x, y = module(), torch.randn(12, *shape), torch.arange(12) % 2
     made = plan(net, shape, freeze=freeze, momentum=True)
     steps = [Step(np.arange(4) + 4 * k) for k in range(3)]
-    done = native.run_job(Job(made, made.pack(net.state_dict()), Settings(lr=0.02, momentum=0.9), steps), pack(x, y))
+    done = native.run_job(Job(made, made.pack(net.state_dict()), DescriptorSettings(lr=0.02, momentum=0.9), steps), pack(x, y))
     found = made.unpack(done.weights, net.state_dict())
     trained = [p for n, p in net.named_parameters() if not any(n == f or n.startswith(f + ".") for f in freeze)]
     optimiser = torch.optim.SGD(trained, lr=0.02, momentum=0.9)
@@ -505,7 +505,7 @@ def test_placed_buffers_are_apart_while_both_exist(drawn: list[tuple[int, int, i
     assert place(buffers) == (offsets, total)
 
 
-def broken(made: Plan) -> list[Plan]:
+def broken(made: MemoryPlan) -> list[MemoryPlan]:
     """Plans in which one place is wrong by a word."""
     found = []
     for index, op in enumerate(made.ops):

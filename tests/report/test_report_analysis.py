@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nestling.errors import InputError
 from nestling.report.page import write_analysis_page, write_report
-from nestling.report.svg import COLOURS, INK, Dot, Group, dot_key, pair_map, point_map
+from nestling.report.svg import COLOURS, INK, Dot, SvgGroup, dot_key, pair_map, point_map
 from tests.report.made_up_run import change, write_analysis, write_run
 from tests.report.test_report_page import HOSTILE, outline, places, poisoned
 
@@ -122,7 +122,7 @@ def test_a_large_analysis_stays_a_page_one_can_open(tmp_path: Path) -> None:
 def test_a_pair_map_is_stronger_for_more_and_writes_numbers_where_there_is_room() -> None:
     def draw(values: list[list[float | None]]) -> ET.Element:
         names = [str(n) for n in range(len(values))]
-        groups = [Group("g", 0, len(values))]
+        groups = [SvgGroup("g", 0, len(values))]
         return ET.fromstring(pair_map(values, names=names, groups=groups, tell=str, title="T", desc="D", ident="h"))
 
     root = draw([[1.0, 0.25], [-0.5, None]])

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from nestling.errors import InputError
-from nestling.report.comparison import Entry, settings_of, spread
+from nestling.report.comparison import ComparedRun, settings_of, spread
 from nestling.report.folder import read_run, summarise
 from nestling.report.page import compare_runs, write_comparison
 from tests.report.made_up_run import change, write_run
 from tests.report.test_report_page import outline
 
 
-def entries(*folders: Path) -> list[Entry]:
-    return [Entry(run, summarise(run)) for run in map(read_run, folders)]
+def entries(*folders: Path) -> list[ComparedRun]:
+    return [ComparedRun(run, summarise(run)) for run in map(read_run, folders)]
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_setting(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nestling.report.svg import INK, Axis, Bar, Group, Series, bars, heat_map, line_chart, style_class, swatch, thin, ticks
+from nestling.report.svg import INK, Axis, Bar, Series, SvgGroup, bars, heat_map, line_chart, style_class, swatch, thin, ticks
 
 X = Axis("round", str, str, integers=True)
 Y = Axis("accuracy", str, str, floor=0, ceiling=1)
@@ -103,7 +103,7 @@ def test_a_bar_is_as_long_as_its_share_and_says_when_it_is_over() -> None:
 
 def test_a_heat_map_draws_what_is_there_and_darker_for_more() -> None:
     image = heat_map(
-        [[0, 1], [4, 2]], rows=["a", "b"], columns=["0", "1"], groups=[Group("g", 0, 2)], title="T", desc="D", ident="h"
+        [[0, 1], [4, 2]], rows=["a", "b"], columns=["0", "1"], groups=[SvgGroup("g", 0, 2)], title="T", desc="D", ident="h"
     )
     cells = {
         c.find("title").text: float(c.attrib["fill-opacity"])

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from nestling.planning import descriptor as d
 from nestling.planning.descriptor import NONE, Op
-from nestling.planning.plan import Plan
+from nestling.planning.plan import MemoryPlan
 
 
 @dataclass
 class Arena:
-    plan: Plan
+    plan: MemoryPlan
     words: list[Hashable] = field(default_factory=list)
     gradients: dict[int, int] = field(default_factory=dict)  # by value: how many of its readers have given their share
 
@@ -34,7 +34,7 @@ class Arena:
         assert found == {label}, f"{label} wanted, {found} found"
 
 
-def run(plan: Plan) -> None:
+def run(plan: MemoryPlan) -> None:
     """One sample's forward, loss and backward."""
     arena, header, graph = Arena(plan), plan.header, plan.graph
     for name, place, size in _blocks(plan):
@@ -52,7 +52,7 @@ def run(plan: Plan) -> None:
         arena.read(place, size, name)
 
 
-def _blocks(plan: Plan) -> list[tuple[str, int, int]]:
+def _blocks(plan: MemoryPlan) -> list[tuple[str, int, int]]:
     header = plan.header
     trained, classes = 4 * header.trained, 4 * header.classes
     sizes = {"weights": 4 * header.params, "grads": trained, "momentum": trained, "anchor": trained}

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from nestling.planning.descriptor import Settings
+from nestling.planning.descriptor import DescriptorSettings
 from nestling.planning.plan import plan
 from nestling.tiny.boards import table as boards
 from nestling.tiny.boards.emulator import Emulator, emulator
-from nestling.tiny.link.line import Line, Timing
+from nestling.tiny.link.line import BoardLine, LineTiming
 from nestling.tiny.link.session import Session, connect
 from nestling.tiny.runtime import toolchain
 from nestling.tiny.runtime.data import pack
@@ -26,7 +26,7 @@ from nestling.tiny.runtime.job import Job, Step
 WIDTHS = {"stm32vldiscovery": 0.25, "microbit": 0.5}
 """How much of the 8x8 network a board trains; the others take all of it."""
 
-PATIENT = Timing(patience=120.0, revival=120.0)
+PATIENT = LineTiming(patience=120.0, revival=120.0)
 
 
 def need(*tools: str) -> None:
@@ -70,7 +70,7 @@ def job(width: float, steps: int = 5, batch: int = 8, rows: int = 40) -> tuple[J
     images = torch.from_numpy(random.random((rows, 1, 8, 8), dtype=np.float32))
     blob = pack(images, torch.from_numpy(random.integers(0, 10, rows)))
     batches = [Step(random.integers(0, rows, batch)) for _ in range(steps)]
-    return Job(planned, planned.pack(net.state_dict()), Settings(lr=0.05, momentum=0.9), batches), blob
+    return Job(planned, planned.pack(net.state_dict()), DescriptorSettings(lr=0.05, momentum=0.9), batches), blob
 
 
 def job_for(board: str) -> tuple[Job, bytes]:
@@ -78,10 +78,10 @@ def job_for(board: str) -> tuple[Job, bytes]:
 
 
 @contextmanager
-def running(image: boards.Firmware, blob: bytes, timing: Timing = PATIENT) -> Iterator[tuple[Emulator, Session]]:
+def running(image: boards.Firmware, blob: bytes, timing: LineTiming = PATIENT) -> Iterator[tuple[Emulator, Session]]:
     """The board at work, and a session with it."""
     with tempfile.TemporaryDirectory(prefix="nst") as folder, emulator(image, blob, Path(folder) / "board") as board:
-        session = Session(Line(connect(board.transport), timing))
+        session = Session(BoardLine(connect(board.transport), timing))
         try:
             yield board, session
         finally:

@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import nn
 
-from nestling.planning.descriptor import Settings
-from nestling.planning.plan import Plan, plan
-from nestling.tiny.link.line import Line, Timing
+from nestling.planning.descriptor import DescriptorSettings
+from nestling.planning.plan import MemoryPlan, plan
+from nestling.tiny.link.line import BoardLine, LineTiming
 from nestling.tiny.link.session import Session, connect
 from nestling.tiny.link.transport import Noise
 from nestling.tiny.runtime import data, native
 from nestling.tiny.runtime.job import Done, Job, Step
 from nestling.tiny.runtime.toolchain import FLAGS, RUNTIME, build, host_compiler
 
-QUICK = Timing(answer=0.05, longest=0.4, sample=0.01, patience=10.0, revival=30.0)
+QUICK = LineTiming(answer=0.05, longest=0.4, sample=0.01, patience=10.0, revival=30.0)
 ROWS, CLASSES = 40, 5
 SOURCES = (*native.SOURCES, "link.c", "node.c", "host.c")
 
@@ -93,8 +93,8 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-def session_with(board: Any, noise: Noise | None = None, every: int = 0, timing: Timing = QUICK) -> Session:
-    return Session(Line(connect(board.transport, noise), timing), every)
+def session_with(board: Any, noise: Noise | None = None, every: int = 0, timing: LineTiming = QUICK) -> Session:
+    return Session(BoardLine(connect(board.transport, noise), timing), every)
 
 
 def network(seed: int = 0, width: int = 3) -> nn.Module:
@@ -113,9 +113,9 @@ def job(
     steps: int = 12, size: int = 6, seed: int = 0, *, shifts: bool = False, inner: int = 0, width: int = 3, **given: Any
 ) -> Job:
     """A job of the small network with momentum, and whatever `given` of a job is."""
-    settings = given.pop("settings", Settings(lr=0.05, momentum=0.9, decay=1e-3))
+    settings = given.pop("settings", DescriptorSettings(lr=0.05, momentum=0.9, decay=1e-3))
     net = network(seed, width)
-    made: Plan = plan(
+    made: MemoryPlan = plan(
         net,
         (1, 8, 8),
         momentum=settings.momentum > 0,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.models import build
-from nestling.planning.descriptor import Settings
+from nestling.planning.descriptor import DescriptorSettings
 from nestling.tiny.runtime.job import Step
 from nestling.training.augment import REACH, shift
 from nestling.training.objectives import divergence
@@ -169,7 +169,7 @@ def train_with_torch(
     x: Tensor,
     y: Tensor,
     steps: Sequence[Step],
-    settings: Settings,
+    settings: DescriptorSettings,
     *,
     freeze: Sequence[str] = (),
     anchor: Mapping[str, Tensor] | None = None,

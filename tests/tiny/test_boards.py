@@ -19,14 +19,14 @@ from nestling.devices.catalogue import device
 from nestling.errors import InputError
 from nestling.models import build
 from nestling.planning import forecast
-from nestling.planning.descriptor import Settings
+from nestling.planning.descriptor import DescriptorSettings
 from nestling.planning.firmware import FIRMWARE
 from nestling.planning.plan import plan
 from nestling.tiny.boards import children
 from nestling.tiny.boards import table as boards
 from nestling.tiny.boards.emulator import emulator
 from nestling.tiny.link import timing
-from nestling.tiny.link.line import Refused, Timing
+from nestling.tiny.link.line import BoardRefused, LineTiming
 from nestling.tiny.runtime import elf, native, toolchain
 from nestling.tiny.runtime.data import pack
 from nestling.tiny.runtime.job import Job, Step
@@ -166,7 +166,7 @@ def test_half_a_keyword_spotter_trains_in_less_than_240_kb() -> None:
     assert image.ram_bytes == sum(forecast.ram(planned).values()) < 240_000
     random = np.random.default_rng(0)
     blob = pack(torch.from_numpy(random.standard_normal((4, 1, 49, 10), np.float32)), torch.arange(4))
-    todo = Job(planned, planned.pack(net.state_dict()), Settings(lr=0.05), [Step(np.arange(4))] * 2)
+    todo = Job(planned, planned.pack(net.state_dict()), DescriptorSettings(lr=0.05), [Step(np.arange(4))] * 2)
     with running(image, blob) as (_, session):
         assert np.array_equal(session.run(todo).weights, native.run_job(todo, blob).weights)
 
@@ -190,7 +190,7 @@ def test_a_plan_beyond_the_ram_is_refused_by_the_board_itself() -> None:
     region = len(todo.plan.descriptor) + todo.plan.arena
     with running(boards.firmware("stm32vldiscovery", arena_bytes=region - 4), blob) as (_, session):
         session.hello()
-        with pytest.raises(Refused):
+        with pytest.raises(BoardRefused):
             session.load(todo.plan.descriptor)  # past the gateway's own check
         assert not session.hello().loaded
 
@@ -200,7 +200,7 @@ def test_an_image_linked_beyond_the_ram_faults() -> None:
     chip = boards.board("stm32vldiscovery")
     todo, blob = job(1.0)
     assert len(todo.plan.descriptor) + todo.plan.arena > chip.ram_bytes
-    with running(boards.firmware(replace(chip, ram_bytes=64 * 1024)), blob, Timing(patience=3.0, revival=0.5)) as (
+    with running(boards.firmware(replace(chip, ram_bytes=64 * 1024)), blob, LineTiming(patience=3.0, revival=0.5)) as (
         board,
         session,
     ):
@@ -234,7 +234,9 @@ def test_the_stack_holds_every_operation_and_every_loss(name: str, with_compiler
     todo = Job(
         planned,
         weights,
-        Settings(lr=0.05, momentum=0.9, decay=1e-3, clip=1.0, mu=0.1, ce=0.5, mse=0.2, kd=0.3, temperature=2.0, inner=0.5),
+        DescriptorSettings(
+            lr=0.05, momentum=0.9, decay=1e-3, clip=1.0, mu=0.1, ce=0.5, mse=0.2, kd=0.3, temperature=2.0, inner=0.5
+        ),
         [Step(random.integers(0, 12, 4), random.integers(-2, 3, (4, 2)), inner=4) for _ in range(2)],
         anchor=weights[: planned.trained] * np.float32(0.9),
         mask=random.random(planned.trained) < 0.8,
@@ -263,7 +265,7 @@ def _compare_operation(image: boards.Firmware, shape: tuple[int, ...], net: nn.M
     random = np.random.default_rng(1)
     planned = plan(net, shape, momentum=True)
     blob = pack(torch.from_numpy(random.standard_normal((6, *shape), np.float32)), torch.arange(6) % planned.header.classes)
-    todo = Job(planned, planned.pack(net.state_dict()), Settings(lr=0.05, momentum=0.9), [Step(np.arange(6))] * 2)
+    todo = Job(planned, planned.pack(net.state_dict()), DescriptorSettings(lr=0.05, momentum=0.9), [Step(np.arange(6))] * 2)
     expected = native.run_job(todo, blob)
     with running(image, blob) as (_, session):
         assert np.array_equal(session.run(todo).weights, expected.weights)

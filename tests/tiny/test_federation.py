@@ -29,7 +29,7 @@ from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.runs.loop import play
 from nestling.tiny import lab
-from nestling.tiny.lab import Lab, Settings
+from nestling.tiny.lab import Lab, LabSettings
 from nestling.tiny.runtime import toolchain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "microcontrollers.toml"
@@ -94,7 +94,7 @@ def opened(wanted: Experiment, home: Path | None = None, **settings: Any) -> Ite
     settled, federation = assemble(wanted)
     engine = federation.engine
     assert isinstance(engine, Boards) and engine.lab is not None
-    engine.lab.settings, engine.lab.home = Settings(**settings), home
+    engine.lab.settings, engine.lab.home = LabSettings(**settings), home
     try:
         engine.open(settled.make_method(), site_of(federation))
         yield federation, engine, engine.lab

@@ -21,8 +21,8 @@ import pytest
 from nestling.errors import InputError
 from nestling.tiny.link import bundle
 from nestling.tiny.link.gateway import GatewayClient, read_config
-from nestling.tiny.link.journal import Entry
-from nestling.tiny.link.line import Lost, Refused
+from nestling.tiny.link.journal import JournalEntry
+from nestling.tiny.link.line import BoardRefused, Lost
 from nestling.tiny.link.orders import orders_from, orders_of
 from nestling.tiny.link.session import State
 from nestling.tiny.runtime import native
@@ -114,7 +114,7 @@ def state(step: int, loss: float = 1.5) -> State:
 
 
 def test_a_journal_gives_back_the_last_state_and_the_losses_after_it(home: Path) -> None:
-    entry = Entry(home / "notes", "kitchen", "ab" * 32, 7)
+    entry = JournalEntry(home / "notes", "kitchen", "ab" * 32, 7)
     assert (entry.find().done, entry.find().state) == (None, None)
     entry.begin(State(0, np.zeros(4, np.float32), None, 0.0))
     entry.step(1, 0.5)
@@ -128,7 +128,7 @@ def test_a_journal_gives_back_the_last_state_and_the_losses_after_it(home: Path)
 
 
 def test_a_torn_journal_is_used_as_far_as_it_is_whole(home: Path) -> None:
-    entry = Entry(home, "kitchen", "ab" * 32, 7)
+    entry = JournalEntry(home, "kitchen", "ab" * 32, 7)
     entry.begin(state(0))
     for number in (1, 2, 3):
         entry.step(number, 1.0)
@@ -142,18 +142,18 @@ def test_a_torn_journal_is_used_as_far_as_it_is_whole(home: Path) -> None:
 
 
 def test_notes_on_another_job_or_other_data_are_not_used(home: Path) -> None:
-    entry = Entry(home, "kitchen", "ab" * 32, 7)
+    entry = JournalEntry(home, "kitchen", "ab" * 32, 7)
     entry.begin(state(3))
-    assert Entry(home, "kitchen", "ac" * 32, 7).find().state is None
-    assert Entry(home, "kitchen", "ab" * 32, 8).find().state is None
-    assert Entry(home, "cellar", "ab" * 32, 7).find().state is None
-    Entry(home, "kitchen", "ac" * 32, 7).begin(state(0))
+    assert JournalEntry(home, "kitchen", "ac" * 32, 7).find().state is None
+    assert JournalEntry(home, "kitchen", "ab" * 32, 8).find().state is None
+    assert JournalEntry(home, "cellar", "ab" * 32, 7).find().state is None
+    JournalEntry(home, "kitchen", "ac" * 32, 7).begin(state(0))
     assert entry.find().state is None
     assert sorted(path.name for path in home.iterdir()) == ["kitchen.job", "kitchen.losses"]
 
 
 def test_a_finished_job_is_answered_from_the_journal(home: Path) -> None:
-    entry = Entry(home, "kitchen", "ab" * 32, 7)
+    entry = JournalEntry(home, "kitchen", "ab" * 32, 7)
     entry.begin(state(3))
     entry.finish(Done(np.arange(3, dtype=np.float32), 2.5, 9, 90))
     found = entry.find().done
@@ -297,7 +297,7 @@ def test_what_is_wrong_is_said_and_does_not_end_the_gateway(home: Path) -> None:
             client = GatewayClient(gateway.socket)
             with pytest.raises(InputError, match="unknown board"):
                 client.run("c", told)
-            with pytest.raises(Refused, match="bytes of RAM"):
+            with pytest.raises(BoardRefused, match="bytes of RAM"):
                 client.run("b", job(width=6))
             with pytest.raises(Lost, match="did not come back"):
                 client.run("absent", told)

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestling.errors import InputError
-from nestling.planning.descriptor import Settings
+from nestling.planning.descriptor import DescriptorSettings
 from nestling.tiny.link import frames
-from nestling.tiny.link.frames import Frame, Kind, Reader, Status
-from nestling.tiny.link.line import Line, Lost, Refused, Timing
+from nestling.tiny.link.frames import Frame, FrameKind, Reader, Status
+from nestling.tiny.link.line import BoardLine, BoardRefused, LineTiming, Lost
 from nestling.tiny.link.orders import orders_of
 from nestling.tiny.link.session import Session, State, connect
 from nestling.tiny.link.transport import Broken, Noise, open_stream
@@ -44,19 +44,22 @@ from tests.tiny.hostboard import (
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shifted": {"shifts": True},
-    "proximal": {"settings": Settings(lr=0.05, mu=0.1), "anchor": lambda p, r: r.standard_normal(p.trained).astype(np.float32)},
+    "proximal": {
+        "settings": DescriptorSettings(lr=0.05, mu=0.1),
+        "anchor": lambda p, r: r.standard_normal(p.trained).astype(np.float32),
+    },
     "masked": {"mask": lambda p, r: r.random(p.trained) < 0.6},
     "present": {"present": lambda p, r: (np.arange(CLASSES) != 2).astype(np.float32)},
     "distilled": {
-        "settings": Settings(lr=0.05, momentum=0.5, ce=0.5, kd=0.7, mse=0.1, temperature=2.0),
+        "settings": DescriptorSettings(lr=0.05, momentum=0.5, ce=0.5, kd=0.7, mse=0.1, temperature=2.0),
         "targets": lambda p, r: r.standard_normal((ROWS, CLASSES)).astype(np.float32),
     },
     "distilled and shifted": {
-        "settings": Settings(lr=0.05, kd=1.0),
+        "settings": DescriptorSettings(lr=0.05, kd=1.0),
         "shifts": True,
         "targets": lambda p, r: r.standard_normal((ROWS, CLASSES)).astype(np.float32),
     },
-    "inner": {"settings": Settings(lr=0.05, inner=0.5), "inner": 16},
+    "inner": {"settings": DescriptorSettings(lr=0.05, inner=0.5), "inner": 16},
     "batches of many frames": {"size": 100, "steps": 3},
 }
 
@@ -79,13 +82,13 @@ def test_cobs_has_no_zeros_and_comes_back(raw: bytes) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 240, 241, 242, 243, 244, 245, 255, 256])
 def test_a_frame_comes_back_at_every_length_where_blocks_end(length: int) -> None:
-    frame = Frame(Kind.WRITE, 7, 65535, bytes(1 + k % 255 for k in range(length)), 3)
+    frame = Frame(FrameKind.WRITE, 7, 65535, bytes(1 + k % 255 for k in range(length)), 3)
     assert Reader().feed(frames.encode(frame)) == [frame]
 
 
 @given(st.binary(max_size=80), st.integers(0, 2**16 - 1), st.data())
 def test_one_changed_bit_is_seen_and_the_next_frame_is_read(payload: bytes, sequence: int, draw: st.DataObject) -> None:
-    frame = Frame(Kind.READ, 1, sequence, payload)
+    frame = Frame(FrameKind.READ, 1, sequence, payload)
     sent = bytearray(frames.encode(frame))
     place = draw.draw(st.integers(1, len(sent) - 2))
     sent[place] ^= 1 << draw.draw(st.integers(0, 7))
@@ -115,8 +118,8 @@ class Wire:
             command += ["--blob", str(home / "blob")]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.reader, self.sequence = Reader(), 0
-        assert self.next().kind == Kind.BEACON
-        self.ask(Kind.HELLO)
+        assert self.next().kind == FrameKind.BEACON
+        self.ask(FrameKind.HELLO)
 
     def send(self, data: bytes) -> None:
         assert self.process.stdin is not None
@@ -139,19 +142,21 @@ class Wire:
         return self.next()
 
     def steps(self) -> int:
-        return struct.unpack_from("<16I", self.ask(Kind.HELLO).payload)[8]
+        return struct.unpack_from("<16I", self.ask(FrameKind.HELLO).payload)[8]
 
     def begin(self, job: Job, first: int = 0) -> None:
         """All of a job up to START."""
         orders = orders_of(job)
         descriptor = orders.descriptor.tobytes()
         for place in range(0, len(descriptor), 240):
-            assert self.ask(Kind.LOAD, struct.pack("<2I", place, len(descriptor)) + descriptor[place : place + 240]).status == 0
-        assert self.ask(Kind.BEGIN, struct.pack("<I", 5) + orders.settings.tobytes()).status == 0
+            assert (
+                self.ask(FrameKind.LOAD, struct.pack("<2I", place, len(descriptor)) + descriptor[place : place + 240]).status == 0
+            )
+        assert self.ask(FrameKind.BEGIN, struct.pack("<I", 5) + orders.settings.tobytes()).status == 0
         weights = orders.weights.tobytes()
         for place in range(0, len(weights), 240):
-            assert self.ask(Kind.WRITE, struct.pack("<2I", 0, place) + weights[place : place + 240]).status == 0
-        assert self.ask(Kind.START, struct.pack("<2I", 5, first)).status == 0
+            assert self.ask(FrameKind.WRITE, struct.pack("<2I", 0, place) + weights[place : place + 240]).status == 0
+        assert self.ask(FrameKind.START, struct.pack("<2I", 5, first)).status == 0
 
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -174,93 +179,101 @@ def wire(home: Path) -> Iterator[Wire]:
 
 def test_a_repeated_request_is_answered_again_and_done_once(wire: Wire) -> None:
     wire.begin(job())
-    first = wire.ask(Kind.STEP, step(1, [1, 2, 3]))
+    first = wire.ask(FrameKind.STEP, step(1, [1, 2, 3]))
     assert struct.unpack_from("<2I", first.payload) == (1, 0)
     for _ in range(3):
         wire.sequence -= 1
-        assert wire.ask(Kind.STEP, step(1, [1, 2, 3])) == first
+        assert wire.ask(FrameKind.STEP, step(1, [1, 2, 3])) == first
     assert wire.steps() == 1
 
 
 def test_an_older_request_is_ignored(wire: Wire) -> None:
     wire.begin(job())
-    old = frames.encode(Frame(Kind.STEP, 9, wire.sequence + 1, step(1, [1, 2])))
-    wire.ask(Kind.STEP, step(1, [1, 2]))
-    wire.ask(Kind.STEP, step(2, [1, 2]))
+    old = frames.encode(Frame(FrameKind.STEP, 9, wire.sequence + 1, step(1, [1, 2])))
+    wire.ask(FrameKind.STEP, step(1, [1, 2]))
+    wire.ask(FrameKind.STEP, step(2, [1, 2]))
     wire.send(old)
     assert wire.steps() == 2  # and the next answer is that of HELLO: the straggler got none
 
 
 def test_a_step_that_is_done_is_acknowledged_and_any_other_refused(wire: Wire) -> None:
     wire.begin(job(), first=6)
-    assert wire.ask(Kind.STEP, step(6, [1, 2])).status == Status.NUMBER  # done, but not since START: its loss is not known
-    first = wire.ask(Kind.STEP, step(7, [1, 2]))
-    again = wire.ask(Kind.STEP, step(7, [1, 2]))
+    assert wire.ask(FrameKind.STEP, step(6, [1, 2])).status == Status.NUMBER  # done, but not since START: its loss is not known
+    first = wire.ask(FrameKind.STEP, step(7, [1, 2]))
+    again = wire.ask(FrameKind.STEP, step(7, [1, 2]))
     assert again.status == 0 and again.payload[:12] == first.payload[:12]
-    assert wire.ask(Kind.STEP, step(9, [1, 2])).status == Status.NUMBER
-    assert wire.ask(Kind.STEP, step(6, [1, 2])).status == Status.NUMBER
+    assert wire.ask(FrameKind.STEP, step(9, [1, 2])).status == Status.NUMBER
+    assert wire.ask(FrameKind.STEP, step(6, [1, 2])).status == Status.NUMBER
     assert wire.steps() == 7
 
 
 def test_a_batch_in_pieces_must_come_in_order_and_of_one_kind(wire: Wire) -> None:
     wire.begin(job())
-    assert struct.unpack_from("<2I", wire.ask(Kind.STEP, step(1, [1, 2], batch=6)).payload) == (0, 2)
-    assert wire.ask(Kind.STEP, step(1, [5], batch=6, first=3)).status == Status.NUMBER
-    assert wire.ask(Kind.STEP, step(1, [5], batch=7, first=2)).status == Status.NUMBER
-    assert wire.ask(Kind.STEP, step(1, [5], batch=6, first=2, inner=1)).status == Status.NUMBER
-    assert struct.unpack_from("<2I", wire.ask(Kind.STEP, step(1, [1, 2], batch=6)).payload) == (0, 2)  # done already
-    assert struct.unpack_from("<2I", wire.ask(Kind.STEP, step(1, [3, 4, 5, 6], batch=6, first=2)).payload) == (1, 0)
+    assert struct.unpack_from("<2I", wire.ask(FrameKind.STEP, step(1, [1, 2], batch=6)).payload) == (0, 2)
+    assert wire.ask(FrameKind.STEP, step(1, [5], batch=6, first=3)).status == Status.NUMBER
+    assert wire.ask(FrameKind.STEP, step(1, [5], batch=7, first=2)).status == Status.NUMBER
+    assert wire.ask(FrameKind.STEP, step(1, [5], batch=6, first=2, inner=1)).status == Status.NUMBER
+    assert struct.unpack_from("<2I", wire.ask(FrameKind.STEP, step(1, [1, 2], batch=6)).payload) == (0, 2)  # done already
+    assert struct.unpack_from("<2I", wire.ask(FrameKind.STEP, step(1, [3, 4, 5, 6], batch=6, first=2)).payload) == (1, 0)
 
 
 def test_what_cannot_be_is_refused(wire: Wire) -> None:
     word = struct.Struct("<I").pack
-    assert wire.ask(Kind.STEP, step(1, [1])).status == Status.ORDER
-    assert wire.ask(Kind.READ, word(0) + word(0) + word(4)).status == Status.ORDER
-    assert wire.ask(Kind.BEGIN, bytes(44)).status == Status.ORDER
-    assert wire.ask(Kind.START, bytes(8)).status == Status.ORDER
-    assert wire.ask(Kind.LOAD, word(0) + word(1 << 30) + b"1234").status == Status.RANGE
-    assert wire.ask(Kind.LOAD, word(0) + word(6) + b"1234").status == Status.RANGE
-    assert wire.ask(Kind.LOAD, word(4) + word(8) + b"1234").status == Status.ORDER
-    assert wire.ask(Kind.LOAD, word(0) + word(4) + b"1234").status == Status.ENGINE
+    assert wire.ask(FrameKind.STEP, step(1, [1])).status == Status.ORDER
+    assert wire.ask(FrameKind.READ, word(0) + word(0) + word(4)).status == Status.ORDER
+    assert wire.ask(FrameKind.BEGIN, bytes(44)).status == Status.ORDER
+    assert wire.ask(FrameKind.START, bytes(8)).status == Status.ORDER
+    assert wire.ask(FrameKind.LOAD, word(0) + word(1 << 30) + b"1234").status == Status.RANGE
+    assert wire.ask(FrameKind.LOAD, word(0) + word(6) + b"1234").status == Status.RANGE
+    assert wire.ask(FrameKind.LOAD, word(4) + word(8) + b"1234").status == Status.ORDER
+    assert wire.ask(FrameKind.LOAD, word(0) + word(4) + b"1234").status == Status.ENGINE
     assert wire.ask(77).status == Status.TYPE
     wire.begin(job())
     size = 4 * job().plan.params
-    for kind, tail in ((Kind.WRITE, b"1234"), (Kind.READ, word(4))):
+    for kind, tail in ((FrameKind.WRITE, b"1234"), (FrameKind.READ, word(4))):
         assert wire.ask(kind, word(0) + word(size - 3) + tail).status == Status.RANGE
         assert wire.ask(kind, word(0) + word(0xFFFFFFFF) + tail).status == Status.RANGE
         assert wire.ask(kind, word(2) + word(0) + tail).status == Status.RANGE  # the plan has no anchor
         assert wire.ask(kind, word(99) + word(0) + tail).status == Status.RANGE
-    assert wire.ask(Kind.READ, word(0) + word(0) + word(257)).status == Status.RANGE
-    assert wire.ask(Kind.READ, word(0) + word(0) + word(0)).status == Status.RANGE
-    assert wire.ask(Kind.STEP, step(1, [ROWS])).status == Status.RANGE
-    assert wire.ask(Kind.STEP, step(1, [1, 2], batch=1)).status == Status.RANGE
-    assert wire.ask(Kind.STEP, step(1, [])).status == Status.RANGE
-    assert wire.ask(Kind.STEP, step(1, [1], flags=1) + b"\x03\x00").status == Status.RANGE
-    assert wire.ask(Kind.STEP, step(1, [1], flags=4)).status == Status.RANGE
-    assert wire.ask(Kind.STEP, step(1, [1])[:-1]).status == Status.LENGTH
-    for kind in (Kind.HELLO, Kind.LOAD, Kind.WRITE, Kind.READ, Kind.BEGIN, Kind.START, Kind.STEP):
+    assert wire.ask(FrameKind.READ, word(0) + word(0) + word(257)).status == Status.RANGE
+    assert wire.ask(FrameKind.READ, word(0) + word(0) + word(0)).status == Status.RANGE
+    assert wire.ask(FrameKind.STEP, step(1, [ROWS])).status == Status.RANGE
+    assert wire.ask(FrameKind.STEP, step(1, [1, 2], batch=1)).status == Status.RANGE
+    assert wire.ask(FrameKind.STEP, step(1, [])).status == Status.RANGE
+    assert wire.ask(FrameKind.STEP, step(1, [1], flags=1) + b"\x03\x00").status == Status.RANGE
+    assert wire.ask(FrameKind.STEP, step(1, [1], flags=4)).status == Status.RANGE
+    assert wire.ask(FrameKind.STEP, step(1, [1])[:-1]).status == Status.LENGTH
+    for kind in (
+        FrameKind.HELLO,
+        FrameKind.LOAD,
+        FrameKind.WRITE,
+        FrameKind.READ,
+        FrameKind.BEGIN,
+        FrameKind.START,
+        FrameKind.STEP,
+    ):
         assert wire.ask(kind, b"123").status == Status.LENGTH
-    assert wire.ask(Kind.BEGIN, word(5) + np.full(10, np.nan, "<f4").tobytes()).status == Status.ENGINE
+    assert wire.ask(FrameKind.BEGIN, word(5) + np.full(10, np.nan, "<f4").tobytes()).status == Status.ENGINE
 
 
 def test_other_sessions_are_told_so_and_damage_is_complained_of(wire: Wire) -> None:
-    assert wire.ask(Kind.READ, bytes(12), session=8).status == Status.SESSION
-    assert wire.ask(Kind.HELLO, session=0).status == Status.SESSION
+    assert wire.ask(FrameKind.READ, bytes(12), session=8).status == Status.SESSION
+    assert wire.ask(FrameKind.HELLO, session=0).status == Status.SESSION
     wire.send(b"\0garbage\0")
-    assert wire.next().kind == Kind.AGAIN
+    assert wire.next().kind == FrameKind.AGAIN
     wire.send(b"\0\0\0" + b"\x01" * 5000 + b"\0")
-    assert wire.next().kind == Kind.AGAIN
-    wire.send(frames.encode(Frame(Kind.READ | Kind.ANSWER, 9, wire.sequence + 1)))  # an echo is not answered
+    assert wire.next().kind == FrameKind.AGAIN
+    wire.send(frames.encode(Frame(FrameKind.READ | FrameKind.ANSWER, 9, wire.sequence + 1)))  # an echo is not answered
     wire.sequence -= 2  # the two requests above were not of this session and do not count
-    assert wire.ask(Kind.HELLO).kind == Kind.HELLO | Kind.ANSWER
+    assert wire.ask(FrameKind.HELLO).kind == FrameKind.HELLO | FrameKind.ANSWER
 
 
 def test_whoever_writes_into_a_job_ends_it(wire: Wire) -> None:
     wire.begin(job())
-    wire.ask(Kind.STEP, step(1, [1]))
-    assert wire.ask(Kind.WRITE, bytes(12)).status == 0
-    assert wire.ask(Kind.STEP, step(2, [1])).status == Status.ORDER
-    assert wire.ask(Kind.START, struct.pack("<2I", 5, 1)).status == Status.ORDER
+    wire.ask(FrameKind.STEP, step(1, [1]))
+    assert wire.ask(FrameKind.WRITE, bytes(12)).status == 0
+    assert wire.ask(FrameKind.STEP, step(2, [1])).status == Status.ORDER
+    assert wire.ask(FrameKind.START, struct.pack("<2I", 5, 1)).status == Status.ORDER
 
 
 # ------------------------------------------------------------------------------------------------------------------ the sessions
@@ -351,9 +364,9 @@ def test_a_gateway_that_ends_within_a_batch_is_followed_within_it(home: Path) ->
         first, asked = session_with(board), []
         ask = first.line.ask
 
-        def counted(kind: Kind, payload: bytes, extra: float = 0.0) -> bytes:
+        def counted(kind: FrameKind, payload: bytes, extra: float = 0.0) -> bytes:
             asked.append(kind)
-            if asked.count(Kind.STEP) == 3:
+            if asked.count(FrameKind.STEP) == 3:
                 raise KeyboardInterrupt
             return ask(kind, payload, extra)
 
@@ -378,7 +391,7 @@ def test_a_lost_frame_does_not_make_the_board_look_slow(home: Path) -> None:
             frame = frames.decode(data.strip(b"\0"))
             assert frame is not None
             sent.append((frame.kind, frame.sequence))
-            if frame.kind != Kind.STEP or sent.count(sent[-1]) > 1:
+            if frame.kind != FrameKind.STEP or sent.count(sent[-1]) > 1:
                 write(data)
 
         session.line._write = forgetful  # type: ignore[method-assign]
@@ -387,48 +400,48 @@ def test_a_lost_frame_does_not_make_the_board_look_slow(home: Path) -> None:
 
 
 @pytest.mark.parametrize("lie", [b"", b"1234", bytes(100)])
-@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.STEP, Kind.READ])
-def test_a_board_that_lies_is_refused(home: Path, kind: Kind, lie: bytes) -> None:
+@pytest.mark.parametrize("kind", [FrameKind.HELLO, FrameKind.STEP, FrameKind.READ])
+def test_a_board_that_lies_is_refused(home: Path, kind: FrameKind, lie: bytes) -> None:
     told = job()
     with HostBoard(home, room(told), client_data()) as board:
         session = session_with(board)
         exchange = session.line._exchange
 
-        def lying(asked: Kind, *rest: Any) -> bytes:
+        def lying(asked: FrameKind, *rest: Any) -> bytes:
             answer = exchange(asked, *rest)
             return lie if asked == kind else answer
 
         session.line._exchange = lying  # type: ignore[method-assign]
-        with pytest.raises(Refused):
+        with pytest.raises(BoardRefused):
             session.run(told)
 
 
 def test_a_board_that_is_too_small_or_empty_says_so(home: Path) -> None:
     told = job()
-    with HostBoard(home, room(told) - 4, client_data(), "small") as small, pytest.raises(Refused, match="bytes of RAM"):
+    with HostBoard(home, room(told) - 4, client_data(), "small") as small, pytest.raises(BoardRefused, match="bytes of RAM"):
         session_with(small).run(told)
-    with HostBoard(home, room(told), None, "empty") as empty, pytest.raises(Refused, match="no readable data"):
+    with HostBoard(home, room(told), None, "empty") as empty, pytest.raises(BoardRefused, match="no readable data"):
         session_with(empty).run(told)
     torn = client_data()[:-1] + b"\x7f"
-    with HostBoard(home, room(told), torn, "torn") as broken, pytest.raises(Refused, match="no readable data"):
+    with HostBoard(home, room(told), torn, "torn") as broken, pytest.raises(BoardRefused, match="no readable data"):
         session_with(broken).run(told)
 
 
 def test_the_engines_refusals_arrive_in_words(home: Path) -> None:
     told = job()
-    wrong = Job(told.plan, told.weights, Settings(lr=-1.0), told.steps)
+    wrong = Job(told.plan, told.weights, DescriptorSettings(lr=-1.0), told.steps)
     far = Job(told.plan, told.weights, told.settings, [Step(np.array([ROWS]))])
     with HostBoard(home, room(told), client_data()) as board:
         session = session_with(board)
-        with pytest.raises(Refused, match="not finite or out of its range"):
+        with pytest.raises(BoardRefused, match="not finite or out of its range"):
             session.run(wrong)
-        with pytest.raises(Refused, match="STEP: outside"):
+        with pytest.raises(BoardRefused, match="STEP: outside"):
             session.run(far)
         assert_same(session.run(told), native.run_job(told, client_data()))
 
 
 def test_a_board_that_never_comes_is_given_up(home: Path) -> None:
-    line = Line(connect(f"unix:{home / 'nobody'}"), Timing(revival=0.2))
+    line = BoardLine(connect(f"unix:{home / 'nobody'}"), LineTiming(revival=0.2))
     with pytest.raises(Lost, match="did not come back"):
         Session(line).run(job())
 
@@ -439,8 +452,8 @@ def test_a_board_that_never_comes_is_given_up(home: Path) -> None:
         ("weights", {"weights": np.zeros(3, np.float32)}),
         ("steps", {"steps": [Step(np.array([70000]))]}),
         ("steps", {"steps": [Step(np.array([], np.int64))]}),
-        ("anchor", {"settings": Settings(lr=0.1, mu=0.1)}),
-        ("targets", {"settings": Settings(lr=0.1, kd=0.1)}),
+        ("anchor", {"settings": DescriptorSettings(lr=0.1, mu=0.1)}),
+        ("targets", {"settings": DescriptorSettings(lr=0.1, kd=0.1)}),
         ("mask", {"mask": np.ones(5, bool)}),
         ("present", {"present": np.ones(CLASSES, np.float32)}),
     ],
@@ -470,7 +483,7 @@ def test_over_tcp(home: Path) -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    session = Session(Line(connect(f"tcp:127.0.0.1:{server.getsockname()[1]}"), QUICK))
+    session = Session(BoardLine(connect(f"tcp:127.0.0.1:{server.getsockname()[1]}"), QUICK))
     assert_same(session.run(told), native.run_job(told, blob))
     session.close()
     thread.join()
@@ -489,7 +502,7 @@ def test_over_a_serial_port(home: Path) -> None:
     command = [str(host_program()), "--arena", str(room(told)), "--blob", str(home / "blob")]
     board = subprocess.Popen(command, stdin=ours, stdout=ours)
     try:
-        session = Session(Line(connect(f"serial:{os.ttyname(theirs)}:115200"), QUICK))
+        session = Session(BoardLine(connect(f"serial:{os.ttyname(theirs)}:115200"), QUICK))
         assert_same(session.run(told), native.run_job(told, blob))
         session.close()
     finally:

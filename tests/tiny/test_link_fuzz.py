@@ -20,7 +20,7 @@ import pytest
 
 from nestling.errors import InputError
 from nestling.tiny.link import frames
-from nestling.tiny.link.frames import Frame, Kind, Reader, Status
+from nestling.tiny.link.frames import Frame, FrameKind, Reader, Status
 from nestling.tiny.link.orders import orders_of
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.job import Job
@@ -31,7 +31,7 @@ FRAMES = 100_000
 WINDOW = 64  # frames on their way at a time: a pipe holds more
 SESSION = 77
 UNKNOWN = 0x70  # types below this are requests; the answers to higher ones would be taken for BEACON and AGAIN
-REQUESTS = (Kind.HELLO, Kind.LOAD, Kind.WRITE, Kind.READ, Kind.BEGIN, Kind.START, Kind.STEP)
+REQUESTS = (FrameKind.HELLO, FrameKind.LOAD, FrameKind.WRITE, FrameKind.READ, FrameKind.BEGIN, FrameKind.START, FrameKind.STEP)
 
 
 def rich_job() -> Job:
@@ -58,7 +58,7 @@ class Node:
         self.reader, self.sequence, self.waiting = Reader(), 0, 0
         self.sent, self.seen = 0, Counter[str]()
         self._collect(1)
-        self.ask(Kind.HELLO)
+        self.ask(FrameKind.HELLO)
         self.sync()
 
     def ask(self, kind: int, payload: bytes = b"", status: int = 0) -> None:
@@ -105,7 +105,7 @@ class Node:
 
 
 def _what(frame: Frame) -> str:
-    return Kind(frame.kind).name if frame.kind >= Kind.BEACON else Status(frame.status).name
+    return FrameKind(frame.kind).name if frame.kind >= FrameKind.BEACON else Status(frame.status).name
 
 
 class Script:
@@ -118,15 +118,15 @@ class Script:
 
     def load(self, descriptor: bytes) -> Iterator[tuple[int, bytes]]:
         for place in range(0, len(descriptor), 248):
-            yield Kind.LOAD, struct.pack("<2I", place, len(descriptor)) + descriptor[place : place + 248]
+            yield FrameKind.LOAD, struct.pack("<2I", place, len(descriptor)) + descriptor[place : place + 248]
 
     def begin(self) -> Iterator[tuple[int, bytes]]:
-        yield Kind.BEGIN, struct.pack("<I", 3) + self.orders.settings.tobytes()
+        yield FrameKind.BEGIN, struct.pack("<I", 3) + self.orders.settings.tobytes()
         for block, values in (*self.orders.blocks, (native.WEIGHTS, self.orders.weights)):
             raw = b"" if values is None else values.tobytes()
             for place in range(0, len(raw), 248):
-                yield Kind.WRITE, struct.pack("<2I", block, place) + raw[place : place + 248]
-        yield Kind.START, struct.pack("<2I", 3, 0)
+                yield FrameKind.WRITE, struct.pack("<2I", block, place) + raw[place : place + 248]
+        yield FrameKind.START, struct.pack("<2I", 3, 0)
 
     def step(self, number: int) -> tuple[int, bytes]:
         orders, at = self.orders, int(self.orders.starts[number])
@@ -134,12 +134,12 @@ class Script:
         assert orders.shifts is not None and orders.targets is not None
         flags = 3
         head = struct.pack("<I3H2B", number + 1, 6, 0, 0, 6, flags) + rows.tobytes() + orders.shifts[at : at + 6].tobytes()
-        return Kind.STEP, head + bytes(-len(head) % 4) + orders.targets[rows].tobytes()
+        return FrameKind.STEP, head + bytes(-len(head) % 4) + orders.targets[rows].tobytes()
 
     def all(self) -> list[tuple[int, bytes]]:
-        reads = [(int(Kind.READ), struct.pack("<3I", block, 0, 64)) for block in range(7)]
+        reads = [(int(FrameKind.READ), struct.pack("<3I", block, 0, 64)) for block in range(7)]
         steps = [self.step(k) for k in range(4)]
-        return [(int(Kind.HELLO), b""), *self.load(self.descriptor), *self.begin(), *steps, *reads]
+        return [(int(FrameKind.HELLO), b""), *self.load(self.descriptor), *self.begin(), *steps, *reads]
 
 
 def changed(draw: random.Random, data: bytes) -> bytes:
@@ -224,9 +224,9 @@ def within_a_job(node: Node, draw: random.Random, script: Script) -> None:
     for _ in range(20):
         kind, payload = script.step(draw.randrange(4)) if draw.random() < 0.8 else draw.choice(script.all())
         number = struct.pack("<I", done + 1)
-        node.ask(kind, number + changed(draw, payload[4:]) if kind == Kind.STEP else changed(draw, payload))
+        node.ask(kind, number + changed(draw, payload[4:]) if kind == FrameKind.STEP else changed(draw, payload))
         answer = node.sync()
-        if answer is not None and answer.kind == Kind.STEP | Kind.ANSWER and answer.status == Status.DONE:
+        if answer is not None and answer.kind == FrameKind.STEP | FrameKind.ANSWER and answer.status == Status.DONE:
             done = struct.unpack_from("<I", answer.payload)[0]
 
 
@@ -239,7 +239,7 @@ def hollow_steps(node: Node, draw: random.Random, script: Script) -> None:
         head = struct.pack(
             "<I3H2B", 1, draw.choice((count, 6, 65535)), 0, draw.choice((0, 0, 9, 65535)), count, draw.randrange(4)
         )
-        node.ask(Kind.STEP, head + bytes(draw.choice((0, 2 * count, 4 * count, draw.randrange(245)))))
+        node.ask(FrameKind.STEP, head + bytes(draw.choice((0, 2 * count, 4 * count, draw.randrange(245)))))
 
 
 def endless_plan(node: Node, draw: random.Random, script: Script) -> None:
@@ -247,7 +247,7 @@ def endless_plan(node: Node, draw: random.Random, script: Script) -> None:
     data = draw.randbytes(draw.choice((script.room + 600, len(script.descriptor))))
     promised = draw.choice((len(data), len(data) + 4, len(data) - 8, 0xFFFFFFFC))
     for place in range(0, len(data), 248):
-        node.ask(Kind.LOAD, struct.pack("<2I", place, promised) + data[place : place + 248])
+        node.ask(FrameKind.LOAD, struct.pack("<2I", place, promised) + data[place : place + 248])
 
 
 ATTACKS: dict[Callable[[Node, random.Random, Script], None], int] = {
@@ -279,7 +279,7 @@ def assert_still_right(node: Node, told: Job, blob: bytes) -> None:
     node.sync()
     found = b""
     for place in range(0, 4 * told.plan.params, 256):
-        node.ask(Kind.READ, struct.pack("<3I", native.WEIGHTS, place, min(256, 4 * told.plan.params - place)))
+        node.ask(FrameKind.READ, struct.pack("<3I", native.WEIGHTS, place, min(256, 4 * told.plan.params - place)))
         answer = node.sync()
         assert answer is not None and answer.status == Status.DONE
         found += answer.payload

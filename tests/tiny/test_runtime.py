@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.planning import descriptor as d
-from nestling.planning.descriptor import Settings
-from nestling.planning.plan import Plan, plan
+from nestling.planning.descriptor import DescriptorSettings
+from nestling.planning.plan import MemoryPlan, plan
 from nestling.tiny.runtime import data, native, toolchain
 from nestling.tiny.runtime.job import Done, Job, Step
 from tests.tiny.nets import NETWORKS, OPERATIONS, batches, samples, train_with_torch
 
 NEAR = 1e-6
-PLAIN = Settings(lr=0.05)
+PLAIN = DescriptorSettings(lr=0.05)
 ALL = {**OPERATIONS, **NETWORKS}
 
 
 def both(
-    name: str, settings: Settings, *, rows: int = 12, shifts: bool = False, **given: Any
-) -> tuple[Done, np.ndarray, float, Plan]:
+    name: str, settings: DescriptorSettings, *, rows: int = 12, shifts: bool = False, **given: Any
+) -> tuple[Done, np.ndarray, float, MemoryPlan]:
     """Five steps of a network by C and by torch: what C gave, torch's weights and summed loss, and the plan."""
     shape, made = ALL[name]
     torch.manual_seed(1)
@@ -64,7 +64,7 @@ def both(
     return found, after, loss, planned
 
 
-def job_of(planned: Plan, net: nn.Module, settings: Settings, steps: list[Step], given: dict[str, Any]) -> Job:
+def job_of(planned: MemoryPlan, net: nn.Module, settings: DescriptorSettings, steps: list[Step], given: dict[str, Any]) -> Job:
     anchor, mask, present, targets = (given.get(k) for k in ("anchor", "mask", "present", "targets"))
     return Job(
         planned,
@@ -92,7 +92,7 @@ def test_every_operation_trains_as_in_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_whole_networks_train_as_in_torch(name: str) -> None:
-    found, weights, loss, _ = both(name, Settings(lr=0.05, momentum=0.9))
+    found, weights, loss, _ = both(name, DescriptorSettings(lr=0.05, momentum=0.9))
     check(found, weights, loss)
 
 
@@ -109,21 +109,21 @@ def flags(name: str) -> dict[str, Tensor]:
 
 TARGETS = torch.randn(12, 5, generator=torch.Generator().manual_seed(9)) * 2
 
-SETTINGS: dict[str, tuple[str, Settings, dict[str, Any]]] = {
-    "momentum": ("max pool", Settings(0.05, momentum=0.9), {}),
-    "decay": ("max pool", Settings(0.05, momentum=0.5, decay=0.1), {}),
-    "clip": ("residual", Settings(0.2, momentum=0.9, clip=0.5), {}),
-    "clip that does not bind": ("residual", Settings(0.05, clip=1e4), {}),
-    "proximal": ("max pool", Settings(0.05, mu=0.7), {"anchor": like("max pool", 2)}),
-    "mask": ("conv 1x1", Settings(0.1, momentum=0.9), {"mask": flags("conv 1x1")}),
-    "mask, clip, decay": ("conv 1x1", Settings(0.1, 0.9, decay=0.05, clip=0.3), {"mask": flags("conv 1x1")}),
+SETTINGS: dict[str, tuple[str, DescriptorSettings, dict[str, Any]]] = {
+    "momentum": ("max pool", DescriptorSettings(0.05, momentum=0.9), {}),
+    "decay": ("max pool", DescriptorSettings(0.05, momentum=0.5, decay=0.1), {}),
+    "clip": ("residual", DescriptorSettings(0.2, momentum=0.9, clip=0.5), {}),
+    "clip that does not bind": ("residual", DescriptorSettings(0.05, clip=1e4), {}),
+    "proximal": ("max pool", DescriptorSettings(0.05, mu=0.7), {"anchor": like("max pool", 2)}),
+    "mask": ("conv 1x1", DescriptorSettings(0.1, momentum=0.9), {"mask": flags("conv 1x1")}),
+    "mask, clip, decay": ("conv 1x1", DescriptorSettings(0.1, 0.9, decay=0.05, clip=0.3), {"mask": flags("conv 1x1")}),
     "present": ("global pool", PLAIN, {"present": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])}),
-    "regression": ("max pool", Settings(0.05, ce=0.0, mse=0.8), {"targets": TARGETS}),
-    "distillation": ("max pool", Settings(0.05, ce=0.0, kd=0.6, temperature=3.0), {"targets": TARGETS}),
-    "distillation at 1": ("ends in a pool", Settings(0.05, ce=0.5, kd=2.0), {"targets": TARGETS}),
+    "regression": ("max pool", DescriptorSettings(0.05, ce=0.0, mse=0.8), {"targets": TARGETS}),
+    "distillation": ("max pool", DescriptorSettings(0.05, ce=0.0, kd=0.6, temperature=3.0), {"targets": TARGETS}),
+    "distillation at 1": ("ends in a pool", DescriptorSettings(0.05, ce=0.5, kd=2.0), {"targets": TARGETS}),
     "everything": (
         "depth-wise separable",
-        Settings(0.05, momentum=0.9, decay=0.01, clip=1.0, mu=0.1, ce=0.5, mse=0.3, kd=0.7, temperature=2.0),
+        DescriptorSettings(0.05, momentum=0.9, decay=0.01, clip=1.0, mu=0.1, ce=0.5, mse=0.3, kd=0.7, temperature=2.0),
         {
             "targets": TARGETS,
             "present": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]),
@@ -131,15 +131,15 @@ SETTINGS: dict[str, tuple[str, Settings, dict[str, Any]]] = {
             "mask": flags("depth-wise separable"),
         },
     ),
-    "inner loss": ("global pool", Settings(0.05, ce=0.5, inner=0.5), {"inner": [2, 4, 0, 6, 3], "head": "4"}),
+    "inner loss": ("global pool", DescriptorSettings(0.05, ce=0.5, inner=0.5), {"inner": [2, 4, 0, 6, 3], "head": "4"}),
     "inner loss, frozen below": (
         "max pool",
-        Settings(0.05, inner=1.5),
+        DescriptorSettings(0.05, inner=1.5),
         {"inner": [1, 5, 9, 0, 16], "head": "5", "freeze": ("0", "3")},
     ),
     "frozen prefix": ("branches", PLAIN, {"freeze": ("0", "1")}),
     "frozen norm": ("group norm", PLAIN, {"freeze": ("1",)}),
-    "frozen middle": ("conv 1x1", Settings(0.05, momentum=0.9, decay=0.1), {"freeze": ("2",)}),
+    "frozen middle": ("conv 1x1", DescriptorSettings(0.05, momentum=0.9, decay=0.1), {"freeze": ("2",)}),
     "only the head": ("residual", PLAIN, {"freeze": ("0", "2")}),
     "shifts": ("conv 3x3", PLAIN, {"shifts": True}),
 }
@@ -156,7 +156,7 @@ def test_what_is_frozen_or_masked_does_not_move() -> None:
     found, _, _, planned = both("branches", PLAIN, freeze=("0", "1"))
     start = planned.pack(like("branches", 1))
     assert np.array_equal(found.weights[planned.trained :], start[planned.trained :])
-    found, _, _, planned = both("conv 1x1", Settings(0.1, momentum=0.9), mask=flags("conv 1x1"))
+    found, _, _, planned = both("conv 1x1", DescriptorSettings(0.1, momentum=0.9), mask=flags("conv 1x1"))
     still = ~planned.mask(flags("conv 1x1"))
     assert still.any()
     assert np.array_equal(found.weights[: planned.trained][still], planned.pack(like("conv 1x1", 1))[: planned.trained][still])
@@ -200,13 +200,13 @@ def test_an_affine_operation_trains() -> None:
     header = d.Header(2, params, params, at + 68, 0, 4 * params, d.NONE, d.NONE, d.NONE, x0, 3, 2, 2, at, at, 5, d.NONE, d.NONE)
     net = nn.Sequential(Affine(channels), nn.ReLU6(), nn.Flatten(), nn.Linear(12, 5))
     x, y = samples((3, 2, 2), 5, 6)
-    engine, blob = native.Engine(d.to_bytes(header, ops), header.arena), native.Data(data.pack(x, y))
+    engine, blob = native.CRuntime(d.to_bytes(header, ops), header.arena), native.FlashData(data.pack(x, y))
     flat = [t.detach().reshape(-1).numpy() for t in net.state_dict().values()]
     engine.write(native.WEIGHTS, np.concatenate(flat), "the weights")
-    engine.begin(Settings(0.1).to_bytes())
+    engine.begin(DescriptorSettings(0.1).to_bytes())
     for step in batches(6):
         engine.batch(blob, step.rows)
-    train_with_torch(net, x, y, batches(6), Settings(0.1))
+    train_with_torch(net, x, y, batches(6), DescriptorSettings(0.1))
     flat = [t.detach().reshape(-1).numpy() for t in net.state_dict().values()]
     assert np.abs(engine.block(native.WEIGHTS) - np.concatenate(flat)).max() <= NEAR
 
@@ -232,7 +232,7 @@ def test_forward_gives_the_logits() -> None:
     net = made()
     x, y = samples(shape, 10, 3)
     planned = plan(net, shape)
-    engine, blob = native.Engine(planned.descriptor, planned.arena), native.Data(data.pack(x, y))
+    engine, blob = native.CRuntime(planned.descriptor, planned.arena), native.FlashData(data.pack(x, y))
     engine.write(native.WEIGHTS, planned.pack(net.state_dict()), "the weights")
     with torch.no_grad():
         wanted = net.eval()(x).numpy()
@@ -244,8 +244,8 @@ def test_forward_gives_the_logits() -> None:
 
 
 def test_the_same_job_twice_gives_the_same_bits() -> None:
-    one, _, _, _ = both("group norm", Settings(0.05, 0.9))
-    two, _, _, _ = both("group norm", Settings(0.05, 0.9))
+    one, _, _, _ = both("group norm", DescriptorSettings(0.05, 0.9))
+    two, _, _, _ = both("group norm", DescriptorSettings(0.05, 0.9))
     assert one.weights.tobytes() == two.weights.tobytes() and one.loss == two.loss
 
 
@@ -295,7 +295,7 @@ def network_job(name: str) -> tuple[Job, bytes]:
     x, y = samples(shape, 10, 6)
     planned = plan(net, shape, momentum=True)
     steps = [Step(np.array([0, 3])), Step(np.array([5, 1, 2]))]
-    return Job(planned, planned.pack(net.state_dict()), Settings(0.05, 0.9, clip=1.0), steps), data.pack(x, y)
+    return Job(planned, planned.pack(net.state_dict()), DescriptorSettings(0.05, 0.9, clip=1.0), steps), data.pack(x, y)
 
 
 def test_a_training_that_breaks_down_leaves_one_kind_of_nan() -> None:
@@ -303,7 +303,7 @@ def test_a_training_that_breaks_down_leaves_one_kind_of_nan() -> None:
     net = made()
     x, y = samples(shape, 5, 12)
     planned = plan(net, shape, momentum=True)
-    job = Job(planned, planned.pack(net.state_dict()), Settings(lr=1e38, momentum=0.9), batches(12))
+    job = Job(planned, planned.pack(net.state_dict()), DescriptorSettings(lr=1e38, momentum=0.9), batches(12))
     bits = native.run_job(job, data.pack(x, y)).weights.view(np.uint32)
     broken = bits[np.isnan(bits.view(np.float32))]
     assert len(broken) and set(broken) == {0x7FC00000}
@@ -350,7 +350,7 @@ def test_what_the_board_reads_is_what_was_packed(shape: tuple[int, ...], coded: 
     net = nn.Sequential(nn.Flatten(), nn.Linear(size, size, bias=False))
     net[1].weight.data = torch.eye(size)
     planned = plan(net, shape)
-    engine, blob = native.Engine(planned.descriptor, planned.arena), native.Data(data.pack(x, torch.arange(4)))
+    engine, blob = native.CRuntime(planned.descriptor, planned.arena), native.FlashData(data.pack(x, torch.arange(4)))
     assert blob.view.kind == coded
     engine.write(native.WEIGHTS, planned.pack(net.state_dict()), "the weights")
     for row in range(4):
@@ -360,16 +360,16 @@ def test_what_the_board_reads_is_what_was_packed(shape: tuple[int, ...], coded: 
 def test_data_that_is_damaged_is_refused() -> None:
     x, y = samples((1, 4, 4), 3, 5)
     blob = data.pack(x, y)
-    native.Data(blob)
+    native.FlashData(blob)
     for place in range(len(blob)):
         broken = bytearray(blob)
         broken[place] ^= 0x40
         if not 24 <= place < 32:  # scale and offset of floats are not used
-            with pytest.raises(native.Refused):
-                native.Data(bytes(broken))
+            with pytest.raises(native.RuntimeRefused):
+                native.FlashData(bytes(broken))
     for length in (0, 10, 39, 40, len(blob) - 1):
-        with pytest.raises(native.Refused):
-            native.Data(blob[:length])
+        with pytest.raises(native.RuntimeRefused):
+            native.FlashData(blob[:length])
 
 
 @pytest.mark.parametrize(
@@ -407,14 +407,14 @@ SETTINGS_CODE, NUMBER_CODE, STATE_CODE, ROW_CODE, LABEL_CODE, SHIFT_CODE, INNER_
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"settings": Settings(0.1, momentum=0.9)}, SETTINGS_CODE),
-        ({"settings": Settings(0.1, mu=0.1)}, SETTINGS_CODE),
-        ({"settings": Settings(0.1, kd=0.1)}, SETTINGS_CODE),
-        ({"settings": Settings(0.1, mse=0.1)}, SETTINGS_CODE),
-        ({"settings": Settings(math.nan)}, NUMBER_CODE),
-        ({"settings": Settings(-0.1)}, NUMBER_CODE),
-        ({"settings": Settings(0.1, clip=math.inf)}, NUMBER_CODE),
-        ({"settings": Settings(0.1, temperature=0.0)}, NUMBER_CODE),
+        ({"settings": DescriptorSettings(0.1, momentum=0.9)}, SETTINGS_CODE),
+        ({"settings": DescriptorSettings(0.1, mu=0.1)}, SETTINGS_CODE),
+        ({"settings": DescriptorSettings(0.1, kd=0.1)}, SETTINGS_CODE),
+        ({"settings": DescriptorSettings(0.1, mse=0.1)}, SETTINGS_CODE),
+        ({"settings": DescriptorSettings(math.nan)}, NUMBER_CODE),
+        ({"settings": DescriptorSettings(-0.1)}, NUMBER_CODE),
+        ({"settings": DescriptorSettings(0.1, clip=math.inf)}, NUMBER_CODE),
+        ({"settings": DescriptorSettings(0.1, temperature=0.0)}, NUMBER_CODE),
         ({"steps": [Step(np.array([0, 12]))]}, ROW_CODE),
         ({"steps": [Step(np.array([], np.int64))]}, STATE_CODE),
         ({"steps": [Step(np.array([0]), np.array([[3, 0]]))]}, SHIFT_CODE),
@@ -424,7 +424,7 @@ SETTINGS_CODE, NUMBER_CODE, STATE_CODE, ROW_CODE, LABEL_CODE, SHIFT_CODE, INNER_
 )
 def test_a_job_that_the_runtime_cannot_do_is_refused(changes: dict[str, Any], code: int) -> None:
     job, blob = small_job(**changes)
-    with pytest.raises(native.Refused) as error:
+    with pytest.raises(native.RuntimeRefused) as error:
         native.run_job(job, blob)
     assert error.value.code == code
     assert native.REASONS[code] in str(error.value)
@@ -436,13 +436,13 @@ def test_other_data_than_the_networks_is_refused() -> None:
         (torch.zeros(12, 1, 8, 9), torch.zeros(12), DATA_CODE),
         (torch.zeros(12, 1, 8, 8), torch.full((12,), 5), LABEL_CODE),
     ]:
-        with pytest.raises(native.Refused) as error:
+        with pytest.raises(native.RuntimeRefused) as error:
             native.run_job(job, data.pack(x, y))
         assert error.value.code == code
 
 
 def test_labels_do_not_matter_without_a_loss_that_reads_them() -> None:
-    job, _ = small_job(settings=Settings(0.1, ce=0.0, mse=1.0), blocks={"target": True}, targets=TARGETS.numpy())
+    job, _ = small_job(settings=DescriptorSettings(0.1, ce=0.0, mse=1.0), blocks={"target": True}, targets=TARGETS.numpy())
     assert native.run_job(job, data.pack(torch.zeros(12, 1, 8, 8), torch.full((12,), 500))).steps == 5
 
 
@@ -467,17 +467,17 @@ def test_an_inner_loss_needs_a_trained_dense_layer_at_the_end() -> None:
         net = made()
         x, y = samples(shape, 5, 4)
         planned = plan(net, shape, freeze=freeze)
-        job = Job(planned, planned.pack(net.state_dict()), Settings(0.1, inner=1.0), [Step(np.array([0]), inner=1)])
-        with pytest.raises(native.Refused) as error:
+        job = Job(planned, planned.pack(net.state_dict()), DescriptorSettings(0.1, inner=1.0), [Step(np.array([0]), inner=1)])
+        with pytest.raises(native.RuntimeRefused) as error:
             native.run_job(job, data.pack(x, y))
         assert error.value.code == INNER_CODE
 
 
 def test_an_arena_a_word_too_small_is_refused() -> None:
     job, _ = small_job()
-    native.Engine(job.plan.descriptor, job.plan.arena)
-    with pytest.raises(native.Refused, match="larger arena"):
-        native.Engine(job.plan.descriptor, job.plan.arena - 4)
+    native.CRuntime(job.plan.descriptor, job.plan.arena)
+    with pytest.raises(native.RuntimeRefused, match="larger arena"):
+        native.CRuntime(job.plan.descriptor, job.plan.arena - 4)
 
 
 def planned_and(**header: int) -> bytes:
@@ -504,8 +504,8 @@ PLACES = ("weights", "grads", "momentum", "anchor", "mask", "target", "present",
 @pytest.mark.parametrize("value", [2, ARENA, ARENA - 4, 0xFFFFFFFC, 0x80000000, 4])
 def test_every_place_of_the_header_is_checked(field: str, value: int) -> None:
     """Unaligned, behind the arena, partly behind it, where the sum overflows, and upon the weights (or they upon the gradients)."""
-    with pytest.raises(native.Refused):
-        native.Engine(planned_and(**{field: value}), 1 << 22)
+    with pytest.raises(native.RuntimeRefused):
+        native.CRuntime(planned_and(**{field: value}), 1 << 22)
 
 
 @pytest.mark.parametrize(
@@ -531,8 +531,8 @@ def test_every_place_of_the_header_is_checked(field: str, value: int) -> None:
     ],
 )
 def test_every_number_of_the_header_is_checked(changes: dict[str, int]) -> None:
-    with pytest.raises(native.Refused):
-        native.Engine(planned_and(**changes), 1 << 22)
+    with pytest.raises(native.RuntimeRefused):
+        native.CRuntime(planned_and(**changes), 1 << 22)
 
 
 @pytest.mark.parametrize("number", range(len(OPS)))
@@ -570,8 +570,8 @@ def test_every_number_of_the_header_is_checked(changes: dict[str, int]) -> None:
     ],
 )
 def test_every_field_of_an_operation_is_checked(number: int, changes: dict[str, Any]) -> None:
-    with pytest.raises(native.Refused) as error:
-        native.Engine(op_changed(number, **changes), 1 << 22)
+    with pytest.raises(native.RuntimeRefused) as error:
+        native.CRuntime(op_changed(number, **changes), 1 << 22)
     assert error.value.op in (number, d.NONE)
 
 
@@ -602,8 +602,8 @@ def test_every_field_of_an_operation_is_checked(number: int, changes: dict[str, 
     ],
 )
 def test_what_an_operation_needs_is_checked(number: int, changes: dict[str, Any]) -> None:
-    with pytest.raises(native.Refused) as error:
-        native.Engine(op_changed(number, **changes), 1 << 22)
+    with pytest.raises(native.RuntimeRefused) as error:
+        native.CRuntime(op_changed(number, **changes), 1 << 22)
     assert error.value.op == number
 
 
@@ -613,11 +613,11 @@ def test_damaged_descriptors_are_refused() -> None:
     for place in range(len(whole)):
         broken = bytearray(whole)
         broken[place] ^= 1
-        with pytest.raises(native.Refused):
-            native.Engine(bytes(broken), 1 << 22)
+        with pytest.raises(native.RuntimeRefused):
+            native.CRuntime(bytes(broken), 1 << 22)
     for length in (0, 4, 87, 88, len(whole) - 4, len(whole) - 1):
-        with pytest.raises(native.Refused):
-            native.Engine(whole[:length], 1 << 22)
+        with pytest.raises(native.RuntimeRefused):
+            native.CRuntime(whole[:length], 1 << 22)
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from nestling.errors import InputError
 from nestling.planning import descriptor as d
-from nestling.planning.plan import Plan, plan
+from nestling.planning.plan import MemoryPlan, plan
 from nestling.tiny.runtime import data, native, toolchain
 from tests.tiny.nets import OPERATIONS
 
@@ -60,7 +60,7 @@ def answers(harness: Path, inputs: list[bytes], *words: str) -> list[list[int]]:
 
 
 @cache
-def plans() -> list[Plan]:
+def plans() -> list[MemoryPlan]:
     """Plans of every operation, with and without what a plan may have beside."""
     found = []
     for number, (shape, made) in enumerate(OPERATIONS.values()):

@@ -16,7 +16,7 @@ import pytest
 from nestling.tiny.boards import table as boards
 from nestling.tiny.boards.emulator import emulator
 from nestling.tiny.boards.unicorn import UnicornBoard
-from nestling.tiny.link.line import Timing
+from nestling.tiny.link.line import LineTiming
 from nestling.tiny.runtime import native
 from tests.tiny.emulated import compiler, job, need, running, until
 
@@ -76,7 +76,7 @@ def test_memory_that_is_not_there_ends_the_board_with_a_message() -> None:
     todo, blob = job(1.0)
     assert len(todo.plan.descriptor) + todo.plan.arena > chip.ram_bytes
     image = replace(boards.firmware(replace(chip, name="too-large", ram_bytes=64 * 1024)), board=chip)
-    with running(image, blob, Timing(patience=3.0, revival=0.5)) as (board, session):
+    with running(image, blob, LineTiming(patience=3.0, revival=0.5)) as (board, session):
         with pytest.raises(ConnectionError):
             session.run(todo)
         assert until(lambda: not board.alive)

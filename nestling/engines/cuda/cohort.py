@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from nestling.engines.cuda import ways
-from nestling.engines.cuda.job import Job, side_by_side
+from nestling.engines.cuda.cuda_settings import CudaSettings
+from nestling.engines.cuda.job import LaneJob, side_by_side
 from nestling.engines.cuda.orders import drawn_on_device, host_table
-from nestling.engines.cuda.settings import Settings
 from nestling.engines.cuda.slot import Slot
 from nestling.engines.cuda.stack import StackProgram
 from nestling.engines.engine import Engine, blame
@@ -56,7 +56,7 @@ MOST_KINDS = 128
 
 
 @dataclass(eq=False)
-class Kind:
+class WorkKind:
     """What is known of one kind of work: its programs by way, and how many of its clients fit into memory at once."""
 
     name: str
@@ -78,12 +78,12 @@ class CudaCohort(Engine):
 
     name, lookahead = "cohort", 1
 
-    def __init__(self, where: Where, settings: Settings | None = None, decisions: ways.Decisions | None = None) -> None:
-        self.where, self.settings = where, settings or Settings(where.precision)
+    def __init__(self, where: Where, settings: CudaSettings | None = None, decisions: ways.Decisions | None = None) -> None:
+        self.where, self.settings = where, settings or CudaSettings(where.precision)
         self.decisions = decisions or ways.Decisions()
         self.notes: list[str] = []
         self._put_back: Callable[[], None] = lambda: None
-        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, WorkKind] = OrderedDict()
         self._graphs = self._recorded = self._plain = 0
 
     def open(self, method: ClientSide, site: Site) -> None:
@@ -145,25 +145,25 @@ class CudaCohort(Engine):
             train_one_by_one(group) if result is None else result.finish() for group, result in zip(found, results, strict=True)
         ]
 
-    def _kind(self, group: Group) -> Kind:
+    def _kind(self, group: Group) -> WorkKind:
         if group.key not in self._kinds:
             client = group.clients[0]
             share = client.view.keep.mean() if client.view.keep.size else 1.0
-            self._kinds[group.key] = Kind(f"{client.reference.name} (width {share:.2f}, batch {group.phase.batch})")
+            self._kinds[group.key] = WorkKind(f"{client.reference.name} (width {share:.2f}, batch {group.phase.batch})")
             while len(self._kinds) > MOST_KINDS:
                 self._wait()
                 self._kinds.popitem(last=False)
         self._kinds.move_to_end(group.key)
         return self._kinds[group.key]
 
-    def _work(self, kind: Kind, way: str, result: _Result) -> list[tuple[Lane, Iterator[None]]]:
+    def _work(self, kind: WorkKind, way: str, result: _Result) -> list[tuple[Lane, Iterator[None]]]:
         """The steps of a group's clients, lane by lane."""
         count = len(result.group.clients)
         if way in ways.STACKS:
             high = min(kind.most, MOST_HIGH)
             parts = [result.part(k, min(k + high, count)) for k in range(0, count, high)]
             programs = [self._stack(kind, way, part) for part in parts]
-            found: dict[int, tuple[StackProgram, list[Job]]] = {}
+            found: dict[int, tuple[StackProgram, list[LaneJob]]] = {}
             for program, part in zip(programs, parts, strict=True):
                 found.setdefault(id(program), (program, []))[1].append(part)
             return [(program.lane, _in_turn(program, own)) for program, own in found.values()]
@@ -174,14 +174,14 @@ class CudaCohort(Engine):
             (slot.lane, _in_turn(slot, [result.part(k, k + 1) for k in queue])) for slot, queue in zip(slots, queues, strict=True)
         ]
 
-    def _slots(self, kind: Kind, way: str, result: _Result, count: int) -> list[Program]:
+    def _slots(self, kind: WorkKind, way: str, result: _Result, count: int) -> list[Program]:
         whole = result.part(0, len(result.group.clients))
         own = kind.programs[way] = [slot for slot in kind.programs.get(way, []) if slot.fits(whole)]
         while len(own) < count:
             own.append(Slot(result.group, self.settings, way == ways.SLOTS_LAST))
         return own[:count]
 
-    def _stack(self, kind: Kind, way: str, job: Job) -> StackProgram:
+    def _stack(self, kind: WorkKind, way: str, job: LaneJob) -> StackProgram:
         own, count = kind.programs.setdefault(way, []), len(job.group.clients)
         fitting = [p for p in own if isinstance(p, StackProgram) and p.fits(job)]
         best = min(fitting, key=lambda p: p.height) if fitting else None
@@ -218,7 +218,7 @@ class CudaCohort(Engine):
 
     # -- how -------------------------------------------------------------------------------------------------------------------
 
-    def _way(self, kind: Kind, group: Group) -> str:
+    def _way(self, kind: WorkKind, group: Group) -> str:
         if kind.plain:
             return ways.PLAIN
         height = height_for(len(group.clients))
@@ -234,7 +234,7 @@ class CudaCohort(Engine):
                 return ways.PLAIN
         return kind.way[height]
 
-    def _decide(self, kind: Kind, group: Group) -> str:
+    def _decide(self, kind: WorkKind, group: Group) -> str:
         likely = ways.candidates(group, self.settings)
         if len(likely) == 1:
             return likely[0]
@@ -251,7 +251,7 @@ class CudaCohort(Engine):
         self.decisions.put(what, best)
         return best
 
-    def _measure(self, kind: Kind, group: Group, way: str) -> float:
+    def _measure(self, kind: WorkKind, group: Group, way: str) -> float:
         """Seconds of the group's phase; what comes of it is thrown away."""
         taken = []
         try:
@@ -298,11 +298,11 @@ class _Result:
         }
         return _Result(group, table, torch.empty(count, layout.numel, device=device), torch.empty(count, device=device), others)
 
-    def part(self, start: int, end: int) -> Job:
+    def part(self, start: int, end: int) -> LaneJob:
         """The share of some of the clients."""
         pick = slice(start, end)
         others = {name: t[pick] for name, t in self.others.items()}
-        return Job(self.group.part(start, end), self.table[pick], self.out[pick], self.losses[pick], others)
+        return LaneJob(self.group.part(start, end), self.table[pick], self.out[pick], self.losses[pick], others)
 
     def finish(self) -> Losses:
         """Gives the clients their new weights. Losses and the sums that tell whether states are finite go to the host in one copy."""
@@ -313,7 +313,7 @@ class _Result:
         return losses_of(told.tensor[0], self.group.schedule, told.row(0))
 
 
-def _in_turn(program: Program, jobs: Sequence[Job]) -> Iterator[None]:
+def _in_turn(program: Program, jobs: Sequence[LaneJob]) -> Iterator[None]:
     for job in jobs:
         yield from program.work(job)
 

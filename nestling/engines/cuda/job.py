@@ -16,7 +16,7 @@ _DONE = object()
 
 
 @dataclass(eq=False)
-class Job:
+class LaneJob:
     """Some clients of a group: their order of batches, and where their results go, one row each."""
 
     group: Group

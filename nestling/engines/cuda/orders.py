@@ -40,7 +40,7 @@ def drawn_numbers(group: Group) -> int:
     return 0 if augment is None else augment.draws(np.zeros(1, dtype=np.uint64)).shape[-1]
 
 
-class Order:
+class RowOrder:
     """The batches of `height` clients, at most `steps` of them."""
 
     def __init__(self, group: Group, height: int, wide: int) -> None:
@@ -89,7 +89,7 @@ def drawn_on_device(group: Group) -> bool:
     return simple and plan.keys is not None and 0 < plan.steps <= WHOLE
 
 
-class DrawnOrder(Order):
+class DrawnOrder(RowOrder):
     """The order of batches where the device draws it: only the clients' rows and the keys of their orders go there."""
 
     def __init__(self, group: Group, height: int, wide: int) -> None:

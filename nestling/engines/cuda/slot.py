@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
-from nestling.engines.cuda.job import Job, zero
-from nestling.engines.cuda.orders import Order
-from nestling.engines.cuda.settings import Settings
+from nestling.engines.cuda.cuda_settings import CudaSettings
+from nestling.engines.cuda.job import LaneJob, zero
+from nestling.engines.cuda.orders import RowOrder
 from nestling.engines.cuda.spare_bias import may_spare_biases, spare_biases
 from nestling.training.kept import Kept, Rate
 from nestling.training.lane import Lane
@@ -29,7 +29,7 @@ class Slot:
     """One client's network and optimiser state in tensors that never move, and the graphs of a step: one for full batches, one for
     short ones (one for every length where neither the network nor the objective honours a mask), times the objective's turns."""
 
-    def __init__(self, group: Group, settings: Settings, channels_last: bool) -> None:
+    def __init__(self, group: Group, settings: CudaSettings, channels_last: bool) -> None:
         device = group.site.x.device
         self.lane, self.layout, self.channels_last = Lane(device), group.layout, channels_last
         self.looks, self.maskable = looks_of(group), honours_masks(group)
@@ -45,16 +45,16 @@ class Slot:
         self.net = Net(self.module, trained(self.module, self.phase))
         self.memory = Buffers.zeros(self.phase.optim, list(self.net.params.values()))
         self.feed = Feed.of(group.part(0, 1))
-        self.order = Order(group, 1, self.wide)
+        self.order = RowOrder(group, 1, self.wide)
         self.lr, self.losses = Rate(device), torch.zeros((), device=device)
         self.flat = torch.zeros(self.layout.numel, device=device)
         self.state = self.module.state_dict()
 
-    def fits(self, job: Job) -> bool:
+    def fits(self, job: LaneJob) -> bool:
         """Whether it can train such clients: it cannot where they take more steps than there is room for."""
         return self.order.steps >= job.group.schedule.steps
 
-    def work(self, job: Job) -> Iterator[None]:
+    def work(self, job: LaneJob) -> Iterator[None]:
         """Trains the one client of the job, a step at a time."""
         self._take(job)
         self.lane.do("load", self._spread)
@@ -69,7 +69,7 @@ class Slot:
         for name, tensor in job.others.items():
             tensor[0].copy_(self.state[name])
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: LaneJob) -> None:
         client, phase = job.group.clients[0], job.group.phase
         self.flat.copy_(flat_of(client.weights, self.layout))
         for name in self.layout.others:

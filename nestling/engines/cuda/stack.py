@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nestling.engines.cuda.compiled import compiled
-from nestling.engines.cuda.job import Job, zero
+from nestling.engines.cuda.cuda_settings import CudaSettings
+from nestling.engines.cuda.job import LaneJob, zero
 from nestling.engines.cuda.matrix_conv import use_matrices
-from nestling.engines.cuda.orders import WHOLE, DrawnOrder, Order, drawn_on_device
-from nestling.engines.cuda.settings import Settings
+from nestling.engines.cuda.orders import WHOLE, DrawnOrder, RowOrder, drawn_on_device
 from nestling.engines.cuda.spare_bias import may_spare_biases, spare_biases
 from nestling.training.kept import Kept, Rate
 from nestling.training.lane import Lane
@@ -30,7 +30,7 @@ class StackProgram:
     Places without a client, and clients that have no step left, train on anything: what a client learned is taken out after its
     last step."""
 
-    def __init__(self, group: Group, height: int, settings: Settings, matrices: bool = False) -> None:
+    def __init__(self, group: Group, height: int, settings: CudaSettings, matrices: bool = False) -> None:
         check(group)
         device = group.site.x.device
         self.lane, self.layout, self.height = Lane(device), group.layout, height
@@ -49,7 +49,7 @@ class StackProgram:
         self.flat = torch.zeros(1 if self.together else height, self.layout.numel, device=device)
         self.feed = Feed.of(group.part(0, 1))
         self.drawn = self.even and drawn_on_device(group)
-        self.order = DrawnOrder(group, height, self.wide) if self.drawn else Order(group, height, self.wide)
+        self.order = DrawnOrder(group, height, self.wide) if self.drawn else RowOrder(group, height, self.wide)
         self.memory = Buffers.zeros(self.phase.optim, list(self.state.params.values()))
         self.lr, self.losses = Rate(device), torch.zeros(height, device=device)
         self.ends = torch.zeros(height, dtype=torch.int64, device=device)
@@ -61,7 +61,7 @@ class StackProgram:
         if settings.compile:
             self.compute = compiled(self.compute)
 
-    def fits(self, job: Job) -> bool:
+    def fits(self, job: LaneJob) -> bool:
         """Whether it can train such clients."""
         group = job.group
         shared = self.state.shared == frozenset(n for n in group.phase.given if group.shared(n))
@@ -73,7 +73,7 @@ class StackProgram:
         same = self.together == starts_together(group) and (not self.drawn or drawn_on_device(group))
         return high and room and shared and same and (even or not self.even)
 
-    def work(self, job: Job) -> Iterator[None]:
+    def work(self, job: LaneJob) -> Iterator[None]:
         """Trains the job's clients, a step at a time; even short phases as a whole."""
         plan, count = job.group.schedule, len(job.group.clients)
         self._take(job)
@@ -91,7 +91,7 @@ class StackProgram:
                 yield
         self._hand_over(job, count)
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: LaneJob) -> None:
         group, count = job.group, len(job.group.clients)
         if self.together:
             self.flat[0].copy_(flat_of(group.clients[0].weights, self.layout))
@@ -128,7 +128,7 @@ class StackProgram:
             kept.copy_(torch.where(done.reshape(-1, *[1] * (kept.dim() - 1)), self.state.rest[name], kept))
 
     @torch.no_grad()
-    def _hand_over(self, job: Job, count: int) -> None:
+    def _hand_over(self, job: LaneJob, count: int) -> None:
         if self.even:
             torch.cat(self.parts if count == self.height else self._parts(count), 1, out=job.out)
         else:

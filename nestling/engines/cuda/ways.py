@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nestling.engines.cuda.settings import Settings
+from nestling.engines.cuda.cuda_settings import CudaSettings
 from nestling.files import cache_folder, write_atomic
 from nestling.training.stacks.group import Group
 from nestling.training.stacks.stacked import honours_masks
@@ -37,7 +37,7 @@ LARGE = 7e8
 """From how many the library's convolutions are faster with channels last."""
 
 
-def candidates(group: Group, settings: Settings) -> list[str]:
+def candidates(group: Group, settings: CudaSettings) -> list[str]:
     """The ways that may be the fastest; one where the shapes say which."""
     macs, count = macs_of(group), len(group.clients)
     alone = single(group)
@@ -81,7 +81,7 @@ def macs_of(group: Group) -> float:
     return piece_cost(Piece(client.reference, client.view)).macs * group.phase.batch
 
 
-def description(group: Group, settings: Settings) -> str:
+def description(group: Group, settings: CudaSettings) -> str:
     """What a decision depends on, in words that another run will use too."""
     layout, phase = group.layout, group.phase
     parts = (layout.names, layout.shapes, group.clients[0].reference.shape, len(group.clients), phase.batch, group.schedule.even)

@@ -64,7 +64,7 @@ class Program:
     """After which line of its output it is of no use any more, though it may not end by itself."""
 
 
-class Child:
+class KeptProcess:
     """A program and its process, if it has one now."""
 
     def __init__(self, program: Program) -> None:
@@ -173,7 +173,7 @@ class Keeper:
     """Keeps children alive. Use it as a context: they all end with it."""
 
     def __init__(self) -> None:
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, KeptProcess] = {}
 
     def __enter__(self) -> Keeper:
         return self
@@ -181,9 +181,9 @@ class Keeper:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def add(self, program: Program) -> Child:
+    def add(self, program: Program) -> KeptProcess:
         """Starts a program and keeps it."""
-        child = self.children[program.name] = Child(program)
+        child = self.children[program.name] = KeptProcess(program)
         child.start()
         log.info("%s started (process %s)", program.name, child.pid)
         return child

@@ -31,20 +31,18 @@ from nestling.errors import InputError
 from nestling.files import read_toml
 from nestling.fleet.node.broker import Broker, check_device
 from nestling.fleet.node.mqtt import ABSENCE, MqttDevices
-from nestling.fleet.node.serial_devices import Board, SerialDevices
+from nestling.fleet.node.serial_devices import SerialBoard, SerialDevices
 from nestling.fleet.node.worker import Begun, OwnRows, Worker, _Run, _said
 from nestling.fleet.protocol import wire
 from nestling.fleet.protocol.links import Facts, Link, board_shape
 from nestling.fleet.protocol.local import serve
-from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Member, Order, Welcome
-from nestling.fleet.protocol.wire import Job as WireJob
+from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Member, Order, Welcome
 from nestling.schema import check_keys
 from nestling.tiny.link.gateway import BoardConfig
-from nestling.tiny.link.line import Timing
+from nestling.tiny.link.line import LineTiming
 from nestling.tiny.link.orders import orders_of
 from nestling.tiny.lowering import job_for, settle
-from nestling.tiny.runtime.job import Done as TinyDone
-from nestling.tiny.runtime.job import Job
+from nestling.tiny.runtime.job import Done, Job
 from nestling.training.client import Client, Outcome, Site, Working, working
 
 log = logging.getLogger("nestling.fleet")
@@ -61,7 +59,7 @@ ON_DEVICE = "device"
 
 
 @dataclass(frozen=True)
-class Device:
+class SmallDevice:
     """A device behind a gateway.
 
     link:     "mqtt", or where a board is: "serial:/dev/ttyUSB0:115200", "tcp:HOST:PORT", "unix:PATH".
@@ -83,7 +81,7 @@ class Device:
 class Devices:
     """All devices behind a gateway, and the broker of those that speak MQTT."""
 
-    devices: tuple[Device, ...]
+    devices: tuple[SmallDevice, ...]
     deadline: float = DEADLINE
     absence: float = ABSENCE
     mqtt: Broker | None = None
@@ -102,10 +100,10 @@ class Devices:
         return found
 
 
-def _board(device: Device, deadline: float) -> Board:
+def _board(device: SmallDevice, deadline: float) -> SerialBoard:
     # A board that is lost is looked for as long as its job may take: then there is another one, or none.
-    timing = Timing(revival=device.deadline or deadline)
-    return Board(BoardConfig(device.link, device.every, timing=timing), device.counts)
+    timing = LineTiming(revival=device.deadline or deadline)
+    return SerialBoard(BoardConfig(device.link, device.every, timing=timing), device.counts)
 
 
 def read_devices(path: Path) -> Devices:
@@ -122,8 +120,8 @@ def read_devices(path: Path) -> Devices:
     return Devices(devices, _seconds(table, "deadline", DEADLINE), _seconds(table, "absence", ABSENCE), broker)
 
 
-def _device(row: Mapping[str, Any], where: str) -> Device:
-    check_keys(row, [field.name for field in fields(Device)], where)
+def _device(row: Mapping[str, Any], where: str) -> SmallDevice:
+    check_keys(row, [field.name for field in fields(SmallDevice)], where)
     kinds: dict[str, Any] = {"link": str, "device": str, "client": int, "deadline": (int, float), "counts": list, "every": int}
     for name, kind in kinds.items():
         if name in row and (not isinstance(row[name], kind) or isinstance(row[name], bool)):
@@ -136,7 +134,7 @@ def _device(row: Mapping[str, Any], where: str) -> Device:
     if counts is not None and not all(type(count) is int and count >= 0 for count in counts):
         raise InputError(f"{counts!r}", field=f"{where}.counts", fix="rows by class, all of them 0 or more")
     name = check_device(row.get("name", ""), f"{where}.name")
-    return Device(**{**row, "name": name, "counts": tuple(counts) if counts is not None else None})
+    return SmallDevice(**{**row, "name": name, "counts": tuple(counts) if counts is not None else None})
 
 
 def _broker(row: Any, folder: Path) -> Broker:
@@ -165,13 +163,13 @@ class _Work:
     """A client's round under way. `future` is its device's next word, which is not waited for beyond `until`."""
 
     begun: Begun
-    device: Device
+    device: SmallDevice
     round: Lowered
-    future: Future[TinyDone]
+    future: Future[Done]
     until: float
 
 
-class Gateway(Worker):
+class FleetGateway(Worker):
     """The worker of a node that speaks for many devices: `name` is the node's, and NAME/DEVICE a client's."""
 
     def __init__(
@@ -251,9 +249,9 @@ class Gateway(Worker):
         answer.results = [found[job.client] for job in order.jobs if job.client in found]
         return answer
 
-    def _results(self, run: _Run, order: Order) -> dict[int, Done | Failed]:
+    def _results(self, run: _Run, order: Order) -> dict[int, JobDone | Failed]:
         """What came of an order, client by client; those that are still at work when another letter comes are left out."""
-        found: dict[int, Done | Failed] = {}
+        found: dict[int, JobDone | Failed] = {}
         for job in order.jobs:
             self._put(found, job.client, self._begin(run, order, job))
         while True:
@@ -266,7 +264,7 @@ class Gateway(Worker):
             self._wait(min(work.until for work in left))
 
     @staticmethod
-    def _put(found: dict[int, Done | Failed], client: int, result: Done | Failed | None) -> None:
+    def _put(found: dict[int, JobDone | Failed], client: int, result: JobDone | Failed | None) -> None:
         if result is not None:
             found[client] = result
 
@@ -276,7 +274,7 @@ class Gateway(Worker):
             while True:
                 self._bell.get_nowait()
 
-    def _begin(self, run: _Run, order: Order, job: WireJob) -> Done | Failed | None:
+    def _begin(self, run: _Run, order: Order, job: JobOrder) -> JobDone | Failed | None:
         """Begins a client's round, unless its result is known or it is under way already (None)."""
         failed, work = self._failed.get(job.client), self._at_work.get(job.client)
         if failed is not None and failed.key == job.key:
@@ -295,7 +293,7 @@ class Gateway(Worker):
         except Exception as error:
             return self._fail(job, error)
 
-    def _go_on(self, run: _Run, work: _Work) -> Done | Failed | None:
+    def _go_on(self, run: _Run, work: _Work) -> JobDone | Failed | None:
         """Goes on with a round whose device has answered, or has had its time."""
         job = work.begun.job
         try:
@@ -307,7 +305,7 @@ class Gateway(Worker):
             return self._fail(job, error)
         return None
 
-    def _step(self, run: _Run, begun: Begun, round: Lowered, told: TinyDone | None) -> Done | None:
+    def _step(self, run: _Run, begun: Begun, round: Lowered, told: Done | None) -> JobDone | None:
         """A round up to its next job, which its device is given, or up to its end."""
         client = begun.job.client
         try:
@@ -326,13 +324,13 @@ class Gateway(Worker):
         if work is not None:
             work.future.cancel()
 
-    def _fail(self, job: WireJob, error: Exception) -> Failed:
+    def _fail(self, job: JobOrder, error: Exception) -> Failed:
         self._drop(job.client)
         self._failed[job.client] = Failed(job.client, job.key, _said(error))
         log.warning("%s: %s", job.name, _said(error))
         return self._failed[job.client]
 
-    def _site(self, run: _Run, job: WireJob) -> Site:
+    def _site(self, run: _Run, job: JobOrder) -> Site:
         world, _ = run.world(ON_DEVICE, job.network)
         facts = self._told[job.name]
         rows = _Rows(facts, world.classes)
@@ -342,7 +340,7 @@ class Gateway(Worker):
 
 # -- a round in jobs ---------------------------------------------------------------------------------------------------------------
 
-Lowered = Generator[tuple[Client, Job], TinyDone, Outcome]
+Lowered = Generator[tuple[Client, Job], Done, Outcome]
 """A round under way: gives (client, job), is told what came of it, and ends with the outcome."""
 
 
@@ -418,7 +416,7 @@ def main(words: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         devices = read_devices(given.devices)
-        gateway = Gateway(given.folder, given.name, devices, devices.links(given.folder))
+        gateway = FleetGateway(given.folder, given.name, devices, devices.links(given.folder))
         gateway.open()
     except InputError as error:
         print(error, file=sys.stderr)

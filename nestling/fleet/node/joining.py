@@ -56,7 +56,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True)
-class Options:
+class JoinOptions:
     """What was asked for. `certs` None: neither TLS nor keys, to this machine only. `devices`: the file of the small devices that it
     speaks for as a gateway, instead of working itself."""
 
@@ -72,7 +72,7 @@ class Options:
     devices: Path | None = None
 
 
-def join(options: Options) -> None:
+def join(options: JoinOptions) -> None:
     """Serves the server until it is stopped."""
     need_flower()
     if options.certs is None and not is_loopback(options.host):
@@ -108,7 +108,7 @@ def default_folder(name: str) -> Path:
     return Path(state) / "nestling" / name
 
 
-def look(options: Options, timeout: float = 10.0) -> str | None:
+def look(options: JoinOptions, timeout: float = 10.0) -> str | None:
     """What stands between this device and the server, in words; None: nothing."""
     made: http.client.HTTPConnection
     if options.certs is None:
@@ -145,7 +145,7 @@ def _clock_trouble(date: str | None) -> str | None:
     return f"this device's clock is {abs(ahead):.0f} s {word} the server's, which then refuses its signatures; set it (NTP)"
 
 
-def _wait_for_server(options: Options, keeper: Keeper) -> None:
+def _wait_for_server(options: JoinOptions, keeper: Keeper) -> None:
     told, delay = "", LOOK_FIRST
     while True:
         trouble = look(options)
@@ -161,7 +161,7 @@ def _wait_for_server(options: Options, keeper: Keeper) -> None:
         delay = min(LOOK_LONGEST, delay * 2)
 
 
-def _worker(options: Options, place: Path) -> Program:
+def _worker(options: JoinOptions, place: Path) -> Program:
     part = "worker" if options.devices is None else "gateway"
     command = [sys.executable, "-m", f"nestling.fleet.{part}", "--folder", str(options.folder / "worker")]
     command += ["--socket", str(place / "socket"), "--name", options.name]
@@ -173,7 +173,7 @@ def _worker(options: Options, place: Path) -> Program:
     return Program("worker", command, options.folder / "log" / "worker.log", dict(os.environ), show=lambda line: True)
 
 
-def _node(options: Options, place: Path, port: int) -> Program:
+def _node(options: JoinOptions, place: Path, port: int) -> Program:
     settings = options.folder / "node.toml"
     certs.write_private(settings, f"socket = {json.dumps(str(place / 'socket'))}\nname = {json.dumps(options.name)}\n".encode())
     command = [flower_command("flower-supernode"), "--superlink", join_address(options.host, options.port)]
@@ -188,14 +188,14 @@ def _node(options: Options, place: Path, port: int) -> Program:
     return Program("node", command, options.folder / "log" / "node.log", env, show=_News(), advice=_advice, sick=_sick)
 
 
-def _executor(options: Options, port: int) -> Program:
+def _executor(options: JoinOptions, port: int) -> Program:
     command = [flower_command("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{port}", "--insecure"]
     command += ["--superexec-auth-secret-file", str(_secret(options))]
     env = flower_env(options.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(TASK_POLL)}
     return Program("executor", command, options.folder / "log" / "executor.log", env)
 
 
-def _secret(options: Options) -> Path:
+def _secret(options: JoinOptions) -> Path:
     """Shared by the node and what starts processes for it, so that nobody else on this machine takes its letters."""
     path = options.folder / "secret"
     if not path.exists():

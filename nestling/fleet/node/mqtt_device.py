@@ -29,7 +29,7 @@ from nestling.errors import InputError
 from nestling.fleet.node.broker import Broker, check_device, topic
 from nestling.fleet.protocol.addresses import parse_server
 from nestling.fleet.protocol.packets import ACK, JOB, RESULT, Packet, Receiver, Sender
-from nestling.planning.descriptor import Header, Settings
+from nestling.planning.descriptor import DescriptorSettings, Header
 from nestling.tiny.link import bundle
 from nestling.tiny.link.orders import Orders, orders_from
 from nestling.tiny.runtime import native
@@ -51,7 +51,7 @@ class MqttDevice:
 
     def __init__(self, name: str, blob: bytes, broker: Broker, ram: int = 0, crew: Executor | None = None) -> None:
         self.name, self.blob, self.ram = name, blob, ram
-        native.Data(blob)  # refuses what cannot be read
+        native.FlashData(blob)  # refuses what cannot be read
         self.trouble = ""  # why the broker does not let it in
         self.jobs = 0
         self._crew = crew or ThreadPoolExecutor(1)
@@ -180,7 +180,9 @@ def job_of(orders: Orders, wanted: Callable[[], bool]) -> Job:
     return Job(
         plan=cast(Any, _Plan(orders.descriptor.tobytes(), header.arena, header)),
         weights=orders.weights,
-        settings=Settings(**dict(zip((f.name for f in fields(Settings)), orders.settings.tolist(), strict=True))),
+        settings=DescriptorSettings(
+            **dict(zip((f.name for f in fields(DescriptorSettings)), orders.settings.tolist(), strict=True))
+        ),
         steps=cast(Any, _Steps(orders, wanted)),
         anchor=orders.anchor,
         mask=mask,

@@ -26,7 +26,7 @@ PAUSE = 5.0
 
 
 @dataclass(frozen=True)
-class Board:
+class SerialBoard:
     """How a board is reached, and its rows by class, which its firmware does not tell (None: unknown)."""
 
     config: BoardConfig
@@ -37,7 +37,7 @@ class Board:
 class _Desk:
     """One board's place: the job to do next, and what is known of the board."""
 
-    board: Board
+    board: SerialBoard
     facts: Facts | None = None
     bell: threading.Condition = field(default_factory=threading.Condition)
     next: tuple[Orders, Future[Done]] | None = None
@@ -46,7 +46,7 @@ class _Desk:
 class SerialDevices:
     """Gives jobs to boards. `journal`: the folder of what must survive this process."""
 
-    def __init__(self, boards: Mapping[str, Board], journal: Path) -> None:
+    def __init__(self, boards: Mapping[str, SerialBoard], journal: Path) -> None:
         self._gateway = Gateway({name: board.config for name, board in boards.items()}, journal, _Log())
         self._desks = {name: _Desk(board) for name, board in boards.items()}
         self._closing = threading.Event()

@@ -31,7 +31,7 @@ from nestling.fleet.node.own_data import Rows, read_rows
 from nestling.fleet.node.profile import Allowance, measure
 from nestling.fleet.protocol import wire
 from nestling.fleet.protocol.local import serve
-from nestling.fleet.protocol.wire import Answer, Done, Failed, Hello, Job, Member, Order, Parcel, Welcome
+from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Member, Order, Parcel, Welcome
 from nestling.runs.assemble import Given, make_world
 from nestling.store import ClientStore
 from nestling.training.client import Outcome, Site, Task, work
@@ -122,7 +122,7 @@ class Worker:
         answer.free = {m.name: free for m in self.members} if free else {}
         return answer
 
-    def _job(self, run: _Run, order: Order, job: Job) -> Done | Failed:
+    def _job(self, run: _Run, order: Order, job: JobOrder) -> JobDone | Failed:
         if job.name not in self.data:
             return Failed(job.client, job.key, f"there is no {job.name!r} behind this node")
         try:
@@ -154,7 +154,7 @@ class Begun:
     """A client's job that is under way."""
 
     order: Order
-    job: Job
+    job: JobOrder
     task: Task
 
 
@@ -170,14 +170,14 @@ class _Run:
         self._sites: dict[int, Site] = {}
         self._clients: dict[int, _Desk] = {}
 
-    def work(self, order: Order, job: Job, data: str) -> Done | Failed:
+    def work(self, order: Order, job: JobOrder, data: str) -> JobDone | Failed:
         """One client's job: done, or taken from the desk where it is done already."""
         begun = self.begin(order, job)
         if not isinstance(begun, Begun):
             return begun
         return self.finish(begun, work(self.method, begun.task, self._site(job.client, data, job.network)))
 
-    def begin(self, order: Order, job: Job) -> Done | Begun:
+    def begin(self, order: Order, job: JobOrder) -> JobDone | Begun:
         """A client's job as a task, or its result where it is done already."""
         if job.client not in self._clients:
             self._clients[job.client] = _Desk(self.folder / str(job.client), job.client)
@@ -189,11 +189,11 @@ class _Run:
         memory = desk.memory(order, job.base)
         return Begun(order, job, Task(job.client, order.round, job.network, job.spec, job.parcel.open(), memory))
 
-    def finish(self, begun: Begun, outcome: Outcome) -> Done:
+    def finish(self, begun: Begun, outcome: Outcome) -> JobDone:
         """Keeps what came of a task, and gives it."""
         job, order = begun.job, begun.order
         parcel = Parcel.of(outcome.reply, order.transport)
-        done = Done(job.client, job.key, parcel, float(outcome.loss), outcome.steps, outcome.samples)
+        done = JobDone(job.client, job.key, parcel, float(outcome.loss), outcome.steps, outcome.samples)
         self._clients[job.client].put(order, done, outcome.memory)
         return done
 
@@ -270,10 +270,10 @@ class _Desk:
         if self._now() != self._stamp:
             self._read()
 
-    def result(self, key: str) -> Done | None:
+    def result(self, key: str) -> JobDone | None:
         """The last result, if it is of this work."""
         found = self._last.results[0] if self._last is not None else None
-        return found if isinstance(found, Done) and found.key == key else None
+        return found if isinstance(found, JobDone) and found.key == key else None
 
     def memory(self, order: Order, base: int) -> dict[str, torch.Tensor]:
         """What the client had after the round that counted last, whatever it did since."""
@@ -289,7 +289,7 @@ class _Desk:
             self._store.resume(base)
         return self._store.get(self.client)
 
-    def put(self, order: Order, done: Done, memory: dict[str, torch.Tensor]) -> None:
+    def put(self, order: Order, done: JobDone, memory: dict[str, torch.Tensor]) -> None:
         """Keeps a result: first what belongs to it, then the result itself, which makes all of it count."""
         self._store.covered(order.covered)
         self._store.put(self.client, memory, order.round)

@@ -115,7 +115,7 @@ class Parcel:
 
 
 @dataclass(eq=False)
-class Job:
+class JobOrder:
     """One client's share of an order: which view of which network to train, and the message. `base` is the last round in which a result
     of the client counted (0: none): it starts from what it kept then, and forgets what it did since. `key` stands for all of it: work
     with the same key is the same work, and its result may be given again without doing it again."""
@@ -138,7 +138,7 @@ class Order:
     run: str
     round: int
     covered: int
-    jobs: list[Job]
+    jobs: list[JobOrder]
     transport: str = "float32"
     attempt: int = 1
     start: int = 1
@@ -168,7 +168,7 @@ class Order:
         if transport not in TRANSPORTS:
             raise unknown("transport", transport, TRANSPORTS)
         jobs = [
-            Job(
+            JobOrder(
                 _whole(job, "client"),
                 _text(job, "name"),
                 _matching(job, "key", _KEY),
@@ -184,7 +184,7 @@ class Order:
 
 
 @dataclass(eq=False)
-class Done:
+class JobDone:
     """What came of a client's work: the reply, its mean loss over `samples` samples, and the steps it took."""
 
     client: int
@@ -211,7 +211,7 @@ class Answer:
 
     run: str
     round: int
-    results: list[Done | Failed] = field(default_factory=list)
+    results: list[JobDone | Failed] = field(default_factory=list)
     free: dict[str, int] = field(default_factory=dict)
     error: str = ""
     unknown: bool = False
@@ -538,11 +538,11 @@ def _parcel(row: Mapping[str, Any], parcels: list[Parcel]) -> Parcel:
     return parcels[number]
 
 
-def _result(row: dict[str, Any], parcels: list[Parcel]) -> Done | Failed:
+def _result(row: dict[str, Any], parcels: list[Parcel]) -> JobDone | Failed:
     client, key = _whole(row, "client"), _matching(row, "key", _KEY)
     if "error" in row:
         return Failed(client, key, _text(row, "error", MAX_TEXT))
-    return Done(client, key, _parcel(row, parcels), _real(row, "loss"), _whole(row, "steps"), _whole(row, "samples"))
+    return JobDone(client, key, _parcel(row, parcels), _real(row, "loss"), _whole(row, "steps"), _whole(row, "samples"))
 
 
 def _short(value: Any) -> str:

@@ -17,7 +17,7 @@ from nestling.engines import Engine, Event, Refusal
 from nestling.errors import InputError
 from nestling.fleet.care.logs import Note
 from nestling.fleet.protocol.courier import Courier, Failure
-from nestling.fleet.protocol.wire import Answer, Done, Failed, Job, Order, Parcel, key_of
+from nestling.fleet.protocol.wire import Answer, Failed, JobDone, JobOrder, Order, Parcel, key_of
 from nestling.fleet.server.greeter import Greeter
 from nestling.fleet.server.roster import Roster
 from nestling.message import Message
@@ -59,7 +59,7 @@ class _Wanted:
     """One client's task that has no result yet."""
 
     task: Task
-    job: Job
+    job: JobOrder
     sent: float = -1e18
     attempts: int = 0
     node: int | None = None
@@ -189,7 +189,7 @@ class FleetEngine(Engine):
                 task.message.__dict__["nbytes"] = parcel.nbytes  # the exact size is that of what is sent
             base = self.roster.counted(task.client)
             key = key_of(self.roster.run, task.round, task.client, task.network, task.spec, parcel, base)
-            job = Job(task.client, self.roster.name_of(task.client), key, task.network, task.spec, parcel, base)
+            job = JobOrder(task.client, self.roster.name_of(task.client), key, task.network, task.spec, parcel, base)
             wanted[task.client] = _Wanted(task, job)
         return wanted
 
@@ -298,7 +298,7 @@ class FleetEngine(Engine):
             return True
         return False
 
-    def _result(self, node: int, clients: Sequence[int], result: Done | Failed, seen: set[int]) -> Outcome | None:
+    def _result(self, node: int, clients: Sequence[int], result: JobDone | Failed, seen: set[int]) -> Outcome | None:
         client = result.client
         if client not in clients:
             self._refuse([client], "foreign", f"node {node} was not asked for client {client}")
@@ -326,7 +326,7 @@ class FleetEngine(Engine):
         self.roster.count(client, self._round)
         return Outcome(client, reply, {}, result.loss, result.steps, result.samples)
 
-    def _reply(self, client: int, result: Done) -> Message:
+    def _reply(self, client: int, result: JobDone) -> Message:
         reply = result.parcel.open()
         told = reply.facts.get("samples")
         if self._site is not None and told != self._site.split.size(client):

@@ -88,7 +88,7 @@ class Config:
         return json.dumps(asdict(self), indent=1)
 
 
-class Refusal(Exception):
+class ClosedDoor(Exception):
     """A request that does not pass."""
 
     def __init__(self, status: int, code: int, reason: str, who: str = "") -> None:
@@ -106,10 +106,10 @@ class Head:
     def length(self) -> int:
         """The announced size of the body; a body of unknown size is refused."""
         if "transfer-encoding" in self.headers:
-            raise Refusal(411, NO_PATH, "a body must announce its length")
+            raise ClosedDoor(411, NO_PATH, "a body must announce its length")
         text = self.headers.get("content-length", "0")
         if not re.fullmatch(r"[0-9]{1,15}", text):
-            raise Refusal(400, NO_PATH, "bad content-length")
+            raise ClosedDoor(400, NO_PATH, "bad content-length")
         return int(text)
 
 
@@ -136,12 +136,12 @@ class Keys:
     def check(self, key: str | None, status: int) -> str:
         """The name of the device a key belongs to, or a refusal with this status."""
         if not key:
-            raise Refusal(status, NO_KEY, "the device shows no key, and this server asks for one")
+            raise ClosedDoor(status, NO_KEY, "the device shows no key, and this server asks for one")
         if key in self.allowed:
             return self.allowed[key]
         if key in self.gone:
-            raise Refusal(status, REVOKED_KEY, f"the key of {self.gone[key]} is revoked", certs.fingerprint(key))
-        raise Refusal(status, UNKNOWN_KEY, "the key is not registered with this server", certs.fingerprint(key))
+            raise ClosedDoor(status, REVOKED_KEY, f"the key of {self.gone[key]} is revoked", certs.fingerprint(key))
+        raise ClosedDoor(status, UNKNOWN_KEY, "the key is not registered with this server", certs.fingerprint(key))
 
 
 class Quiet:
@@ -201,10 +201,10 @@ class Proxy:
         self._open[address] += 1
         try:
             if self._open[address] > PER_ADDRESS or self._open.total() > CONNECTIONS:
-                raise Refusal(503, NO_PATH, "too many connections")
+                raise ClosedDoor(503, NO_PATH, "too many connections")
             while await self._one(reader, writer, address):
                 pass
-        except Refusal as refusal:
+        except ClosedDoor as refusal:
             self._tell(refusal, address)
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await _answer(writer, refusal)
@@ -225,8 +225,8 @@ class Proxy:
             call, device = self._admit(head)
             size = head.length()
             if size > self.config.body_limit:
-                raise Refusal(413, NO_PATH, f"{size:,} bytes are too many", device)
-        except Refusal:
+                raise ClosedDoor(413, NO_PATH, f"{size:,} bytes are too many", device)
+        except ClosedDoor:
             await _swallow(reader, head)
             raise
         status, keep = await asyncio.wait_for(self._forward(head, size, reader, writer, address), ALL_SECONDS)
@@ -238,19 +238,19 @@ class Proxy:
         """What is called, and by which device; or a refusal."""
         method, path, version = [*head.first.split(" "), "", ""][:3]
         if version != "HTTP/1.1" or head.first.count(" ") != 2:
-            raise Refusal(400, NO_PATH, "not a request of HTTP/1.1")
+            raise ClosedDoor(400, NO_PATH, "not a request of HTTP/1.1")
         if (method, path) == ("GET", "/health"):
             return "health", "-"
         call = path.removeprefix(FLEET)
         if method != "POST" or not path.startswith(FLEET) or call not in CALLS | SELF_REGISTERING:
-            raise Refusal(403, NO_PATH, f"{method} {path[:80]!r} is not for devices")
+            raise ClosedDoor(403, NO_PATH, f"{method} {path[:80]!r} is not for devices")
         if self.keys is None:
             return call, "a device"
         # A node prints the reason of a 400 and ends, where it is about to enter; later on it is a 401 that makes it end, and begin
         # again. A 403 it takes for the end of the run.
         status = 400 if call in ENTRIES else 401
         if call in SELF_REGISTERING:
-            raise Refusal(status, NO_KEY, "a device brings a key that is registered here; none registers itself")
+            raise ClosedDoor(status, NO_KEY, "a device brings a key that is registered here; none registers itself")
         return call, self.keys.check(head.headers.get(KEY), status)
 
     async def _forward(
@@ -259,7 +259,7 @@ class Proxy:
         try:
             up_reader, up_writer = await self._connect()
         except OSError:
-            raise Refusal(503, NO_PATH, "the server is starting or gone; try again") from None
+            raise ClosedDoor(503, NO_PATH, "the server is starting or gone; try again") from None
         try:
             kept = {k: v for k, v in head.headers.items() if k in PASSED_ON or k.startswith("flwr-")}
             kept |= {"host": f"127.0.0.1:{self.config.upstream}", "content-length": str(size), "x-forwarded-for": address}
@@ -267,7 +267,7 @@ class Proxy:
             await _copy(reader, up_writer, size, PIECE_SECONDS)
             answer = await _read_head(up_reader, ANSWER_SECONDS)
             if answer is None:
-                raise Refusal(502, NO_PATH, "the server went away; try again")
+                raise ClosedDoor(502, NO_PATH, "the server went away; try again")
             again = await _relay(answer, up_reader, writer)
         except BaseException:
             up_writer.close()
@@ -290,7 +290,7 @@ class Proxy:
             writer.close()
         return await asyncio.open_connection("127.0.0.1", self.config.upstream, ssl=self._inner, limit=CHUNK)
 
-    def _tell(self, refusal: Refusal, address: str) -> None:
+    def _tell(self, refusal: ClosedDoor, address: str) -> None:
         who = f" {refusal.who}" if refusal.who else ""
         self.quiet.say(f"refused {address}{who}: {refusal.reason} ({refusal.status})")
 
@@ -303,18 +303,18 @@ async def _read_head(reader: asyncio.StreamReader, patience: float) -> Head | No
     except asyncio.IncompleteReadError:
         return None
     except asyncio.LimitOverrunError:
-        raise Refusal(431, NO_PATH, "the head of the request is too long") from None
+        raise ClosedDoor(431, NO_PATH, "the head of the request is too long") from None
     lines = raw[:-4].split(b"\r\n")
     if any(b"\n" in line or b"\r" in line or b"\0" in line for line in lines):
-        raise Refusal(400, NO_PATH, "bad line ends")
+        raise ClosedDoor(400, NO_PATH, "bad line ends")
     headers: dict[str, str] = {}
     for line in lines[1:]:
         name, colon, value = line.partition(b":")
         if not colon or not TOKEN.fullmatch(name):
-            raise Refusal(400, NO_PATH, "bad header")
+            raise ClosedDoor(400, NO_PATH, "bad header")
         word = name.decode().lower()
         if word in headers and word != "set-cookie":
-            raise Refusal(400, NO_PATH, f"the header {word} comes twice")
+            raise ClosedDoor(400, NO_PATH, f"the header {word} comes twice")
         headers[word] = value.strip(b" \t").decode("latin-1")
     return Head(lines[0].decode("latin-1"), headers)
 
@@ -368,7 +368,7 @@ async def _copy_chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
             return
 
 
-async def _answer(writer: asyncio.StreamWriter, refusal: Refusal) -> None:
+async def _answer(writer: asyncio.StreamWriter, refusal: ClosedDoor) -> None:
     """Says no in the form that Flower's nodes know how to print."""
     body = json.dumps({"code": refusal.code, "detail": refusal.reason}).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}

@@ -27,7 +27,7 @@ NAME = "roster.json"
 
 
 @dataclass
-class Entry:
+class RosterEntry:
     """One client: what it said of itself, its number, whose it is, and where and when it was last seen (seconds since 1970).
     `counted` are the last two rounds in which a result of it counted: the server may go back one round, but no further."""
 
@@ -46,17 +46,17 @@ class Roster:
         self.fleet, self.path = fleet, path
         self.run = run or secrets.token_hex(8)
         self.start = 1  # how often the server has been started
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RosterEntry] = {}
         self._names: dict[int, str] = {}
         if path is not None and path.exists():
             self._read(path)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RosterEntry]:
         """All clients ever seen, by number."""
         return sorted(self._entries.values(), key=lambda entry: entry.client)
 
-    def admit(self, node: int, token: str, member: Member) -> Entry:
+    def admit(self, node: int, token: str, member: Member) -> RosterEntry:
         """Takes a client in, or recognises it; an `InputError` says why not."""
         digest = hashlib.sha256(token.encode()).hexdigest()
         known = self._entries.get(member.name)
@@ -69,7 +69,7 @@ class Roster:
             raise InputError(f"{member.name!r} is client {known.client} of this run, not {member.client}")
         client = known.client if known is not None else self._place(member)
         self._check(member, client)
-        entry = Entry(member, client, digest, node, time.time(), known.counted if known is not None else ())
+        entry = RosterEntry(member, client, digest, node, time.time(), known.counted if known is not None else ())
         self._entries[member.name], self._names[client] = entry, member.name
         return entry
 
@@ -96,11 +96,11 @@ class Roster:
         """A client's name."""
         return self._names.get(client, "")
 
-    def entry(self, client: int) -> Entry | None:
+    def entry(self, client: int) -> RosterEntry | None:
         """What is known of a client."""
         return self._entries.get(self._names.get(client, ""))
 
-    def entry_named(self, name: str) -> Entry | None:
+    def entry_named(self, name: str) -> RosterEntry | None:
         """What is known of a client, by its name."""
         return self._entries.get(name)
 
@@ -159,7 +159,7 @@ class Roster:
             for row in table["clients"]:
                 counted = tuple(int(r) for r in row["counted"])
                 member, client, seen = Member.read(row["member"]), int(row["client"]), float(row["seen"])
-                entry = Entry(member, client, str(row["token"]), None, seen, counted)
+                entry = RosterEntry(member, client, str(row["token"]), None, seen, counted)
                 self._entries[entry.member.name], self._names[entry.client] = entry, entry.member.name
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(

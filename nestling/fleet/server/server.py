@@ -57,7 +57,7 @@ REGISTERED = "registered.json"
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """What was asked for. `certs` None: neither TLS nor keys, on the loop only."""
 
     experiment: str  # complete, as TOML
@@ -76,7 +76,7 @@ def home_of(out: Path) -> Path:
     return out.with_name(out.name + ".server")
 
 
-def serve(options: Options) -> dict[str, Any]:
+def serve(options: ServeOptions) -> dict[str, Any]:
     """Serves until the run is done; gives its outcome. `InputError` where the run cannot go on."""
     need_flower()
     files = certs.server_files(options.certs) if options.certs else None
@@ -99,7 +99,7 @@ def serve(options: Options) -> dict[str, Any]:
 class _Server:
     """The parts of a running server."""
 
-    def __init__(self, options: Options, home: Path, files: certs.ServerFiles | None, keeper: Keeper) -> None:
+    def __init__(self, options: ServeOptions, home: Path, files: certs.ServerFiles | None, keeper: Keeper) -> None:
         self.options, self.home, self.files, self.keeper = options, home, files, keeper
         self.inner, self.env = free_port(), flower_env(certs.private_folder(home / "flower"))
         self.logs = certs.private_folder(home / "log")

@@ -15,7 +15,7 @@ Key = tuple[str, bytes]
 
 
 @dataclass(frozen=True)
-class Network:
+class DraftNetwork:
     """One of the fleet's networks: its name, how many convolutions it has, and the shapes of one row of its drafts."""
 
     name: str
@@ -28,14 +28,14 @@ def key_of(piece: Piece) -> Key:
     return piece.reference.name, piece.view.key()
 
 
-def networks_of(pieces: Iterable[Piece], inputs: Tensor, weights: Weights) -> dict[Key, Network]:
+def networks_of(pieces: Iterable[Piece], inputs: Tensor, weights: Weights) -> dict[Key, DraftNetwork]:
     """The networks of all tiers, of whose drafts those are made that count."""
     found = {key_of(piece): (piece.reference.network(piece.view), taps_of(piece.reference, piece.view)) for piece in pieces}
     depths = [taps.depth for _, taps in found.values()]
     networks = {}
     for number, (key, (module, taps)) in enumerate(found.items()):
         drafts = drafts_of(module, taps, depths, inputs, weights)
-        networks[key] = Network(f"network {number}", taps.depth, {name: t.shape[1:] for name, t in drafts.items()})
+        networks[key] = DraftNetwork(f"network {number}", taps.depth, {name: t.shape[1:] for name, t in drafts.items()})
     axes = {len(shape) for network in networks.values() for name, shape in network.shapes.items() if name != LOGITS}
     require(len(axes) < 2, "DraftFed cannot align maps of one and of two axes", "fleet.tiers", "take networks of one kind")
     return networks

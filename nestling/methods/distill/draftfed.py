@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, InputError, Message, Phase, Piece, Replies, State, World, kept, made
 from nestling.methods.distill import drafts
-from nestling.methods.distill.draft_networks import Key, Network, key_of, networks_of, refuse_without_convolutions
-from nestling.methods.distill.drafts import Pool, Weights, drafts_of, taps_of
+from nestling.methods.distill.draft_networks import DraftNetwork, Key, key_of, networks_of, refuse_without_convolutions
+from nestling.methods.distill.drafts import DraftPool, Weights, drafts_of, taps_of
 from nestling.methods.part import Part, Tensors
 from nestling.methods.personal import Personal
 from nestling.methods.public import drawn
@@ -69,7 +69,7 @@ class DraftFed(Personal):
     batch: Count = 128
     lr: NotNegative = 0.0
 
-    networks: dict[Key, Network] = made()
+    networks: dict[Key, DraftNetwork] = made()
     targets: dict[str, State] = kept()
 
     info = replace(
@@ -114,7 +114,7 @@ class DraftFed(Personal):
             said.setdefault(key_of(reply.piece), []).append(reply.message.parts.get("drafts", {}))
         if not said:
             return
-        pools = [Pool.of(self.networks[key].depth, own) for key, own in said.items()]
+        pools = [DraftPool.of(self.networks[key].depth, own) for key, own in said.items()]
         self.targets = {
             net.name: {**self.targets.get(net.name, {}), **drafts.targets(pools, net.depth, net.shapes, self.divisor)}
             for net in self.networks.values()

@@ -83,7 +83,7 @@ def aligned_mean(parts: Sequence[tuple[Tensor, int]], shape: Sequence[int], divi
 
 
 @dataclass(frozen=True)
-class Pool:
+class DraftPool:
     """The drafts of all clients with one network, added up: aligning is linear, so that it can wait until after the sum."""
 
     depth: int
@@ -91,15 +91,15 @@ class Pool:
     sums: State
 
     @staticmethod
-    def of(depth: int, drafts: Sequence[Tensors]) -> Pool:
-        return Pool(depth, len(drafts), {name: torch.stack([d[name] for d in drafts]).sum(0) for name in drafts[0]})
+    def of(depth: int, drafts: Sequence[Tensors]) -> DraftPool:
+        return DraftPool(depth, len(drafts), {name: torch.stack([d[name] for d in drafts]).sum(0) for name in drafts[0]})
 
     def at(self, depth: int) -> Tensor:
         """What the network's convolution at this depth put out."""
         return self.sums[LAST if depth == self.depth else supplement(depth)]
 
 
-def targets(pools: Sequence[Pool], depth: int, shapes: Mapping[str, Sequence[int]], divisor: str) -> State:
+def targets(pools: Sequence[DraftPool], depth: int, shapes: Mapping[str, Sequence[int]], divisor: str) -> State:
     """What a network of some depth is to learn: means of all first maps, of the maps at its depth of those that are at least as deep,
     and of all logits; of those drafts that `shapes` names."""
     found = {}

@@ -43,7 +43,7 @@ def _stage(name: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Scale:
+class WidthScale:
     """The networks of one rule: unit j keeps the share clip((1 − A_j·log|l_j| / log max|l|)·γ, 0.01, 1) of its channels, where |l_j|
     counts its parameters. Without `apoz` every unit keeps clip(γ, 0.01, 1)."""
 

@@ -13,10 +13,10 @@ from nestling.methods.api import Client, Device, Info, Message, Model, Phase, Pi
 from nestling.methods.kept import kept, made
 from nestling.methods.part import WEIGHTS, Fact, Part, Tensors
 from nestling.methods.proxy import PROXY_FIRST
-from nestling.methods.submodel.apoz import Scale, measure_on_proxy, units_of
+from nestling.methods.submodel.apoz import WidthScale, measure_on_proxy, units_of
 from nestling.methods.submodel.inner_teachers import taught
 from nestling.methods.submodel.levels import anew, fitted, with_smaller
-from nestling.methods.submodel.pool import Pool, Rung, params, whole
+from nestling.methods.submodel.pool import ModelPool, Rung, params, whole
 from nestling.settings import Compat, Count, NonZeroShare, NotNegative, Positive, ShareBelowOne, UnitShare
 from nestling.views.nested import within
 from nestling.views.view import take
@@ -84,8 +84,8 @@ class FlexFL(SharedWeights):
     compat: Compat = "paper"
 
     idle: State = kept()  # the APoZ vector, as it travels
-    scale: Scale = made()
-    pool: Pool = made()
+    scale: WidthScale = made()
+    pool: ModelPool = made()
     _dispatched: tuple[int, dict[int, int]] = made()
 
     info = Info("width", "width: nested, a ratio a unit; cut further on the device", "official code read", "A", PROXY_FIRST)
@@ -111,10 +111,10 @@ class FlexFL(SharedWeights):
         # Devices know the vector in single precision, so the server must not know it better.
         vector = torch.tensor(apoz, dtype=torch.float32, device=self.world.place)
         self.idle, self._dispatched = {"apoz": vector} if apoz else {}, (0, {})
-        self.scale = Scale(self.world.main, units, tuple(vector.tolist()))
+        self.scale = WidthScale(self.world.main, units, tuple(vector.tolist()))
         asked = self.levels or (LEVELS if self.compat == "code" else ())
         levels = [self._rung(size) for size in asked] or fitted(self.world, self.scale)
-        self.pool = Pool(self.world, with_smaller(levels, self.adapt, self._rung))
+        self.pool = ModelPool(self.world, with_smaller(levels, self.adapt, self._rung))
 
     def _zeros(self, units: Sequence[str]) -> tuple[float, ...]:
         """How idle each unit is: as preset, or as measured."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from nestling.methods.api import Piece, State, View, World, pack
-from nestling.methods.submodel.apoz import Scale
+from nestling.methods.submodel.apoz import WidthScale
 from nestling.methods.submodel.pool import Rung, params, whole
 from nestling.seeds import torch_seeded
 from nestling.world import Plan
@@ -27,7 +27,7 @@ def with_smaller(levels: Sequence[Rung], adapt: float, of_size: Callable[[float]
     return rungs
 
 
-def fitted(world: World, scale: Scale) -> list[Rung]:
+def fitted(world: World, scale: WidthScale) -> list[Rung]:
     """One model a tier, the largest that it trains."""
     views = [scale.largest(partial(trains, world, plan)) for plan in world.plans.values()]
     pieces = [Piece(world.main, view) for view in {view.key(): view for view in views}.values()]

@@ -26,7 +26,7 @@ class Rung:
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class ModelPool:
     """Models from small to large, each inside the next."""
 
     world: World

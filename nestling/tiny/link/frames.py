@@ -19,7 +19,7 @@ _LONGEST_ENCODED = _LONGEST + _LONGEST // 254 + 1
 _RUN = 254  # bytes that one COBS block holds
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is: a request, or (ANSWER added) the answer to one; BEACON: a board has started; AGAIN: it could not read that."""
 
     HELLO = 1

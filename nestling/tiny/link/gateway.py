@@ -31,8 +31,8 @@ from typing import IO, Any
 
 from nestling.errors import InputError, unknown
 from nestling.tiny.link import bundle
-from nestling.tiny.link.journal import Entry
-from nestling.tiny.link.line import Counts, Line, Lost, Refused, Timing
+from nestling.tiny.link.journal import JournalEntry
+from nestling.tiny.link.line import BoardLine, BoardRefused, Counts, LineTiming, Lost
 from nestling.tiny.link.orders import Orders, orders_from, orders_of
 from nestling.tiny.link.session import Notes, Session, connect, first_state
 from nestling.tiny.link.transport import Noise
@@ -54,7 +54,7 @@ class BoardConfig:
     transport: str
     every: int = 20
     noise: Noise | None = None
-    timing: Timing = field(default_factory=Timing)
+    timing: LineTiming = field(default_factory=LineTiming)
 
 
 def read_config(path: Path) -> dict[str, BoardConfig]:
@@ -73,7 +73,7 @@ def _board_config(name: str, told: Any) -> BoardConfig:
         raise InputError(f"{name!r} is no name for a board", field="config", fix="letters, digits, - and _")
     if not isinstance(told, dict) or not isinstance(told.get("transport"), str):
         raise InputError("says not how to reach the board", field=name, fix='{"transport": "unix:PATH"}')
-    parts: dict[str, Callable[..., Any]] = {"noise": Noise, "timing": Timing}
+    parts: dict[str, Callable[..., Any]] = {"noise": Noise, "timing": LineTiming}
     try:
         return _made(BoardConfig, name, {k: _made(parts[k], f"{name}.{k}", v) if k in parts else v for k, v in told.items()})
     except TypeError as error:
@@ -136,13 +136,13 @@ class Gateway:
         return self._desks[board]
 
     def _session(self, name: str, board: BoardConfig) -> Session:
-        line = Line(connect(board.transport, board.noise), board.timing)
+        line = BoardLine(connect(board.transport, board.noise), board.timing)
         return Session(line, board.every, lambda why: self._log("lost", board=name, why=why))
 
     def _run(self, board: str, session: Session, orders: Orders) -> tuple[Done, dict[str, Any]]:
         session.notes, session.line.counts = Notes(), Counts()
         begun = time.monotonic()
-        entry = Entry(self._journal, board, orders.digest, session.hello().data)
+        entry = JournalEntry(self._journal, board, orders.digest, session.hello().data)
         found = entry.find()
         done = found.done
         facts: dict[str, Any] = {"board": board, "job": orders.digest[:16]}
@@ -180,7 +180,7 @@ class _Handler(socketserver.BaseRequestHandler):
         try:
             return self._serve(*bundle.unpack(data))
         except InputError as error:
-            kind = "refused" if isinstance(error, Refused) else "input"
+            kind = "refused" if isinstance(error, BoardRefused) else "input"
             return self._failed(kind, error.message, field=error.field, fix=error.fix)
         except Lost as error:
             return self._failed("lost", str(error))
@@ -334,7 +334,7 @@ def _error(told: Mapping[str, Any]) -> Exception:
     if kind == "lost":
         return Lost(message)
     if kind in ("input", "refused"):
-        return (Refused if kind == "refused" else InputError)(message, field=told.get("field"), fix=told.get("fix"))
+        return (BoardRefused if kind == "refused" else InputError)(message, field=told.get("field"), fix=told.get("fix"))
     return RuntimeError(f"the gateway failed: {message}")
 
 

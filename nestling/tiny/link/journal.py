@@ -31,7 +31,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """The notes on one job of one board. `data`: CRC of the board's data, since the result depends on it as much as on the job."""
 
     folder: Path

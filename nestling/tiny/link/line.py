@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from nestling.errors import InputError
 from nestling.planning.descriptor import NONE
-from nestling.tiny.link.frames import Frame, Kind, Reader, Status, encode
+from nestling.tiny.link.frames import Frame, FrameKind, Reader, Status, encode
 from nestling.tiny.link.transport import Broken, Stream
 from nestling.tiny.runtime.native import REASONS
 
@@ -43,12 +43,12 @@ class Gone(Lost):
     """And it did not come back either."""
 
 
-class Refused(InputError):
+class BoardRefused(InputError):
     """The board will not do what it was asked for."""
 
 
 @dataclass(frozen=True)
-class Timing:
+class LineTiming:
     """Seconds. answer: until a request is sent again for the first time (then twice as long each time, at most `longest`), less
     where answers are seen to come sooner. sample: added for each sample of a step until the first has been timed. patience: without
     an answer the board counts as lost. revival: how long it is waited for after that."""
@@ -73,7 +73,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Info:
+class BoardInfo:
     """A board's state. `plan`: CRC of its descriptor; `samples`: of the batch at work; `data`: CRC of its data."""
 
     payload: int
@@ -95,25 +95,27 @@ class Info:
     repeated: int
 
 
-def info_from(payload: bytes) -> Info:
+def info_from(payload: bytes) -> BoardInfo:
     """The state in an answer to HELLO."""
     if len(payload) != _INFO.size:
-        raise Refused(f"a state of {len(payload)} bytes from the board", fix="update its firmware")
+        raise BoardRefused(f"a state of {len(payload)} bytes from the board", fix="update its firmware")
     protocol, room, build, region, stack, reserved, flags, *rest = _INFO.unpack(payload)
     if protocol != PROTOCOL:
-        raise Refused(f"the board speaks protocol {protocol}, this is {PROTOCOL}", fix="update its firmware")
+        raise BoardRefused(f"the board speaks protocol {protocol}, this is {PROTOCOL}", fix="update its firmware")
     plan, job, steps, samples, rows, channels, sides, data, damaged, repeated = rest
     shape = (channels & 0xFFFF, sides & 0xFFFF, sides >> 16)
     marks = (bool(flags & _LOADED), bool(flags & _READY), bool(flags & _HAS_DATA))
-    return Info(room, build, region, stack, reserved, *marks, plan, job, steps, samples, rows, shape, data, damaged, repeated)
+    return BoardInfo(
+        room, build, region, stack, reserved, *marks, plan, job, steps, samples, rows, shape, data, damaged, repeated
+    )
 
 
 @dataclass
-class Line:
+class BoardLine:
     """Speaks to one board. `connect` opens the stream, or raises `Broken`."""
 
     connect: Callable[[], Stream]
-    timing: Timing = field(default_factory=Timing)
+    timing: LineTiming = field(default_factory=LineTiming)
     counts: Counts = field(default_factory=Counts)
     _stream: Stream | None = None
     _reader: Reader = field(default_factory=Reader)
@@ -122,7 +124,7 @@ class Line:
     _usual: float = 0.0  # seconds until an answer comes,
     _spread: float = 0.0  # and how far that varies; 0: not known yet
 
-    def hello(self) -> Info:
+    def hello(self) -> BoardInfo:
         """Begins a session, with a board that may still be starting; waits for it for `timing.revival` seconds."""
         end = time.monotonic() + self.timing.revival
         pause = 0.02
@@ -130,14 +132,14 @@ class Line:
             try:
                 self._open()
                 wait = self.timing.answer / 2  # what a board did not hear because it was starting is soon said again
-                return info_from(self._exchange(Kind.HELLO, b"", min(_HELLO, self.timing.patience), wait, wait))
+                return info_from(self._exchange(FrameKind.HELLO, b"", min(_HELLO, self.timing.patience), wait, wait))
             except Lost as error:
                 if time.monotonic() + pause > end:
                     raise Gone(f"the board did not come back in {self.timing.revival:g} s: {error}") from error
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    def ask(self, kind: Kind, payload: bytes, extra: float = 0.0) -> bytes:
+    def ask(self, kind: FrameKind, payload: bytes, extra: float = 0.0) -> bytes:
         """The answer to a request; `extra` seconds are granted for the work that it takes."""
         begun, resent = time.monotonic(), self.counts.resent
         wait = self._wait() + extra
@@ -174,7 +176,7 @@ class Line:
         self._session = (self._session + secrets.randbelow(0xFFFE)) % 0xFFFF + 1
         self._sequence = secrets.randbelow(1 << 16)
 
-    def _exchange(self, kind: Kind, payload: bytes, patience: float, wait: float, longest: float) -> bytes:
+    def _exchange(self, kind: FrameKind, payload: bytes, patience: float, wait: float, longest: float) -> bytes:
         self._sequence = (self._sequence + 1) & 0xFFFF
         request = encode(Frame(kind, self._session, self._sequence, payload))
         end = time.monotonic() + patience
@@ -200,7 +202,7 @@ class Line:
         self.counts.frames += 1
         self._stream.write(data)
 
-    def _answer(self, kind: Kind, until: float) -> Frame | None:
+    def _answer(self, kind: FrameKind, until: float) -> Frame | None:
         """The answer to the request at work; None: it is time to send it again."""
         while True:
             again = False
@@ -211,16 +213,16 @@ class Line:
                     again = True
                 elif self._is_answer(frame, kind):
                     return frame
-                elif frame.kind == Kind.BEACON and kind != Kind.HELLO:
+                elif frame.kind == FrameKind.BEACON and kind != FrameKind.HELLO:
                     self.counts.restarts += 1
                     raise Lost("the board has started anew")
-                elif frame.kind in (Kind.AGAIN, Kind.BEACON):
+                elif frame.kind in (FrameKind.AGAIN, FrameKind.BEACON):
                     again = True
             if again or time.monotonic() >= until:
                 return None
 
-    def _is_answer(self, frame: Frame, kind: Kind) -> bool:
-        return (frame.kind, frame.session, frame.sequence) == (kind | Kind.ANSWER, self._session, self._sequence)
+    def _is_answer(self, frame: Frame, kind: FrameKind) -> bool:
+        return (frame.kind, frame.session, frame.sequence) == (kind | FrameKind.ANSWER, self._session, self._sequence)
 
     def _read(self, answer: Frame) -> bytes:
         if answer.status == Status.DONE:
@@ -229,10 +231,10 @@ class Line:
             self.counts.restarts += 1
             raise Lost("the board has started anew")
         if answer.status == Status.ENGINE and len(answer.payload) == _ENGINE.size:
-            raise Refused(f"the board refused it: {_engine_reason(*_ENGINE.unpack(answer.payload))}", field="board")
-        kind = Kind(answer.kind & ~Kind.ANSWER).name
+            raise BoardRefused(f"the board refused it: {_engine_reason(*_ENGINE.unpack(answer.payload))}", field="board")
+        kind = FrameKind(answer.kind & ~FrameKind.ANSWER).name
         reason = _REASONS.get(answer.status, f"status {answer.status}")
-        raise Refused(f"the board refused {kind}: {reason}", field="board")
+        raise BoardRefused(f"the board refused {kind}: {reason}", field="board")
 
 
 def _engine_reason(code: int, op: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nestling.errors import InputError
-from nestling.planning.descriptor import NONE, Header, Settings, from_bytes
+from nestling.planning.descriptor import NONE, DescriptorSettings, Header, from_bytes
 from nestling.tiny.link import bundle
 from nestling.tiny.runtime.job import Job, Step
 from nestling.tiny.runtime.native import ANCHOR, MASK, PRESENT, packed
@@ -128,7 +128,7 @@ def _faults(orders: Orders) -> Iterator[tuple[str, str]]:
         header = orders.header
     except (ValueError, struct.error) as error:
         raise InputError(f"not a descriptor: {error}", field="plan") from error
-    yield "settings", _wrong(orders.settings, np.float32, (len(fields(Settings)),))
+    yield "settings", _wrong(orders.settings, np.float32, (len(fields(DescriptorSettings)),))
     yield "weights", _wrong(orders.weights, np.float32, (header.params,))
     yield "steps", _wrong(orders.sizes, np.uint32, (orders.sizes.size,))
     if not ((orders.sizes > 0) & (orders.sizes < _MOST_ROWS)).all():
@@ -152,7 +152,7 @@ def _mask_bytes(header: Header) -> int:
 
 
 def _setting(orders: Orders, *names: str) -> bool:
-    places = [field.name for field in fields(Settings)]
+    places = [field.name for field in fields(DescriptorSettings)]
     return any(orders.settings[places.index(name)] > 0 for name in names)
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from nestling.planning.descriptor import NONE
-from nestling.tiny.link.frames import MOST_PAYLOAD, Kind
-from nestling.tiny.link.line import Gone, Info, Line, Lost, Refused, Timing
+from nestling.tiny.link.frames import MOST_PAYLOAD, FrameKind
+from nestling.tiny.link.line import BoardInfo, BoardLine, BoardRefused, Gone, Lost
 from nestling.tiny.link.orders import Orders, orders_of
 from nestling.tiny.link.transport import Noise, Noisy, Stream, open_stream
 from nestling.tiny.runtime.job import Done, Job
 from nestling.tiny.runtime.native import MOMENTUM, WEIGHTS
 
-__all__ = ["Info", "Lost", "Refused", "Session", "State", "Timing", "connect", "first_state"]
+__all__ = ["BoardInfo", "BoardRefused", "Lost", "Session", "State", "connect", "first_state"]
 
 _PLACE = struct.Struct("<2I")  # in front of what is loaded or written
 _READ = struct.Struct("<3I")
@@ -97,13 +97,13 @@ class Session:
     every: steps between two checkpoints (0: none). on_lost: told why, whenever the board is lost and looked for again.
     """
 
-    line: Line
+    line: BoardLine
     every: int = 0
     on_lost: Callable[[str], None] | None = None
     notes: Notes = field(default_factory=Notes)
     _pace: float | None = None  # seconds that a sample takes; a slow one is remembered for a while
 
-    def hello(self) -> Info:
+    def hello(self) -> BoardInfo:
         """The board's state; waits for a board that is not there yet."""
         info = self.line.hello()
         self.notes.stack, self.notes.region = info.stack, info.region
@@ -144,9 +144,9 @@ class Session:
         parts = []
         for place in range(0, size, MOST_PAYLOAD):
             count = min(MOST_PAYLOAD, size - place)
-            part = self.line.ask(Kind.READ, _READ.pack(block, place, count))
+            part = self.line.ask(FrameKind.READ, _READ.pack(block, place, count))
             if len(part) != count:
-                raise Refused(f"the board gave {len(part)} bytes of {count}", field="board")
+                raise BoardRefused(f"the board gave {len(part)} bytes of {count}", field="board")
             parts.append(part)
         return b"".join(parts)
 
@@ -154,25 +154,25 @@ class Session:
         """Fills a block of the board's arena from its start."""
         room = MOST_PAYLOAD - _PLACE.size
         for place in range(0, len(data), room):
-            self.line.ask(Kind.WRITE, _PLACE.pack(block, place) + data[place : place + room])
+            self.line.ask(FrameKind.WRITE, _PLACE.pack(block, place) + data[place : place + room])
 
     def load(self, descriptor: bytes) -> None:
         """Gives the board a plan."""
         room = MOST_PAYLOAD - _PLACE.size
         for place in range(0, len(descriptor), room):
-            self.line.ask(Kind.LOAD, _PLACE.pack(place, len(descriptor)) + descriptor[place : place + room])
+            self.line.ask(FrameKind.LOAD, _PLACE.pack(place, len(descriptor)) + descriptor[place : place + room])
         self.notes.loads += 1
 
     def train(self, request: bytes, samples: int) -> bytes:
         """The answer to a STEP of so many samples, for which the time is granted that they have needed so far."""
         extra = samples * (self.line.timing.sample if self._pace is None else 4 * self._pace)
         begun, resent = time.monotonic(), self.line.counts.resent
-        answer = self.line.ask(Kind.STEP, request, extra)
+        answer = self.line.ask(FrameKind.STEP, request, extra)
         if self.line.counts.resent == resent:  # else it is not the board that needed the time
             pace = (time.monotonic() - begun) / samples
             self._pace = pace if self._pace is None else max(pace, 0.9 * self._pace)
         if len(answer) != _PROGRESS.size:
-            raise Refused(f"the board answered a step with {len(answer)} bytes", field="board")
+            raise BoardRefused(f"the board answered a step with {len(answer)} bytes", field="board")
         return answer
 
 
@@ -197,16 +197,18 @@ class _Work:
             self._keep(index + 1)
         return Done(self._weights(), self.progress.loss, len(self.orders.sizes), len(self.orders.rows))
 
-    def _check(self, info: Info) -> None:
+    def _check(self, info: BoardInfo) -> None:
         needed = len(self.orders.descriptor) + self.orders.header.arena
         self.session.notes.used = needed
         if not info.has_data:
-            raise Refused("the board has no readable data", field="board", fix="write the client's data to its flash")
+            raise BoardRefused("the board has no readable data", field="board", fix="write the client's data to its flash")
         if needed > info.region:
             fix = "a smaller view, a frozen prefix, or plain SGD"
-            raise Refused(f"the plan needs {needed} bytes of RAM, the board has {info.region} for it", field="board", fix=fix)
+            raise BoardRefused(
+                f"the plan needs {needed} bytes of RAM, the board has {info.region} for it", field="board", fix=fix
+            )
 
-    def _goes_on(self, info: Info) -> bool:
+    def _goes_on(self, info: BoardInfo) -> bool:
         """Whether the board is at work on this very job, no further than one step beyond the losses that are known."""
         if not info.ready or info.job != self.orders.number or info.plan != self._plan_crc():
             return False
@@ -220,17 +222,17 @@ class _Work:
     def _plan_crc(self) -> int:
         return int.from_bytes(self.orders.descriptor[12:16].tobytes(), "little")
 
-    def _restore(self, info: Info) -> int:
+    def _restore(self, info: BoardInfo) -> int:
         """Brings the board to the last safe state."""
         self.progress.back()
         state, orders, session = self.progress.state, self.orders, self.session
         if not info.loaded or info.plan != self._plan_crc():
             session.load(orders.descriptor.tobytes())
-        session.line.ask(Kind.BEGIN, struct.pack("<I", orders.number) + orders.settings.tobytes())
+        session.line.ask(FrameKind.BEGIN, struct.pack("<I", orders.number) + orders.settings.tobytes())
         for block, values in (*orders.blocks, (WEIGHTS, state.weights), (MOMENTUM, state.momentum)):
             if values is not None:
                 session.write(block, values.tobytes())
-        session.line.ask(Kind.START, _START.pack(orders.number, state.step))
+        session.line.ask(FrameKind.START, _START.pack(orders.number, state.step))
         session.notes.restored += state.step > 0
         return 0
 
@@ -260,7 +262,7 @@ class _Work:
             each += 4 * self.orders.header.classes
         room = (MOST_PAYLOAD - _STEP.size - 2) // each
         if room < 1:
-            raise Refused(
+            raise BoardRefused(
                 f"targets of {self.orders.header.classes} classes do not go into a frame", field="targets", fix="train on labels"
             )
         return min(_MOST_SAMPLES, room)

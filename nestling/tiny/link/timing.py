@@ -13,7 +13,7 @@ from nestling.devices.catalogue import Figure, device
 from nestling.errors import InputError
 from nestling.tiny.boards.emulator import emulator
 from nestling.tiny.boards.table import Board, board
-from nestling.tiny.link.line import Line
+from nestling.tiny.link.line import BoardLine
 from nestling.tiny.link.session import Session, connect
 from nestling.tiny.runtime.job import Job
 
@@ -52,7 +52,7 @@ def instructions(name: str | Board, job: Job, blob: bytes, shift: int = 0) -> in
     if wanted.machine is None:
         raise InputError(f"{wanted.name} has no clock that counts instructions", field="board", fix="take a board of QEMU's")
     with tempfile.TemporaryDirectory(prefix="nst") as folder, emulator(wanted, blob, Path(folder) / "board", shift) as running:
-        session = Session(Line(connect(running.transport)))
+        session = Session(BoardLine(connect(running.transport)))
         try:
             session.run(job)
         finally:

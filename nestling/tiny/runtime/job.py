@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nestling.planning.descriptor import Settings
+from nestling.planning.descriptor import DescriptorSettings
 
 if TYPE_CHECKING:
-    from nestling.planning.plan import Plan
+    from nestling.planning.plan import MemoryPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,9 @@ class Job:
     mask: flags, one for each trained parameter. present: one float a class. targets: (rows of the board's data, classes) float32.
     """
 
-    plan: Plan
+    plan: MemoryPlan
     weights: np.ndarray
-    settings: Settings
+    settings: DescriptorSettings
     steps: Sequence[Step]
     anchor: np.ndarray | None = None
     mask: np.ndarray | None = None

@@ -47,7 +47,7 @@ REASONS = (
 """What the runtime's codes mean, in the order of the enumeration in nestling.h."""
 
 
-class Refused(InputError):
+class RuntimeRefused(InputError):
     """The runtime refused; `code` is its reason."""
 
     def __init__(self, code: int, what: str, op: int = NONE) -> None:
@@ -109,7 +109,7 @@ def load(path: Path) -> ctypes.CDLL:
     return found
 
 
-class Data:
+class FlashData:
     """A client's data, opened and checked. Many engines may read it."""
 
     def __init__(self, blob: bytes) -> None:
@@ -122,7 +122,7 @@ class Data:
         return int(self.view.rows)
 
 
-class Engine:
+class CRuntime:
     """One training engine with an arena of its own: exactly as many bytes as the plan says, or as many as given."""
 
     def __init__(self, descriptor: bytes, arena: int) -> None:
@@ -153,7 +153,12 @@ class Engine:
         _check(self._library.nst_begin(byref(self._engine), byref(_Settings.from_buffer_copy(settings))), "the settings")
 
     def batch(
-        self, data: Data, rows: np.ndarray, shifts: np.ndarray | None = None, targets: np.ndarray | None = None, inner: int = 0
+        self,
+        data: FlashData,
+        rows: np.ndarray,
+        shifts: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
+        inner: int = 0,
     ) -> float:
         """One step; gives the loss summed over its samples."""
         at = [
@@ -165,7 +170,7 @@ class Engine:
         _check(code, "a step")
         return float(self._engine.loss)
 
-    def forward(self, data: Data, row: int) -> np.ndarray:
+    def forward(self, data: FlashData, row: int) -> np.ndarray:
         """The logits of one row."""
         _check(self._library.nst_forward(byref(self._engine), byref(data.view), row), "a row")
         return self.block(LOGITS).copy()
@@ -175,9 +180,9 @@ class Engine:
         return int(self._engine.steps)
 
 
-def engine_for(job: Job) -> Engine:
+def engine_for(job: Job) -> CRuntime:
     """An engine that holds the plan, the weights and all else of a job, and has begun."""
-    engine = Engine(job.plan.descriptor, job.plan.arena)
+    engine = CRuntime(job.plan.descriptor, job.plan.arena)
     engine.write(WEIGHTS, np.asarray(job.weights, np.float32), "the weights")
     if job.anchor is not None:
         engine.write(ANCHOR, np.asarray(job.anchor, np.float32), "the anchor")
@@ -191,7 +196,7 @@ def engine_for(job: Job) -> Engine:
 
 def run_job(job: Job, blob: bytes) -> Done:
     """A job, exactly as the firmware does it."""
-    engine, data = engine_for(job), Data(blob)
+    engine, data = engine_for(job), FlashData(blob)
     targets = job.targets
     if targets is not None and np.shape(targets) != (data.rows, job.plan.header.classes):
         raise InputError(
@@ -234,4 +239,4 @@ def _pointer(values: np.ndarray | None, kind: type, shape: tuple[int, ...] | Non
 
 def _check(code: int, what: str, op: int = NONE) -> None:
     if code:
-        raise Refused(code, what, op)
+        raise RuntimeRefused(code, what, op)

@@ -190,10 +190,10 @@ def test_nothing_is_left_and_nothing_secret_was_said(story: Story) -> None:
 
 def test_insecure_means_this_machine(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="only this machine"):
-        serving.serve(serving.Options("", tmp_path / "run", None, host="0.0.0.0"))
+        serving.serve(serving.ServeOptions("", tmp_path / "run", None, host="0.0.0.0"))
     away = {"device": "phone", "data": "experiment", "name": "x", "folder": tmp_path, "certs": None}
     with pytest.raises(InputError, match="on its own machine"):
-        joining.join(joining.Options(host="10.1.2.3", port=1, **away))  # type: ignore[arg-type]
+        joining.join(joining.JoinOptions(host="10.1.2.3", port=1, **away))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
     asked = CliRunner().invoke(app, ["join", "10.1.2.3", "--device", "phone", "--data", "experiment"])
     assert isinstance(asked.exception, InputError) and "--certs" in str(asked.exception)

@@ -14,7 +14,7 @@ from nestling.training.phase import Phase
 
 
 @dataclass(frozen=True)
-class Settings:
+class CudaSettings:
     """precision: "float32", "tf32" or "bf16". compile: whether torch.compile fuses the stacked step."""
 
     precision: str = "tf32"
