@@ -17,6 +17,7 @@ from nestling.devices.units import GB, MB, show_bytes, show_number
 from nestling.errors import InputError, unknown
 from nestling.planning import forecast
 from nestling.planning.descriptor import HEADER_BYTES, OP_BYTES
+from nestling.planning.firmware import FIRMWARE
 from nestling.planning.forecast import BLOCKS
 
 RATIOS: tuple[float, ...] = (1 / 64, *(k / 32 for k in range(1, 33)))
@@ -112,7 +113,7 @@ def _blocks(budget: Budget) -> tuple[str, ...]:
 
 
 def _statics(cost: Cost) -> int:
-    return forecast.FIRMWARE.statics + HEADER_BYTES + OP_BYTES * cost.layers
+    return FIRMWARE.statics + HEADER_BYTES + OP_BYTES * cost.layers
 
 
 def _lacks(cost: Cost, budget: Budget) -> str:

@@ -56,5 +56,7 @@ class Fact:
     what: str
 
 
+__all__ = ["WEIGHTS", "Fact", "Facts", "Part", "Parts", "Tensors"]
+
 Parts = tuple[Part, ...]
 Facts = tuple[Fact, ...]

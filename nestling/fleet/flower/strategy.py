@@ -57,7 +57,7 @@ class Strategy(FlowerStrategy):
         self.deadline, self.quorum, self.patience = deadline, quorum, patience
         self.result: Result | None = None
 
-    def start(  # type: ignore[override]
+    def start(
         self,
         grid: Grid,
         initial_arrays: ArrayRecord | None = None,

@@ -34,7 +34,7 @@ class Child(subprocess.Popen[bytes]):
         # Only its own parent may: after a fork the other process has a copy of this object.
         if self.owner == os.getpid():
             kill(self)
-        super().__del__()  # type: ignore[misc]
+        super().__del__()
 
 
 def start(command: Sequence[str], log: Path | None = None) -> Child:

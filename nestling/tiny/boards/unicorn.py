@@ -51,10 +51,10 @@ class Machine:
         from unicorn import arm_const
 
         self._registers = arm_const
-        self._error = unicorn.UcError
+        self._error = unicorn.UcError  # type: ignore[attr-defined]
         self.received, self.unsent = bytearray(), bytearray()
         self.fault = ""
-        self.core = uc = unicorn.Uc(unicorn.UC_ARCH_ARM, unicorn.UC_MODE_THUMB | unicorn.UC_MODE_MCLASS)
+        self.core = uc = unicorn.Uc(unicorn.UC_ARCH_ARM, unicorn.UC_MODE_THUMB | unicorn.UC_MODE_MCLASS)  # type: ignore[attr-defined]
         uc.ctl_set_cpu_model(getattr(arm_const, f"UC_CPU_ARM_{core.upper().replace('-', '_')}"))
         uc.mem_map(*flash, unicorn.UC_PROT_READ | unicorn.UC_PROT_EXEC)
         uc.mem_map(*ram, unicorn.UC_PROT_READ | unicorn.UC_PROT_WRITE)
