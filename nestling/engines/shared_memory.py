@@ -248,7 +248,7 @@ class _Header(pickle.Unpickler):
     """Reads plain data, the descriptions of this file and types of numbers, and refuses anything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == __name__ and name in ("Packet", "Part", "Place"):
+        if module == __name__ and name in ("PagePacket", "PagePart", "Place"):
             return globals()[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

@@ -46,7 +46,7 @@ from nestling.runs.run import Watcher
 from nestling.tiny.link.line import Lost
 from nestling.tiny.link.orders import Orders
 from nestling.tiny.runtime import native, toolchain
-from nestling.tiny.runtime.job import JobDone as TinyDone
+from nestling.tiny.runtime.job import Done as TinyDone
 from tests.tiny.hostboard import HostBoard, folder
 
 pytestmark = pytest.mark.skipif(toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc")
