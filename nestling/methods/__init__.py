@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 
 from nestling.errors import unknown
-from nestling.methods.method import Info, Method, Reply, SharedWeights
+from nestling.methods.info import Info
+from nestling.methods.method import Method, Reply, SharedWeights
 
 METHODS: dict[str, str] = {
     "all-large": "nestling.methods.baselines.all_large:AllLarge",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.info import Info
 from nestling.methods.kept import kept, made
-from nestling.methods.method import Info, Method, Phases, Replies, Reply, Share, SharedWeights
+from nestling.methods.method import Method, Phases, Replies, Reply, Share, SharedWeights
 from nestling.schema import require
 from nestling.training.client import Client
 from nestling.training.phase import Phase

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from nestling.errors import InputError
 from nestling.message import Message
+from nestling.methods.info import Info, with_title
 from nestling.methods.kept import kept, made, put_back, state_of
 from nestling.methods.part import WEIGHTS, Facts, Part, Parts
 from nestling.settings import check_settings
@@ -20,44 +20,6 @@ from nestling.world import Device, Model, Piece, World
 T = TypeVar("T")
 
 Phases = Sequence[Phase]
-
-
-@dataclass(frozen=True)
-class Info:
-    """What a method is: on its class as `nestling methods` says it, by default; of one that is set (`Method.as_set`) as it is then.
-    Title and paper are those that its docstring begins with: `FedProto (Tan et al., "FedProto: …", AAAI 2022).`"""
-
-    family: str  # baseline | width | depth | sparse | low-rank | public data | data-free | representation | fusion
-    heterogeneity: str
-    evidence: str  # official code read | from paper | from memory | ours
-    group: str = ""  # with which others it makes a fair column (see `nestling.fair`); empty: with all of them
-    auxiliary: str = "none"  # data beyond the clients' own: none | server proxy (unlabelled) | …
-    global_model: bool = True
-    own_networks: bool = False  # whether tiers may bring a network of their own
-    personal: bool = False  # whether two clients of one tier end up with different models
-    model: str = ""  # the network it takes where the user names none (empty: the data's default)
-    title: str = ""
-    paper: str = ""
-
-    @staticmethod
-    def of_own_networks(family: str, heterogeneity: str, evidence: str, group: str, auxiliary: str = "none") -> Info:
-        """That of a method whose clients each have a network of their own and no model is everybody's."""
-        return Info(family, heterogeneity, evidence, group, auxiliary, False, True, True)
-
-
-_BEGINNING = re.compile(r"(?P<title>[^:(,.]+?)(?:[:,][^(]*?)? \((?P<authors>[^\"]+?), \"[^\"]+\"(?:, (?P<where>[^);]+))?")
-"""How docstrings begin: FedProto (Tan et al., "FedProto: …", AAAI 2022)."""
-
-
-def _named(info: Info, docstring: str) -> Info:
-    """With title and paper of a docstring, where it tells them and `info` does not."""
-    found = _BEGINNING.match(" ".join(docstring.split()))
-    if found is None:
-        return info
-    *others, last = found["authors"].split(", ")
-    authors = last if not others else f"{others[0]} & {last}" if len(others) == 1 else f"{others[0]} et al."
-    paper = ", ".join(part for part in (authors, found["where"]) if part)
-    return replace(info, title=info.title or found["title"], paper=info.paper or paper)
 
 
 @dataclass(eq=False)
@@ -100,7 +62,7 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         if "info" in vars(cls):
-            told = _named(cls.info, cls.__doc__ or "")
+            told = with_title(cls.info, cls.__doc__ or "")
             cls.info = told if told.title else replace(told, title=cls.__name__)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.message import faults
 from nestling.methods.baselines.local import Local
 from nestling.methods.distill.fd import FD, LOGITS, _taught
-from nestling.methods.representation.class_means import STATISTICS
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.training.objectives import Batch, Net
 from tests.methods.by_class import MIXED, held, holders, one_round, resumes, same_on_every_engine
 from tests.methods.exchange import reached, reached_alone

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import nestling
 from nestling import InputError, Named, SplitConfig
 from nestling.message import faults
-from nestling.methods.representation.class_means import STATISTICS
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.methods.representation.fedcma import HEAD, FedCMA, _aligned
 from nestling.training.objectives import Batch, Net, see
 from tests.methods.by_class import (

@@ -14,7 +14,7 @@ from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.message import faults
 from nestling.methods.baselines.local import Local
 from nestling.methods.heads import head_of
-from nestling.methods.representation.class_means import STATISTICS
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.methods.representation.common_head import HEAD
 from nestling.methods.representation.fedgh import FedGH
 from nestling.methods.representation.prototypes import gathered, passes

@@ -15,7 +15,8 @@ from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.methods.distill import gaussian
 from nestling.methods.distill.fedhkd import FedHKD
 from nestling.methods.distill.hyper_knowledge import clipped, taught
-from nestling.methods.representation.class_means import STATISTICS, class_means, look
+from nestling.methods.representation.class_means import class_means, look
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.runs.assemble import assemble
 from nestling.training.client import Client
 from nestling.training.objectives import Batch, Net, see

@@ -14,7 +14,8 @@ from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.message import faults
 from nestling.methods.baselines.local import Local
 from nestling.methods.personal import own_weights
-from nestling.methods.representation.class_means import STATISTICS, class_means
+from nestling.methods.representation.class_means import class_means
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.methods.representation.fedproto import FedProto, _near_prototypes
 from nestling.models import build
 from nestling.training.objectives import Batch, Net, see

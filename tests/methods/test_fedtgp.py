@@ -12,7 +12,7 @@ import nestling
 from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.message import faults
 from nestling.methods.baselines.local import Local
-from nestling.methods.representation.class_means import STATISTICS
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.methods.representation.fedproto import FedProto
 from nestling.methods.representation.fedtgp import FedTGP, contrast, margin
 from nestling.models.prototypes import Prototypes

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, Replies, State, World, kept, made
-from nestling.methods.representation.class_means import STATISTICS, TOLD, TellsByClass, class_means, gap, look, spread
+from nestling.methods.representation.class_means import TOLD, TellsByClass, class_means, gap, look, spread
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.settings import NotNegative, Positive
 from nestling.store import Records
 from nestling.training.objectives import Batch, Given, Net, divergence
@@ -81,6 +82,9 @@ class FD(TellsByClass):
 
     def _teacher(self, device: Device, round: int) -> tuple[Tensor, Tensor, Tensor]:
         """The classes that a device's teacher knows, the sum of what was told of all classes, and by how many."""
+        return self.once(round, ("teacher", self.others and device.id), lambda: self._taught_by(device))
+
+    def _taught_by(self, device: Device) -> tuple[Tensor, Tensor, Tensor]:
         total, tellers = self.total, self.tellers
         if self.others:
             own, told = self._last(device.id)

@@ -17,7 +17,8 @@ from nestling.methods.distill.embedded import embedded_ladder
 from nestling.methods.distill.hyper_knowledge import clipped, noised, noised_alike, taught
 from nestling.methods.kept import kept, made
 from nestling.methods.part import WEIGHTS, Tensors
-from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, look, spread
+from nestling.methods.representation.class_means import ByClass, class_means, look, spread
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.seeds import stream
 from nestling.settings import BetweenZeroAndOne, Compat, Count, NotNegative, Positive
 

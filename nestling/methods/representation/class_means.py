@@ -1,4 +1,4 @@
-"""Statistics by class: what a client tells of its features, and what the server makes of it.
+"""Statistics by class: what a client tells of its features (what the server makes of it stands in `class_table`).
 
 A client tells of the classes it holds, one row of every statistic each, and of no others: rows of absent classes do not travel. Which
 classes they are stands in a message's facts, as names do. The server takes means over the clients that tell of a class, so that a class
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from nestling.methods.api import Client, Device, Message, Piece, Replies, State, World, kept, made
 from nestling.methods.part import Fact, Facts, Part, Parts
 from nestling.methods.personal import Personal, common_features
+from nestling.methods.representation.class_table import COUNTS, STATISTICS, ClassTable
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps, logits_and_features
 from nestling.settings import Whole
 from nestling.training.objectives import Given
 
-STATISTICS, COUNTS = "statistics", "counts"
 _LOOK = 256  # rows that a client looks at in one go
 
 
@@ -33,56 +33,6 @@ class Told(Piece):
     """A piece, and the classes that a reply tells of."""
 
     classes: tuple[int, ...] = ()
-
-
-@dataclass(eq=False)
-class Table:
-    """What the server knows by class: statistics with one row a class (zero where nothing is known), and which classes it knows of."""
-
-    rows: State
-    known: Tensor
-
-    @staticmethod
-    def empty(shapes: Mapping[str, tuple[int, ...]], classes: int, place: torch.device) -> Table:
-        """A table of statistics of these shapes, in which nothing is known."""
-        rows = {name: torch.zeros(classes, *shape, device=place) for name, shape in shapes.items()}
-        return Table(rows, torch.zeros(classes, dtype=torch.bool, device=place))
-
-    def told(self, replies: Replies, weighting: str = "samples", rate: float = 1.0) -> Table:
-        """The table after some replies: per class the mean over the clients that tell of it, weighted by their rows of the class or
-        not at all; of what was known before, 1 − `rate` stays."""
-        rows: State = {}
-        said = self.known.clone()
-        for name, old in self.rows.items():
-            new, said = _class_mean(replies, name, old, weighting)
-            both = torch.where(_wide(self.known, old), old.lerp(new, rate), new)
-            rows[name] = torch.where(_wide(said, old), both, old)
-        return Table(rows, self.known | said)
-
-    def classes(self) -> Tensor:
-        """The classes it knows of."""
-        return self.known.nonzero().flatten()
-
-    def of(self, classes: Tensor) -> State:
-        """What it knows of some classes, a row each; nothing of none."""
-        return {name: rows[classes] for name, rows in self.rows.items()} if len(classes) else {}
-
-
-def _class_mean(replies: Replies, name: str, like: Tensor, weighting: str) -> tuple[Tensor, Tensor]:
-    """Per class Σ weight·statistic / Σ weight over the clients that tell of it, and of which classes anybody does."""
-    total = torch.zeros_like(like, dtype=torch.float64)
-    weight = torch.zeros(len(like), dtype=torch.float64, device=like.device)
-    for reply in replies:
-        classes = torch.tensor(reply.message.facts["classes"], dtype=torch.int64, device=like.device)
-        own = reply.message[STATISTICS][name].to(total)
-        share = reply.message[COUNTS]["rows"].to(weight) if weighting == "samples" else torch.ones(len(classes)).to(weight)
-        total.index_add_(0, classes, own * _wide(share, own))
-        weight.index_add_(0, classes, share)
-    return (total / _wide(weight.clamp(min=1e-12), total)).to(like.dtype), weight > 0
-
-
-def _wide(rows: Tensor, like: Tensor) -> Tensor:
-    return rows.reshape(-1, *[1] * (like.dim() - 1))
 
 
 def _told(method: TellsByClass, client: Client, received: Message) -> State:
@@ -168,7 +118,7 @@ class ByClass(TellsByClass):
     size: Whole = 0
 
     wide: int = made()
-    table: Table = kept()
+    table: ClassTable = kept()
 
     parts: ClassVar[Parts] = (replace(TOLD, down=lambda method, *_: method.table.of(method.table.classes())), _COUNTED)
 
@@ -182,7 +132,7 @@ class ByClass(TellsByClass):
 
     def know_nothing(self, world: World) -> None:
         """Makes the table for a new run."""
-        self.table = Table.empty(self.shapes(world.classes), world.classes, world.place)
+        self.table = ClassTable.empty(self.shapes(world.classes), world.classes, world.place)
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
         return {"classes": self.table.classes().tolist()}

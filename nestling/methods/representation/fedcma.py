@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.methods.api import Client, Message, Phases, Piece, Replies, State, World, kept
-from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, look, spread
+from nestling.methods.representation.class_means import ByClass, class_means, look, spread
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.methods.representation.common_head import CLASSIFIER, HEAD, INFO
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps

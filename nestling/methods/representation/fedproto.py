@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Model, Phases, Replies, State
-from nestling.methods.representation.class_means import STATISTICS, ByClass, class_means, gap, look, spread
+from nestling.methods.representation.class_means import ByClass, class_means, gap, look, spread
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.settings import NotNegative
 from nestling.training.objectives import Batch, Given, Net, see
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Info, Replies, State, Tensors, World, kept, made
-from nestling.methods.representation.class_means import Table
+from nestling.methods.representation.class_table import ClassTable
 from nestling.methods.representation.fedproto import FedProto
 from nestling.methods.representation.prototypes import TrainsOnPrototypes
 from nestling.models.prototypes import Prototypes
@@ -67,14 +67,14 @@ class FedTGP(TrainsOnPrototypes, FedProto):
     def merge(self, replies: Replies, round: int) -> None:
         if not any(reply.message.facts["classes"] for reply in replies):
             return
-        nothing = Table.empty(self.shapes(self.world.classes), self.world.classes, self.world.place)
+        nothing = ClassTable.empty(self.shapes(self.world.classes), self.world.classes, self.world.place)
         now = nothing.told(replies, self.weighting)
         apart = margin(now.rows["features"], now.known, self.threshold)
         self.trained = self.taught("fedtgp", self.trained, self._prototypes, contrast, replies, round, apart)
         with torch.no_grad():
             rows = self._prototypes(self.trained)
         known = self.table.known | now.known
-        self.table = Table({"features": torch.where(known[:, None], rows, 0.0)}, known)
+        self.table = ClassTable({"features": torch.where(known[:, None], rows, 0.0)}, known)
 
     def _prototypes(self, state: Tensors, *asked: object) -> Tensor:
         """The prototypes that a state makes, whatever it is asked about."""

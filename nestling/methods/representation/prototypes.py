@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nestling.methods.api import Replies, State
-from nestling.methods.representation.class_means import STATISTICS, TellsByClass
+from nestling.methods.representation.class_means import TellsByClass
+from nestling.methods.representation.class_table import STATISTICS
 from nestling.settings import Count, Positive, Whole
 from nestling.training.distiller import Forward, Student, rows_of
 from nestling.training.objectives import Batch

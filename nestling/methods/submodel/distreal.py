@@ -90,15 +90,11 @@ class Distreal(SharedWeights):
         axes, proxy, known = main.axes, self._proxy(), dict[bytes, tuple[float, float]]()
 
         def objectives(vector: Vector) -> tuple[float, float]:
-            view = narrowed(axes, vector)
-            if view.key() not in known:
-                known[view.key()] = (
-                    self.cost(vector),
-                    loss_after(
-                        self.world, filters_phase(main, vector, self.steps, seed, 0, 0, train, self.rescale), self.steps, proxy
-                    ),
-                )
-            return known[view.key()]
+            key = narrowed(axes, vector).key()
+            if key not in known:
+                phase = filters_phase(main, vector, self.steps, seed, 0, 0, train, self.rescale)
+                known[key] = (self.cost(vector), loss_after(self.world, phase, self.steps, proxy))
+            return known[key]
 
         found = single(search(objectives, len(axes.names), self.most, self.population, self.generations, self.world.seed))
         return [found[k] for k in front([objectives(vector) for vector in found])]

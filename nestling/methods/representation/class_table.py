@@ -1,0 +1,63 @@
+"""What the server makes of statistics by class: means over the clients that tell of a class, kept until somebody tells anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestling.methods.api import Replies, State
+
+STATISTICS, COUNTS = "statistics", "counts"
+
+
+@dataclass(eq=False)
+class ClassTable:
+    """What the server knows by class: statistics with one row a class (zero where nothing is known), and which classes it knows of."""
+
+    rows: State
+    known: Tensor
+
+    @staticmethod
+    def empty(shapes: Mapping[str, tuple[int, ...]], classes: int, place: torch.device) -> ClassTable:
+        """A table of statistics of these shapes, in which nothing is known."""
+        rows = {name: torch.zeros(classes, *shape, device=place) for name, shape in shapes.items()}
+        return ClassTable(rows, torch.zeros(classes, dtype=torch.bool, device=place))
+
+    def told(self, replies: Replies, weighting: str = "samples", rate: float = 1.0) -> ClassTable:
+        """The table after some replies: per class the mean over the clients that tell of it, weighted by their rows of the class or
+        not at all; of what was known before, 1 − `rate` stays."""
+        rows: State = {}
+        said = self.known.clone()
+        for name, old in self.rows.items():
+            new, said = _class_mean(replies, name, old, weighting)
+            both = torch.where(_wide(self.known, old), old.lerp(new, rate), new)
+            rows[name] = torch.where(_wide(said, old), both, old)
+        return ClassTable(rows, self.known | said)
+
+    def classes(self) -> Tensor:
+        """The classes it knows of."""
+        return self.known.nonzero().flatten()
+
+    def of(self, classes: Tensor) -> State:
+        """What it knows of some classes, a row each; nothing of none."""
+        return {name: rows[classes] for name, rows in self.rows.items()} if len(classes) else {}
+
+
+def _class_mean(replies: Replies, name: str, like: Tensor, weighting: str) -> tuple[Tensor, Tensor]:
+    """Per class Σ weight·statistic / Σ weight over the clients that tell of it, and of which classes anybody does."""
+    total = torch.zeros_like(like, dtype=torch.float64)
+    weight = torch.zeros(len(like), dtype=torch.float64, device=like.device)
+    for reply in replies:
+        classes = torch.tensor(reply.message.facts["classes"], dtype=torch.int64, device=like.device)
+        own = reply.message[STATISTICS][name].to(total)
+        share = reply.message[COUNTS]["rows"].to(weight) if weighting == "samples" else torch.ones(len(classes)).to(weight)
+        total.index_add_(0, classes, own * _wide(share, own))
+        weight.index_add_(0, classes, share)
+    return (total / _wide(weight.clamp(min=1e-12), total)).to(like.dtype), weight > 0
+
+
+def _wide(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.reshape(-1, *[1] * (like.dim() - 1))
