@@ -68,7 +68,7 @@ class ClientStore:
         """From now on what is put as of a round can be undone, until the round is settled."""
         self._replaced[round] = {}
 
-    def settle(self, round: int) -> None:
+    def confirm(self, round: int) -> None:
         """A round stands."""
         self._replaced.pop(round, None)
 

@@ -145,7 +145,7 @@ class World:
             self._pieces[key] = _largest_in(plan, share)
         return self._pieces[key]
 
-    def become(self, fleet: Fleet, split: Split) -> None:
+    def use_fleet(self, fleet: Fleet, split: Split) -> None:
         """Takes another fleet of the same tiers, and another division of rows: those of real devices."""
         self.fleet, self.split = fleet, split
         self._devices.clear()
@@ -162,7 +162,7 @@ class World:
             self._recorder = Recorder(self.where)
         return self._recorder
 
-    def adopt(self, name: str, module: nn.Module) -> Reference:
+    def add_network(self, name: str, module: nn.Module) -> Reference:
         """A network that a method has made itself, for clients to train."""
         found = Reference(name, module, self.main.shape)
         _ = found.axes  # traced where the network was made

@@ -156,7 +156,7 @@ def test_what_is_settled_is_not_undone_and_nothing_is_held_for_it() -> None:
     store.put(1, kept(1), 1)
     store.begin(2)
     store.put(1, kept(2), 2)
-    store.settle(2)
+    store.confirm(2)
     assert not store._replaced
     store.begin(3)
     store.put(1, kept(3), 3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from nestling.analysis.agreement import Agreement, agreement
 from nestling.analysis.cka import centred_gram, client_cka, likeness, linear_cka, without_bias
 from nestling.analysis.maps import client_map, embed, gram_points, pca, score_points
-from nestling.analysis.stages import STAGES, look
+from nestling.analysis.stages import STAGES, stage_outputs
 
 __all__ = [
     "STAGES",
@@ -21,8 +21,8 @@ __all__ = [
     "gram_points",
     "likeness",
     "linear_cka",
-    "look",
     "pca",
     "score_points",
+    "stage_outputs",
     "without_bias",
 ]

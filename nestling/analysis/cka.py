@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from nestling.analysis.stages import STAGES, look
+from nestling.analysis.stages import STAGES, stage_outputs
 from nestling.errors import InputError
 
 
@@ -63,7 +63,7 @@ def client_cka(
 
     Each network is used up before the next is asked for, so that `models` may make them one by one.
     """
-    grams = [{stage: centred_gram(seen, unbiased) for stage, seen in look(model, x, stages).items()} for model in models]
+    grams = [{stage: centred_gram(seen, unbiased) for stage, seen in stage_outputs(model, x, stages).items()} for model in models]
     present = [stage for stage in stages if any(stage in found for found in grams)]
     return {stage: likeness([found.get(stage) for found in grams]) for stage in present}
 

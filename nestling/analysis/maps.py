@@ -28,7 +28,7 @@ _FIRST_CUT = 50  # directions that t-SNE is given, as its authors do it
 
 
 def client_map(seen: Sequence[Tensor], stage: str, seed: int = 0, way: str = "auto") -> tuple[Tensor, str]:
-    """The places (clients, inputs, 2) of what clients put out at a stage (see `stages.look`), and how they were found."""
+    """The places (clients, inputs, 2) of what clients put out at a stage (see `stages.stage_outputs`), and how they were found."""
     points = score_points(seen) if stage == "logits" else gram_points([centred_gram(one) for one in seen])
     places, how = embed(points.flatten(0, 1), seed, way)
     return places.view(len(seen), -1, 2), how

@@ -14,7 +14,7 @@ STAGES = ("first", "middle", "last", "features", "logits")
 
 
 @torch.no_grad()
-def look(module: nn.Module, x: Tensor, stages: Sequence[str] = STAGES, batch: int = 250) -> dict[str, Tensor]:
+def stage_outputs(module: nn.Module, x: Tensor, stages: Sequence[str] = STAGES, batch: int = 250) -> dict[str, Tensor]:
     """What a network puts out at each of the stages that it has, as (rows of x, values); one without convolutions has the last two."""
     for stage in stages:
         if stage not in STAGES:

@@ -138,16 +138,16 @@ def watch(
     """Watch a fleet of real devices: who is there, how the round stands, what was refused."""
     from rich.console import Console
 
-    from nestling.fleet.care.watching import follow, looker, view
+    from nestling.fleet.care.watching import follow, status_reader, view
 
-    look = looker(target)
+    read = status_reader(target)
     console = Console(width=None if sys.stdout.isatty() else 200)
     if as_json:
-        print(json.dumps(look(), indent=1))
+        print(json.dumps(read(), indent=1))
     elif once or not console.is_terminal:
-        console.print(view(look()))
+        console.print(view(read()))
     else:
-        follow(look, console, max(0.2, every))
+        follow(read, console, max(0.2, every))
 
 
 def log_to_terminal() -> None:

@@ -21,7 +21,7 @@ from nestling.devices.fleet import Fleet
 from nestling.engines.engine import BoardReport, Engine, Event, blame
 from nestling.errors import InputError
 from nestling.tiny.lab import HOST, MOST_BOARDS, Lab, LabSettings, Report
-from nestling.tiny.lowering import job_for, settle
+from nestling.tiny.lowering import board_trained, job_for
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.data import pack as pack_data
 from nestling.tiny.runtime.job import Job
@@ -114,7 +114,7 @@ class Boards(Engine):
             with self._blaming(waited.task):
                 report = future.result()
                 yield from self._reported(waited.task, report.facts)
-                outcome = self._go_on(waited.task, waited.round, settle(waited.client, waited.job, report.done))
+                outcome = self._go_on(waited.task, waited.round, board_trained(waited.client, waited.job, report.done))
             if outcome is not None:
                 yield outcome
 
@@ -124,7 +124,7 @@ class Boards(Engine):
             try:
                 asked = next(round) if told is None else round.send(told)
                 while not (job := job_for(*asked)).steps:
-                    asked = round.send(settle(asked[0], job, None))
+                    asked = round.send(board_trained(asked[0], job, None))
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome

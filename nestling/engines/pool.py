@@ -256,9 +256,9 @@ def _pack_tasks(tasks: Sequence[Task], page: Page, common: _Common) -> dict[str,
 
 def _unpack_tasks(header: dict[str, Any], channel: Channel) -> list[Task]:
     """The tasks, their tensors where they lie; tasks that shared a message share one here."""
-    messages = {number: Message(channel.look(packet), facts) for number, (packet, facts) in header["messages"].items()}
+    messages = {number: Message(channel.view(packet), facts) for number, (packet, facts) in header["messages"].items()}
     return [
-        Task(**{**one, "message": messages[one["message"]], "memory": dict(channel.look(one["memory"])["memory"])})
+        Task(**{**one, "message": messages[one["message"]], "memory": dict(channel.view(one["memory"])["memory"])})
         for one in header["tasks"]
     ]
 

@@ -2,7 +2,7 @@
 
 A `Block` is a piece of memory without a name, known to whoever was handed it: it goes when the last of them ends, however it ends,
 so there is nothing to clean up. Through a `Channel` one process fills a `Page` (a block of its own, from the start) and posts it;
-only the page's number and length go through the pipe. What arrives lies in the block and is *read-only by agreement*: `look` shows
+only the page's number and length go through the pipe. What arrives lies in the block and is *read-only by agreement*: `view` shows
 it there, `copy` takes it out in one piece.
 """
 
@@ -221,7 +221,7 @@ class Channel:
             self._theirs[number].show(size)
         return _Header(io.BytesIO(self._theirs[blocks[0][0]].memory[start : start + length])).load()
 
-    def look(self, packet: PagePacket) -> dict[str, dict[str, Tensor]]:
+    def view(self, packet: PagePacket) -> dict[str, dict[str, Tensor]]:
         """The states of a packet where they lie: not to be written to, nor kept once the page is answered."""
         return _states(self._theirs[packet.block].bytes, packet, 0)
 

@@ -113,5 +113,5 @@ def _tailored(world: World, plan: Plan, piece: Piece, tailor: Tailor) -> Piece:
         made = tailor(module, piece.reference.taps.cut(module))
     if made is module:
         return piece
-    own = world.adopt(f"{plan.tier.name} (tailored)", made)
+    own = world.add_network(f"{plan.tier.name} (tailored)", made)
     return Piece(own, own.full)

@@ -11,9 +11,9 @@ from torch import Tensor
 from nestling.devices import Timing
 from nestling.engines import Refusal
 from nestling.errors import InputError
-from nestling.runs.federation import Federation
 from nestling.message import Message, faults
 from nestling.methods import Method, Reply
+from nestling.runs.federation import Federation
 from nestling.training.client import Outcome
 from nestling.views import State
 from nestling.views.flat import Row, layout_of
@@ -143,7 +143,7 @@ def _faults(expected: Expected, sent: Sent, reply: Message, round: Round) -> str
     rows = []
     for kind, part in reply.parts.items():
         if isinstance(part, Row) and kind in expected and part.layout is layout_of(expected[kind]):
-            part.stack.look()
+            part.stack.start_sums()
             round.unsure.append((sent.device.id, part))
             rows.append(kind)
     if len(rows) < len(reply.parts) or len(rows) < len(expected):

@@ -40,7 +40,7 @@ def rounds_that_stand(federation: Federation, carry_out: Carry, halt: Callable[[
             tell(federation, done)
             raise done.error
         else:
-            federation.world.store.settle(done.number)
+            federation.world.store.confirm(done.number)
             yield done
 
 

@@ -14,13 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.analysis import STAGES, agreement, centred_gram, embed, gram_points, likeness, look, score_points, without_bias
+from nestling.analysis import (
+    STAGES,
+    agreement,
+    centred_gram,
+    embed,
+    gram_points,
+    likeness,
+    score_points,
+    stage_outputs,
+    without_bias,
+)
 from nestling.analysis.maps import WITHOUT_SKLEARN
 from nestling.errors import InputError
-from nestling.runs.evaluation import ready
-from nestling.runs.federation import Federation
 from nestling.files import write_atomic
 from nestling.runfiles import ANALYSIS
+from nestling.runs.evaluation import ready
+from nestling.runs.federation import Federation
 from nestling.runs.run import Result, opened
 from nestling.schema import require
 from nestling.seeds import stream
@@ -130,7 +140,7 @@ def _result(run: Result | str | Path) -> AbstractContextManager[Result]:
 
 
 def _sight(device: Device, network: nn.Module, x: Tensor, batch: int) -> _Sight:
-    seen = look(network, x, batch=batch)
+    seen = stage_outputs(network, x, batch=batch)
     params = sum(p.numel() for p in network.parameters())
     return _Sight(device, params, {stage: centred_gram(values).cpu() for stage, values in seen.items()}, seen["logits"].cpu())
 

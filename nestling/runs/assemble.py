@@ -14,11 +14,11 @@ from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_flee
 from nestling.devices.fit import exceeded
 from nestling.engines import choose_where, make_engine
 from nestling.errors import InputError
-from nestling.runs.evaluation import Bench, panel
 from nestling.experiment import Experiment, Named, fleet_of
-from nestling.runs.federation import Federation
 from nestling.methods import Method
 from nestling.models import MODELS, build
+from nestling.runs.evaluation import Bench, panel
+from nestling.runs.federation import Federation
 from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nestling.errors import InputError
-from nestling.runs.federation import Totals
 from nestling.files import write_atomic
 from nestling.message import Message
+from nestling.runs.federation import Totals
 from nestling.views import State
 
 NAME = "checkpoint.bin"

@@ -7,8 +7,8 @@ from typing import Any
 
 from nestling.devices.fit import need
 from nestling.experiment import Experiment
-from nestling.runs.federation import Federation
 from nestling.models import MODELS
+from nestling.runs.federation import Federation
 from nestling.world import Plan, World, ratio_cost
 
 PICTURED_CLIENTS = 100

@@ -16,18 +16,15 @@ from torch import Tensor, nn
 
 from nestling.devices.units import show_bytes
 from nestling.errors import InputError, unknown
-from nestling.runs.evaluation import Bench, ready
-from nestling.runs.federation import Federation
-from nestling.files import write_atomic, writing
-from nestling.runs.run import Result, opened
-from nestling.seeds import stream
-from nestling.export import c_source
-from nestling.export import onnx_file
-from nestling.export import reference
-from nestling.export import tflite
+from nestling.export import c_source, onnx_file, reference, tflite
 from nestling.export.fold import FoldedNetwork, fold
 from nestling.export.quantise import Quantised, quantise
 from nestling.export.sizes import Sizes, require_room, sizes
+from nestling.files import write_atomic, writing
+from nestling.runs.evaluation import Bench, ready
+from nestling.runs.federation import Federation
+from nestling.runs.run import Result, opened
+from nestling.seeds import stream
 from nestling.version import __version__
 from nestling.world import Plan, World
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nestling.engines import Engine
-from nestling.runs.evaluation import Bench
 from nestling.methods import Method
 from nestling.methods.server import KEPT, Kept, Server, shown
+from nestling.runs.evaluation import Bench
 from nestling.views import State
 from nestling.world import World
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from nestling.engines import Refusal
+from nestling.methods.server import merge_round
 from nestling.runs.accounting import account_for
 from nestling.runs.admission import Round, Sent, admit
 from nestling.runs.ahead import rounds_that_stand
-from nestling.engines import Refusal
 from nestling.runs.evaluation import evaluate
 from nestling.runs.federation import Federation, Metrics
-from nestling.methods.server import merge_round
 from nestling.training.client import Outcome, Task
 
 

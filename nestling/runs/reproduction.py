@@ -12,12 +12,12 @@ from typing import Any
 
 from rich.table import Table
 
-from nestling.runs import run as running
 from nestling.errors import InputError, unknown
 from nestling.experiment import Experiment, overridden
 from nestling.files import check_place, read_toml, write_atomic, writing
-from nestling.runs.folder import RunFolder
 from nestling.runfiles import FEDERATION, SUMMARY
+from nestling.runs import run as running
+from nestling.runs.folder import RunFolder
 from nestling.runs.run import Watcher
 from nestling.schema import from_table, require
 

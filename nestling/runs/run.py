@@ -19,19 +19,18 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from nestling.runs import checkpoint
-from nestling.runs import folder
-from nestling.runs.assemble import assemble, site_of
-from nestling.runs.describe import describe, norm_of
 from nestling.engines import ENGINES
 from nestling.engines.engine import account
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.report.page import write_report
+from nestling.runfiles import EXPERIMENT, FEDERATION, SUMMARY, counted
+from nestling.runs import checkpoint, folder
+from nestling.runs.assemble import assemble, site_of
+from nestling.runs.describe import describe, norm_of
 from nestling.runs.federation import Federation, Metrics
 from nestling.runs.folder import RunFolder
-from nestling.report.page import write_report
 from nestling.runs.loop import play
-from nestling.runfiles import EXPERIMENT, FEDERATION, SUMMARY, counted
 from nestling.store import ClientStore
 from nestling.training.client import Task
 from nestling.training.terms import shares, weak
@@ -82,7 +81,7 @@ def run(experiment: Experiment | None = None, *, out: str | Path | None = None, 
         settled, federation = assemble(experiment or Experiment(), store)
         description = describe(settled, federation)
         home = folder.create(path, _first_files(settled, federation, description)).take() if path else None
-        return carry_on(settled, federation, description, home, watcher or Watcher(), fresh=True)
+        return play_rounds(settled, federation, description, home, watcher or Watcher(), fresh=True)
 
 
 def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()) -> Result:
@@ -98,7 +97,7 @@ def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple
             settled, federation = restored(home, overrides)
             if overrides:
                 home.write(EXPERIMENT, settled.to_toml())
-            return carry_on(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
+            return play_rounds(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
     finally:
         home.close()
 
@@ -133,7 +132,7 @@ def restored(home: RunFolder, overrides: tuple[str, ...], own: Experiment | None
     return settled, federation
 
 
-def carry_on(
+def play_rounds(
     experiment: Experiment,
     federation: Federation,
     description: dict[str, Any],

@@ -47,12 +47,12 @@ def work_on(runner: Runner, method: ClientSide, task: Task, site: Site) -> Outco
 
     def train(client: Client, phase: Phase, number: int) -> Trained:
         job = job_for(client, phase, number)
-        return settle(client, job, runner(client, job) if job.steps else None)
+        return board_trained(client, job, runner(client, job) if job.steps else None)
 
     return carry_out(working(method, task, site), train)
 
 
-def settle(client: Client, job: Job, done: Done | None) -> Trained:
+def board_trained(client: Client, job: Job, done: Done | None) -> Trained:
     """Gives the client the weights that its job left (None: there was nothing to train on)."""
     if done is None:
         return Trained(0.0, 0, 0)

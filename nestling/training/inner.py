@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.training.objectives import Batch, Given, Net, cross_entropy, see
+from nestling.training.objectives import Batch, Given, Net, cross_entropy, forward_with_features
 from nestling.views import Reference, View
 from nestling.views.nested import forward, headed
 
@@ -34,7 +34,7 @@ def with_inner(
 
 
 def _both(net: Net, x: Tensor, head: str, part: View, own: View) -> tuple[Tensor, Tensor]:
-    logits, features = see(net, x, head)
+    logits, features = forward_with_features(net, x, head)
     return logits, headed(net.module, head, part, own, features)
 
 

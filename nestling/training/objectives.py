@@ -107,7 +107,7 @@ def with_targets(
     return batch.mean(each + kd * divergence(target, logits, temperature) if kd else each)
 
 
-def see(net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def forward_with_features(net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """A network's logits and its features, which are what its head is given; its own, or those under other weights."""
     return logits_and_features(net.module, head, x, net if weights is None else partial(net.with_weights, weights))
 

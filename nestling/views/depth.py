@@ -77,12 +77,12 @@ def _inputs(module: nn.Module, shape: tuple[int, ...]) -> dict[nn.Module, Tensor
     """What every part of the network is given."""
     seen: dict[nn.Module, Tensor] = {}
 
-    def look(part: nn.Module, given: tuple[object, ...]) -> None:
+    def hook(part: nn.Module, given: tuple[object, ...]) -> None:
         if len(given) == 1 and isinstance(given[0], Tensor):
             # A block behind an activation function sees no negative values.
             seen[part] = given[0].detach().abs()
 
-    handles = [part.register_forward_pre_hook(look) for part in module.modules()]
+    handles = [part.register_forward_pre_hook(hook) for part in module.modules()]
     with torch.no_grad():
         module(torch.linspace(0.1, 1.0, 2 * int(torch.Size(shape).numel())).reshape(2, *shape))
     for handle in handles:

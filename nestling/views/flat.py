@@ -181,7 +181,7 @@ class Stack:
             return 0
         return 4 * self.layout.numel + sum(t[0].nbytes for t in kept)
 
-    def look(self) -> None:
+    def start_sums(self) -> None:
         """Has the device sum up the rows, without waiting for it: a sum is finite where all it sums is."""
         if self._sums is None:
             self._sums = Fetched(self.flat.sum(1))
@@ -189,7 +189,7 @@ class Stack:
     @cached_property
     def finite(self) -> list[bool]:
         """One flag a row: whether all its values are finite."""
-        self.look()
+        self.start_sums()
         return [math.isfinite(value) for value in self._sums.values()]  # type: ignore[union-attr]
 
 

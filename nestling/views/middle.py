@@ -84,11 +84,11 @@ def features(module: nn.Module, entry: str, head: str, x: Tensor, change: Change
     """What the entry and the head are given in a pass, after `change` where there is one. No statistics move."""
     seen: list[Tensor] = []
 
-    def look(given: Tensor) -> Tensor:
+    def hook(given: Tensor) -> Tensor:
         seen.append(given if change is None else change(given))
         return seen[-1]
 
-    with still(module), changed(module, entry, look), changed(module, head, look):
+    with still(module), changed(module, entry, hook), changed(module, head, hook):
         module(x)
     return seen[0], seen[1]
 
@@ -97,13 +97,13 @@ def through(module: nn.Module, entry: str, head: str, given: Tensor, shape: tupl
     """What the head would be given if the entry were given this. No statistics move."""
     seen: list[Tensor] = []
 
-    def look(out: Tensor) -> Tensor:
+    def hook(out: Tensor) -> Tensor:
         seen.append(out)
         return out
 
     # What precedes the entry has to run on something; two rows are the fewest that every normalisation takes.
     x = torch.zeros(2, *shape, device=given.device, dtype=given.dtype)
-    with still(module), changed(module, entry, lambda _: given), changed(module, head, look):
+    with still(module), changed(module, entry, lambda _: given), changed(module, head, hook):
         module(x)
     return seen[0]
 

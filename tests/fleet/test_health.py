@@ -19,7 +19,7 @@ import pytest
 from nestling import Experiment, FleetConfig, Tier
 from nestling.errors import InputError
 from nestling.fleet.care import health, metrics, status
-from nestling.fleet.care.health import HealthServer, judge, look
+from nestling.fleet.care.health import HealthServer, judge, run_status
 from nestling.fleet.care.status import StatusFile
 from nestling.fleet.protocol import local
 from nestling.fleet.protocol.courier import Failure, LoopCourier
@@ -60,14 +60,14 @@ class Looking(LoopCourier):
 
     def _look(self) -> None:
         if (self.run / status.STATUS).exists():
-            self.seen.append(look(self.run))
+            self.seen.append(run_status(self.run))
         if sum(table["phase"] == status.ROUND and len(table["doing"]["missing"]) == 1 for table in self.seen) > 5:
             raise NoQuorum("that is enough")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def at_once() -> Iterator[None]:
-    """How a run stands is written at every look, not once a second."""
+    """How a run stands is written every time, not once a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StatusFile.__init__, "__defaults__", (0.0, time.time))
         yield
@@ -107,13 +107,13 @@ def test_a_round_that_waits_for_somebody_says_for_whom_and_since_when(stalled: t
 
 
 def test_a_run_that_gave_up_says_so(stalled: tuple[Path, list[dict[str, Any]]]) -> None:
-    table = look(stalled[0])
+    table = run_status(stalled[0])
     assert table["phase"] == status.STOPPED and table["health"]["state"] == "stalled"
     assert table["health"]["reason"] == "that is enough"
 
 
 def test_a_finished_run_is_well(done: Path) -> None:
-    table = look(done)
+    table = run_status(done)
     assert table["health"]["state"] == "ok" and table["health"]["reason"] == "done: 2 rounds" and table["phase"] == status.DONE
     assert table["totals"]["replies"] == 6 and table["round"] == table["rounds"] == 2
     assert table["tiers"]["board"] == {"expected": 2, "here": 2, "away": 0}
@@ -135,7 +135,7 @@ def test_refusals_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
     courier.workers[700] = thief.handle
     heard: list[str] = []
     play(courier, three(), tmp_path / "run", min_clients=3, patience=Patience(poll=0.01), watcher=Watcher(note=heard.append))
-    (row,) = look(tmp_path / "run")["refusals"]
+    (row,) = run_status(tmp_path / "run")["refusals"]
     assert row["node"] == 700 and "belongs to another device" in row["reason"]
     assert any(note.facts["event"] == "refused" for note in heard if hasattr(note, "facts"))
 
@@ -200,7 +200,7 @@ def get(server: HealthServer, path: str, method: str = "GET", **headers: str) ->
 def test_what_the_server_tells(serving: HealthServer, done: Path) -> None:
     code, kind, body = get(serving, "/health")
     assert code == 200 and kind.startswith("application/json") and json.loads(body)["state"] == "ok"
-    assert json.loads(get(serving, "/status")[2])["clients"] == look(done)["clients"]
+    assert json.loads(get(serving, "/status")[2])["clients"] == run_status(done)["clients"]
     assert get(serving, "/")[0] == get(serving, "/experiment.toml")[0] == get(serving, "/../roster.json")[0] == 404
     assert get(serving, "/health", "HEAD")[2] == "" and get(serving, "/health", "POST")[0] == 501
     assert serving.server_address[0] == "127.0.0.1"
@@ -349,7 +349,7 @@ def test_counts_for_prometheus(serving: HealthServer, done: Path) -> None:
 
 
 def test_names_of_tiers_cannot_break_the_text(done: Path) -> None:
-    table = look(done)
+    table = run_status(done)
     table["tiers"] = {'a"b\\c\nd': {"here": 1, "away": 0, "expected": 1}}
     table["accuracy"]["global_accuracy"]["last"] = float("nan")
     found = parsed(metrics.exposition(table))

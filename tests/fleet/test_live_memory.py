@@ -52,7 +52,7 @@ def live(method: Any) -> tuple[Federation, Roster, int]:
     world = federation.world
     roster, pi = Roster(world.fleet), world.fleet.member("pi", 0)
     roster.admit(1, "1" * 32, Member("kitchen", client=pi, free=PLENTY))
-    world.become(LiveFleet(world.fleet, roster), world.split)
+    world.use_fleet(LiveFleet(world.fleet, roster), world.split)
     return federation, roster, pi
 
 

@@ -96,7 +96,7 @@ def test_over_http_it_is_the_same(folder: Path) -> None:
     with health.telling(folder, "0") as server:
         assert server is not None
         for url in (server.url, server.url + "/", server.url + "/status", server.url + "/health"):
-            assert watching.looker(url)() == watching.looker(str(folder))()
+            assert watching.status_reader(url)() == watching.status_reader(str(folder))()
         made = CliRunner().invoke(cli.app, ["watch", server.url, "--once"])
     assert made.exit_code == 0 and "1 of 3 replies" in made.output
 
@@ -104,13 +104,13 @@ def test_over_http_it_is_the_same(folder: Path) -> None:
 def test_what_the_proxy_refused_is_seen_too(folder: Path) -> None:
     row = {"time": "2027-01-15T08:00:00.000+00:00", "event": "refused", "address": "10.0.0.9", "key": "SHA256:abc"}
     (folder / "server.log.jsonl").write_text(json.dumps({**row, "reason": "the key of d2 is revoked"}) + "\n")
-    table = health.look(folder)
+    table = health.run_status(folder)
     assert [found["reason"] for found in table["refusals"]] == ["NaN in it", "the key of d2 is revoked"]
     assert "SHA256:abc" in shown(table)
 
 
 def test_names_can_neither_draw_nor_command(folder: Path) -> None:
-    table = health.look(folder)
+    table = health.run_status(folder)
     table["clients"][0]["name"] = "\x1b[2J\x1b]0;owned\x07[red]evil[/red]\nnew line"
     table["tiers"]["[bold]x\x1b"] = {"expected": 4, "here": 0, "away": 0}
     table["refusals"][0]["reason"] = "[link=http://x]\x9b31m"
@@ -121,7 +121,7 @@ def test_names_can_neither_draw_nor_command(folder: Path) -> None:
 
 
 def test_with_many_clients_those_that_matter_are_shown(folder: Path) -> None:
-    table = health.look(folder)
+    table = health.run_status(folder)
     table["clients"] = [
         {**table["clients"][0], "client": c, "name": f"c{c}", "state": "away" if c == 77 else "answered"} for c in range(200)
     ]
@@ -132,20 +132,20 @@ def test_with_many_clients_those_that_matter_are_shown(folder: Path) -> None:
 
 def test_it_follows_until_the_run_is_over(folder: Path) -> None:
     console = Console(width=120, height=30, file=io.StringIO(), force_terminal=True)
-    first = health.look(folder)
+    first = health.run_status(folder)
     second, third = copy.deepcopy(first), copy.deepcopy(first)
     second["doing"]["answered"] = 2
     third |= {"phase": "done", "health": {**first["health"], "state": "ok", "reason": "done: 9 rounds"}}
     looks = iter([first, InputError("it does not tell"), second, third])
 
-    def look() -> dict[str, Any]:
+    def read() -> dict[str, Any]:
         found = next(looks)
         if isinstance(found, Exception):
             raise found
         return found
 
     slept: list[float] = []
-    assert watching.follow(look, console, 3.0, slept.append) is third
+    assert watching.follow(read, console, 3.0, slept.append) is third
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert slept == [3.0] * 3
     for words in ("1/3 replies", "it does not tell", "2/3 replies", "done: 9 rounds"):

@@ -14,7 +14,7 @@ from nestling import InputError, Named, SplitConfig
 from nestling.message import faults
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.methods.representation.fedcma import HEAD, FedCMA, _aligned
-from nestling.training.objectives import Batch, Net, see
+from nestling.training.objectives import Batch, Net, forward_with_features
 from tests.methods.by_class import (
     MIXED,
     SHOTS,
@@ -41,7 +41,7 @@ def test_moments_are_those_of_all_rows_of_a_class() -> None:
     for reply, client in zip(replies, clients, strict=True):
         network = client.reference.network(client.view, client.weights).eval()
         with torch.no_grad():
-            _, z = see(Net(network, {}), client.x, client.reference.taps.head)
+            _, z = forward_with_features(Net(network, {}), client.x, client.reference.taps.head)
         assert 0 <= float(z.min()) < float(z.max()) <= 1
         for row, label in enumerate(reply.message.facts["classes"]):
             own = z[client.y == label].double()
@@ -55,7 +55,7 @@ def test_the_codes_moments_are_those_of_the_first_batch() -> None:
     client, told = clients[0], replies[0].message
     network = client.reference.network(client.view, client.weights).eval()
     with torch.no_grad():
-        _, z = see(Net(network, {}), client.x[:20], client.reference.taps.head)
+        _, z = forward_with_features(Net(network, {}), client.x[:20], client.reference.taps.head)
     label = int(client.y[0])
     row = told.facts["classes"].index(label)
     assert torch.allclose(told[STATISTICS]["moments"][row, 0], z[client.y[:20] == label].mean(0), atol=1e-6)
@@ -118,7 +118,7 @@ def test_the_loss_is_that_of_the_formula(masked: bool) -> None:
     given = {"moments": torch.rand(10, 3, 8, generator=generator) * known[:, None, None], "known": known}
     given |= {f"{HEAD}/{n}": torch.rand(s, generator=generator) for n, s in (("weight", (10, 8)), ("bias", (10,)))}
     net = Net(network, dict(network.named_parameters()))
-    logits, z = see(net, batch.x, head)
+    logits, z = forward_with_features(net, batch.x, head)
     rows = 8 if masked else 10
     wanted = F.cross_entropy(logits[:rows], y[:rows])
     for label in {int(c) for c in y[:rows]}:

@@ -15,11 +15,11 @@ from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
 from nestling.methods.distill import gaussian
 from nestling.methods.distill.fedhkd import FedHKD
 from nestling.methods.distill.hyper_knowledge import clipped, taught
-from nestling.methods.representation.class_means import class_means, look
+from nestling.methods.representation.class_means import class_means, outputs_of
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.runs.assemble import assemble
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Net, see
+from nestling.training.objectives import Batch, Net, forward_with_features
 from nestling.views import Contribution, merge
 from tests.methods.by_class import (
     MIXED,
@@ -101,7 +101,7 @@ def test_noise_has_its_size_and_is_each_classs_own() -> None:
     client = clients[0]
     loud, quiet = FedHKD(size=8, epsilon=2.0, clip=1.5), FedHKD(**QUIET, clip=1.5)
     plain, counts = quiet.statistics(client), torch.bincount(client.y, minlength=10)
-    features, _, y = look(client)
+    features, _, y = outputs_of(client)
     assert torch.allclose(plain["features"], class_means(clipped(features, 1.5), y, 10))
     draws = torch.stack([told(loud, client, r)["features"] - plain["features"] for r in range(400)])
     own = [int(c) for c in counts.nonzero().flatten()]
@@ -119,7 +119,7 @@ def test_noise_has_its_size_and_is_each_classs_own() -> None:
 
 def test_the_codes_noise_is_one_vector_for_all_classes() -> None:
     _, _, clients = one_round(FedHKD(**QUIET), clients=[0], split=THREE)
-    features, _, y = look(clients[0])
+    features, _, y = outputs_of(clients[0])
     noise = FedHKD(size=8, compat="code").statistics(clients[0])["features"] - class_means(features, y, 10)
     assert float(noise.std()) > 0.5 and torch.allclose(noise, noise[:1].expand_as(noise), atol=1e-5)
 
@@ -164,7 +164,7 @@ def test_in_the_code_the_last_client_wins() -> None:
 
 def test_soft_predictions_are_means_of_probabilities() -> None:
     _, replies, clients = one_round(FedHKD(**QUIET, temperature=2.0), clients=[0], split=THREE)
-    _, logits, y = look(clients[0])
+    _, logits, y = outputs_of(clients[0])
     for row, label in enumerate(replies[0].message.facts["classes"]):
         wanted = torch.softmax(logits[y == label] / 2.0, 1).mean(0)
         assert torch.allclose(replies[0].message[STATISTICS]["soft"][row], wanted, atol=1e-6)
@@ -180,7 +180,7 @@ def test_the_loss_is_that_of_the_formula(code: bool) -> None:
     known = torch.tensor([1.0, 1, 1, 0, 1, 1, 0, 0, 0, 0])
     soft = torch.softmax(torch.randn(10, 10, generator=generator), 1) * known[:, None]
     given = {"features": torch.rand(10, 8, generator=generator) * known[:, None], "soft": soft, "known": known}
-    logits, features = see(Net(network, {}), batch.x, head)
+    logits, features = forward_with_features(Net(network, {}), batch.x, head)
     said = network.get_submodule(head)(given["features"]) / 0.5
     wrong, far = [], torch.zeros(())
     for label in known.nonzero().flatten():

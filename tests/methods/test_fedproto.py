@@ -18,7 +18,7 @@ from nestling.methods.representation.class_means import class_means
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.methods.representation.fedproto import FedProto, _near_prototypes
 from nestling.models import build
-from nestling.training.objectives import Batch, Net, see
+from nestling.training.objectives import Batch, Net, forward_with_features
 from tests.methods.by_class import (
     MIXED,
     SHOTS,
@@ -44,7 +44,7 @@ def test_a_prototype_is_the_mean_of_its_class_in_evaluation_mode() -> None:
     for reply, client in zip(replies, clients, strict=True):
         network = client.reference.network(client.view, client.weights).eval()
         with torch.no_grad():
-            _, features = see(Net(network, {}), client.x, client.reference.taps.head)
+            _, features = forward_with_features(Net(network, {}), client.x, client.reference.taps.head)
         told = reply.message.facts["classes"]
         assert told == sorted({int(c) for c in client.y}) and len(told) == 3
         for row, label in enumerate(told):
@@ -99,7 +99,7 @@ def test_the_term_is_the_mean_square_over_known_classes() -> None:
     known = torch.zeros(10)
     known[int(client.y[0])] = 1.0
     given = {"features": torch.randn(10, 8), "known": known}
-    logits, features = see(Net(network, {}), batch.x, client.reference.taps.head)
+    logits, features = forward_with_features(Net(network, {}), batch.x, client.reference.taps.head)
     counts = batch.y == client.y[0]
     square = ((features - given["features"][batch.y]) ** 2)[counts].sum() / (8 * 12)
     loss = partial(_near_prototypes, head=client.reference.taps.head)
@@ -132,7 +132,7 @@ def test_features_of_unlike_networks_come_together() -> None:
             model = federation.method.model_for(federation.world.device(number))
             network = model.reference.network(model.view, model.state).eval()
             with torch.no_grad():
-                _, features = see(Net(network, {}), federation.bench.x_test[:500], model.reference.taps.head)
+                _, features = forward_with_features(Net(network, {}), federation.bench.x_test[:500], model.reference.taps.head)
             own.append(class_means(features, federation.bench.y_test[:500], 10))
         stack = torch.stack(own)
         return float(stack.var(0).mean())
@@ -164,7 +164,7 @@ def test_the_nearest_prototype_decides_among_a_clients_own_classes() -> None:
         model = own.model_for(device)
         network = model.reference.network(model.view, model.state).eval()
         with torch.no_grad():
-            said, features = see(Net(network, {}), x, model.reference.taps.head)
+            said, features = forward_with_features(Net(network, {}), x, model.reference.taps.head)
         if not bool(held_now.any()):
             assert client not in asked and bool(torch.isfinite(said).all())
             continue

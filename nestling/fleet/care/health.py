@@ -102,14 +102,14 @@ def _names(missing: list[dict[str, Any]], most: int = 10) -> str:
     return f"no reply from {', '.join(names[:most])}{more}"
 
 
-def look(folder: Path, parts: Parts | None = None, begun: bool = False) -> dict[str, Any]:
+def run_status(folder: Path, parts: Parts | None = None, begun: bool = False) -> dict[str, Any]:
     """What a folder tells, with the verdict on it."""
     table = status.snapshot(folder, begun=begun)
     return {**table, "health": asdict(judge(table, parts)), "programs": dict((parts or {}).get("programs", {}))}
 
 
 class HealthServer(ThreadingHTTPServer):
-    """Tells of the run in one folder. `parts` is asked at every look."""
+    """Tells of the run in one folder. `parts` is asked every time."""
 
     daemon_threads = True
 
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
             return 403, "text/plain", "this is for this machine only\n"
         if path not in ("/health", "/metrics", "/status"):
             return 404, "text/plain", "/health, /metrics or /status\n"
-        table = look(self.server.folder, self.server.parts())
+        table = run_status(self.server.folder, self.server.parts())
         if path == "/metrics":
             from nestling.fleet.care.metrics import exposition
 

@@ -12,8 +12,8 @@ Sample = tuple[dict[str, str], Any]
 
 
 def exposition(table: Mapping[str, Any]) -> str:
-    """All that is known of a run (see `health.look`). What a restart of the run begins anew (letters) is a counter to Prometheus all
-    the same: it expects that."""
+    """All that is known of a run (see `health.run_status`). What a restart of the run begins anew (letters) is a counter to
+    Prometheus all the same: it expects that."""
     totals, doing, health = table["totals"], table["doing"], table["health"]
     missing = doing.get("missing", [])
     blocks = [

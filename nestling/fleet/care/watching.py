@@ -23,24 +23,24 @@ STATES = {"answered": "green", "working": "cyan", "next": "cyan", "ready": "", "
 SHOWN_REFUSALS = 8
 ENDED = ("done", "stopped")
 
-Look = Callable[[], dict[str, Any]]
+ReadStatus = Callable[[], dict[str, Any]]
 
 
-def looker(target: str) -> Look:
+def status_reader(target: str) -> ReadStatus:
     """What looks at a run: a URL, or a run folder."""
     if target.startswith(("http://", "https://")):
         return lambda: health.fetch(target)
-    return lambda: health.look(Path(target), begun=True)
+    return lambda: health.run_status(Path(target), begun=True)
 
 
-def follow(look: Look, console: Console, every: float = 1.0, sleep: Callable[[float], None] = time.sleep) -> dict[str, Any]:
+def follow(read: ReadStatus, console: Console, every: float = 1.0, sleep: Callable[[float], None] = time.sleep) -> dict[str, Any]:
     """Shows a fleet until its run is over, or ctrl-C; what was seen last."""
-    table = look()
+    table = read()
     with Live(view(table, console.height), console=console, auto_refresh=False, screen=False) as live:
         while table["phase"] not in ENDED:
             sleep(every)
             try:
-                table = look()
+                table = read()
             except InputError as error:  # a server that restarts is away for a moment
                 table = {**table, "health": {**table["health"], "state": health.STALLED, "reason": str(error)}}
             live.update(view(table, console.height), refresh=True)

@@ -41,7 +41,7 @@ from nestling.schema import check_keys
 from nestling.tiny.link.gateway import BoardConfig
 from nestling.tiny.link.line import LineTiming
 from nestling.tiny.link.orders import orders_of
-from nestling.tiny.lowering import job_for, settle
+from nestling.tiny.lowering import board_trained, job_for
 from nestling.tiny.runtime.job import Done, Job
 from nestling.training.client import Client, Outcome, Site, Working, working
 
@@ -351,7 +351,7 @@ def lowered(round: Working) -> Lowered:
         while True:
             job = job_for(*asked)
             done = (yield asked[0], job) if job.steps else None
-            asked = round.send(settle(asked[0], job, done))
+            asked = round.send(board_trained(asked[0], job, done))
     except StopIteration as end:
         outcome: Outcome = end.value
         return outcome

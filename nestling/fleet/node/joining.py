@@ -108,7 +108,7 @@ def default_folder(name: str) -> Path:
     return Path(state) / "nestling" / name
 
 
-def look(options: JoinOptions, timeout: float = 10.0) -> str | None:
+def obstacle(options: JoinOptions, timeout: float = 10.0) -> str | None:
     """What stands between this device and the server, in words; None: nothing."""
     made: http.client.HTTPConnection
     if options.certs is None:
@@ -148,7 +148,7 @@ def _clock_trouble(date: str | None) -> str | None:
 def _wait_for_server(options: JoinOptions, keeper: Keeper) -> None:
     told, delay = "", LOOK_FIRST
     while True:
-        trouble = look(options)
+        trouble = obstacle(options)
         if trouble is None:
             return
         if trouble != told:

@@ -24,7 +24,7 @@ from nestling.runs.assemble import assemble
 from nestling.runs.describe import describe
 from nestling.runs.federation import Federation, Metrics
 from nestling.runs.folder import RunFolder
-from nestling.runs.run import Result, Watcher, carry_on, one_thread, restored
+from nestling.runs.run import Result, Watcher, one_thread, play_rounds, restored
 from nestling.store import ClientStore
 
 
@@ -60,7 +60,7 @@ def play(
             description = describe(settled, federation)
             if home:
                 home.write(FEDERATION, json.dumps(description, indent=1))
-            result = carry_on(settled, federation, description, home, live.watcher(min_clients, wait), fresh=False, every=0.0)
+            result = play_rounds(settled, federation, description, home, live.watcher(min_clients, wait), fresh=False, every=0.0)
             live.ended(DONE)
             return result
     except BaseException as error:
@@ -190,7 +190,7 @@ def enliven(
     roster.save()
     greeter = Greeter(courier, roster, welcome_of(roster.run, experiment, federation), told.note, names=names)
     engine = FleetEngine(courier, roster, greeter, patience, experiment.engine.transport)
-    world.become(LiveFleet(world.fleet, roster), LiveSplit(world.split, roster, world.classes))
+    world.use_fleet(LiveFleet(world.fleet, roster), LiveSplit(world.split, roster, world.classes))
     federation.engine = engine
     # Models that only devices have cannot be tested here, and no number is better than a wrong one.
     tested = [] if federation.method.as_set.personal else list(federation.bench.panel)

@@ -14,7 +14,7 @@ from nestling.methods.baselines.averaged import Averaged
 from nestling.models.projection import projected
 from nestling.settings import NotNegative, Positive, Whole
 from nestling.training.memory import keep, recall
-from nestling.training.objectives import Batch, Given, Net, see
+from nestling.training.objectives import Batch, Given, Net, forward_with_features
 
 
 @dataclass
@@ -46,7 +46,11 @@ class Moon(Averaged):
     info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
 
     def network(self, world: World) -> Reference:
-        return world.adopt("moon", projected(world.main.module, self.projection, world.seed)) if self.projection else world.main
+        return (
+            world.add_network("moon", projected(world.main.module, self.projection, world.seed))
+            if self.projection
+            else world.main
+        )
 
     def phases(self, client: Client, received: Message) -> Phases:
         glob = received["weights"]
@@ -60,7 +64,7 @@ class Moon(Averaged):
 
 
 def _contrastive(net: Net, batch: Batch, given: Given, *, mu: float, temperature: float, head: str) -> Tensor:
-    logits, z = see(net, batch.x, head)
+    logits, z = forward_with_features(net, batch.x, head)
     loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     near, far = (
         F.cosine_similarity(z, _features(net, batch.x, given, of, head), dim=-1) / temperature for of in ("global", "previous")
@@ -74,6 +78,6 @@ def _features(net: Net, x: Tensor, given: Given, of: str, head: str) -> Tensor:
     weights = {name.removeprefix(f"{of}/"): t for name, t in given.items() if name.startswith(f"{of}/")}
     net.module.eval()
     try:
-        return see(net, x, head, weights)[1].detach()
+        return forward_with_features(net, x, head, weights)[1].detach()
     finally:
         net.module.train()

@@ -16,7 +16,7 @@ def embedded_ladder(world: World, size: int) -> Ladder:
     """The main network with an embedding, at every width."""
     with torch_seeded(world.seed, "network", "embedded"):
         module = with_embedding(world.main.module, world.main.taps, size)
-    reference = world.adopt("main (embedded)", module)
+    reference = world.add_network("main (embedded)", module)
     return ladder(world, reference, _views(reference))
 
 

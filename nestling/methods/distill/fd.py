@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, Replies, State, World, kept, made
-from nestling.methods.representation.class_means import TOLD, TellsByClass, class_means, gap, look, spread
+from nestling.methods.representation.class_means import TOLD, TellsByClass, class_means, gap, outputs_of, spread
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.settings import NotNegative, Positive
 from nestling.store import Records
@@ -117,7 +117,7 @@ class FD(TellsByClass):
         return [client.train.phase(client.round, objective=objective, given=spread(received, client.classes))]
 
     def statistics(self, client: Client) -> State:
-        _, logits, y = look(client)
+        _, logits, y = outputs_of(client)
         return {LOGITS: class_means(logits, y, client.classes)}
 
 

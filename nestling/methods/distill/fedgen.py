@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Replies, State, World, merge
 from nestling.methods.distill.generated import Several, learner, started
 from nestling.methods.distill.label_counts import COUNTS, counts_of, shares
-from nestling.methods.distill.latent import Classifier, generative, mean_classifier, step, told
+from nestling.methods.distill.latent import Classifier, generative, generative_given, mean_classifier, step
 from nestling.methods.heads import common_head, head_of, with_head
 from nestling.methods.kept import kept, made
 from nestling.methods.part import WEIGHTS, Part, Tensors
@@ -184,7 +184,7 @@ class FedGen(Personal):
             return [client.train.phase(client.round)]
         fallen, head = self.decay ** (client.round - 1), client.reference.taps.head
         objective = partial(generative, head=head, count=self.batch, noise=self.noise, classes=client.classes)
-        given = told(client, received, self.alpha * fallen, self.beta * fallen)
+        given = generative_given(client, received, self.alpha * fallen, self.beta * fallen)
         return [client.train.phase(client.round, objective=objective, given=given)]
 
     def keep(self, client: Client, received: Message) -> None:

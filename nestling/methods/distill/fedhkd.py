@@ -17,7 +17,7 @@ from nestling.methods.distill.embedded import embedded_ladder
 from nestling.methods.distill.hyper_knowledge import clipped, noised, noised_alike, taught
 from nestling.methods.kept import kept, made
 from nestling.methods.part import WEIGHTS, Tensors
-from nestling.methods.representation.class_means import ByClass, class_means, look, spread
+from nestling.methods.representation.class_means import ByClass, class_means, outputs_of, spread
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.seeds import stream
 from nestling.settings import BetweenZeroAndOne, Compat, Count, NotNegative, Positive
@@ -137,7 +137,7 @@ class FedHKD(ByClass):
 
     def merge(self, replies: Replies, round: int) -> None:
         for some in [[reply] for reply in replies] if self.compat == "code" else [replies]:
-            self.table = self.table.told(some)
+            self.table = self.table.after(some)
         if self.merges:
             own = [Contribution(r.piece.view, r.message["weights"], float(r.samples)) for r in replies]
             self.weights = merge(self.weights, own)
@@ -165,7 +165,7 @@ class FedHKD(ByClass):
         return [client.train.phase(client.round, objective=objective, given=spread(received, client.classes))]
 
     def statistics(self, client: Client) -> State:
-        features, logits, y = look(client)
+        features, logits, y = outputs_of(client)
         if self.compat == "paper":
             features = clipped(features, self.clip)
         soft = class_means(torch.softmax(logits / self.temperature, 1), y, client.classes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestling.methods.api import State
 from nestling.methods.representation.class_means import gap
-from nestling.training.objectives import Batch, Given, Net, distillation, see
+from nestling.training.objectives import Batch, Given, Net, distillation, forward_with_features
 
 _CODE_NOISE = 2.0
 _SOFT = sqrt(2.0)  # how far two soft predictions can be apart
@@ -42,7 +42,7 @@ def noised_alike(features: Tensor, chance: np.random.Generator) -> Tensor:
 def taught(
     net: Net, batch: Batch, given: Given, *, lam: float, gamma: float, temperature: float, code: bool, head: str
 ) -> Tensor:
-    logits, features = see(net, batch.x, head)
+    logits, features = forward_with_features(net, batch.x, head)
     said = net.module.get_submodule(head)(given["features"])
     if code:
         wrong = _divergence(said, given, temperature)

@@ -67,7 +67,7 @@ def step(
     student.update(torch.stack(lost).sum() + diversity(noise, z))
 
 
-def told(client: Client, received: Message, alpha: float, beta: float) -> Given:
+def generative_given(client: Client, received: Message, alpha: float, beta: float) -> Given:
     """What `generative` is given of what a client received."""
     columns = None
     if "weights" in received:

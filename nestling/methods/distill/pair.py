@@ -84,7 +84,7 @@ class Pairs(Personal):
     def setup(self, world: World) -> None:
         view = ratio_view(world.main, self.ratio or _small(world))
         module = world.main.network(view, view.extract(world.main.initial))
-        self.shared = world.adopt(MEME, copy.deepcopy(module).to("cpu"))
+        self.shared = world.add_network(MEME, copy.deepcopy(module).to("cpu"))
         self.weights = self.shared.initial.copy()
         super().setup(world)
 

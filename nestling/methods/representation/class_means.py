@@ -138,11 +138,11 @@ class ByClass(TellsByClass):
         return {"classes": self.table.classes().tolist()}
 
     def merge(self, replies: Replies, round: int) -> None:
-        self.table = self.table.told(replies)
+        self.table = self.table.after(replies)
 
 
 @torch.no_grad()
-def look(client: Client, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def outputs_of(client: Client, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The features, logits and labels of a client's (first) rows under its weights as they are now, in evaluation mode."""
     module = client.reference.network(client.view, client.weights).eval()
     head, parts = client.reference.taps.head, client.x[:rows].split(_LOOK)

@@ -26,7 +26,7 @@ class ClassTable:
         rows = {name: torch.zeros(classes, *shape, device=place) for name, shape in shapes.items()}
         return ClassTable(rows, torch.zeros(classes, dtype=torch.bool, device=place))
 
-    def told(self, replies: Replies, weighting: str = "samples", rate: float = 1.0) -> ClassTable:
+    def after(self, replies: Replies, weighting: str = "samples", rate: float = 1.0) -> ClassTable:
         """The table after some replies: per class the mean over the clients that tell of it, weighted by their rows of the class or
         not at all; of what was known before, 1 − `rate` stays."""
         rows: State = {}

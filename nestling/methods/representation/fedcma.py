@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.methods.api import Client, Message, Phases, Piece, Replies, State, World, kept
-from nestling.methods.representation.class_means import ByClass, class_means, look, spread
+from nestling.methods.representation.class_means import ByClass, class_means, outputs_of, spread
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.methods.representation.common_head import CLASSIFIER, HEAD, INFO
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
 from nestling.settings import Compat, Count, NonZeroShare, NotNegative
-from nestling.training.objectives import Batch, Given, Net, see
+from nestling.training.objectives import Batch, Given, Net, forward_with_features
 
 _CODE = 0.9  # the released code's EMA keeps 1 − 0.9·λ
 
@@ -84,7 +84,7 @@ class FedCMA(ByClass):
     def merge(self, replies: Replies, round: int) -> None:
         if not replies:
             return
-        self.table, old, new = self.table.told(replies, rate=self._rate(self.lam)), self.head, {}
+        self.table, old, new = self.table.after(replies, rate=self._rate(self.lam)), self.head, {}
         shares = torch.tensor([float(r.samples) if self.weighting == "samples" else 1.0 for r in replies], dtype=torch.float64)
         for name, first in replies[0].message[HEAD].items():
             stack = torch.stack([r.message[HEAD][name] for r in replies]).to(torch.float64)
@@ -105,14 +105,14 @@ class FedCMA(ByClass):
         return [client.train.phase(client.round, objective=objective, given=given)]
 
     def statistics(self, client: Client) -> State:
-        z, _, y = look(client, client.train.batch if self.compat == "code" else None)
+        z, _, y = outputs_of(client, client.train.batch if self.compat == "code" else None)
         first = class_means(z, y, client.classes)
         central = [class_means((z - first[y]) ** q, y, client.classes) for q in range(2, self.moments + 1)]
         return {"moments": torch.stack([first, *central], 1)}
 
 
 def _aligned(net: Net, batch: Batch, given: Given, *, lam: float, lam_c: float, moments: int, head: str) -> Tensor:
-    logits, z = see(net, batch.x, head)
+    logits, z = forward_with_features(net, batch.x, head)
     loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
     far = sum(((net.params[f"{head}.{name}"] - given[f"{HEAD}/{name}"]) ** 2).sum() for name in ("weight", "bias"))
     return loss + lam * _moment_gaps(z, batch, given, moments) + lam_c * far

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Replies, State, Tensors, pack
-from nestling.methods.representation.class_means import class_means, look
+from nestling.methods.representation.class_means import class_means, outputs_of
 from nestling.methods.representation.common_head import CLASSIFIER, INFO, CommonHead
 from nestling.methods.representation.prototypes import TrainsOnPrototypes
 
@@ -50,7 +50,7 @@ class FedGH(CommonHead, TrainsOnPrototypes):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def statistics(self, client: Client) -> State:
-        features, _, y = look(client)
+        features, _, y = outputs_of(client)
         return {"features": class_means(features, y, client.classes)}
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Model, Phases, Replies, State
-from nestling.methods.representation.class_means import ByClass, class_means, gap, look, spread
+from nestling.methods.representation.class_means import ByClass, class_means, gap, outputs_of, spread
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.settings import NotNegative
-from nestling.training.objectives import Batch, Given, Net, see
+from nestling.training.objectives import Batch, Given, Net, forward_with_features
 
 
 @dataclass
@@ -52,7 +52,7 @@ class FedProto(ByClass):
         return self.weighting == "samples"
 
     def merge(self, replies: Replies, round: int) -> None:
-        self.table = self.table.told(replies, self.weighting)
+        self.table = self.table.after(replies, self.weighting)
 
     def model_for(self, device: Device) -> Model:
         return self._deciding_by(self.predict, device)
@@ -76,7 +76,7 @@ class FedProto(ByClass):
         return [client.train.phase(client.round, objective=objective, given=spread(received, client.classes))]
 
     def statistics(self, client: Client) -> State:
-        features, _, y = look(client)
+        features, _, y = outputs_of(client)
         return {"features": class_means(features, y, client.classes)}
 
 
@@ -88,5 +88,5 @@ def nearest(head: str, prototypes: Tensor, among: Tensor) -> State:
 
 
 def _near_prototypes(net: Net, batch: Batch, given: Given, *, lam: float, head: str) -> Tensor:
-    logits, features = see(net, batch.x, head)
+    logits, features = forward_with_features(net, batch.x, head)
     return batch.mean(F.cross_entropy(logits, batch.y, reduction="none") + lam * gap(features, batch.y, given))
