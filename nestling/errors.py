@@ -14,14 +14,17 @@ class InputError(ValueError):
     """The user's input is wrong. `field` is the path of the offending field, `fix` what to do about it."""
 
     def __init__(self, message: str, *, field: str | None = None, fix: str | None = None) -> None:
+        """Keeps message, field and fix apart, so that callers may say them in other places."""
         self.message, self.field, self.fix = message, field, fix
         super().__init__(message)
 
     def __str__(self) -> str:
+        """The field, what is wrong with it, and the fix in brackets."""
         text = f"{self.field}: {self.message}" if self.field else self.message
         return f"{text} ({self.fix})" if self.fix else text
 
     def __reduce__(self) -> tuple[object, ...]:
+        """Pickles with field and fix, so that the error survives the way from a worker process."""
         return _rebuild, (self.message, self.field, self.fix)
 
 

@@ -1,4 +1,4 @@
-"""Event files that TensorBoard reads along, written directly: records of a few protobuf fields, each with its checksums."""
+"""Event files for TensorBoard, written directly: records of a few protobuf fields, each with its checksums."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class EventFile:
     """One event file in `folder`. Steps from `purge_from` on that an earlier file holds are shown as replaced."""
 
     def __init__(self, folder: Path, purge_from: int = 1) -> None:
+        """Creates the file and writes its version and, after a resume, from which step on earlier files are replaced."""
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(folder / name, "ab")  # noqa: SIM115 (held until close)
@@ -45,6 +46,7 @@ class EventFile:
         self._file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def _record(self, data: bytes) -> None:

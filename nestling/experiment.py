@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from torch import nn
@@ -51,13 +51,13 @@ class EngineConfig:
     """Where clients run.
 
     name:      auto, inline (one after another), pool (processes), cohort (equal clients as one stack), ray (`nestling[ray]`).
-    workers:   processes of pool, cohort on the CPU, and ray; 0 means one a core.
+    workers:   processes of pool, cohort on the CPU, and ray; 0 means one per core.
     device:    auto, cpu or cuda. auto takes a GPU where there is one and the engine is auto or cohort.
     precision: float32, tf32 or bf16, on a GPU; a CPU always computes in float32.
-    compile:   whether torch.compile fuses the stacked step on a GPU: faster rounds after some ten seconds a kind of network.
+    compile:   whether torch.compile fuses the stacked step on a GPU: faster rounds after some ten seconds per kind of network.
     address:   the Ray cluster to join (empty: a local one).
     verify_boards: whether every answer of an emulated board is compared, bit for bit, with that of the same C on this machine.
-    transport: how float tensors travel to real devices and back: float32 (exact), fp16, or int8 (matrices with one scale a tensor).
+    transport: how float tensors travel to real devices and back: float32 (exact), fp16, or int8 (one scale per matrix).
     """
 
     name: str = "auto"
@@ -89,7 +89,7 @@ class Experiment:
     """One run. `Experiment()` is the default; `Experiment(method="heterofl", rounds=50)` changes what it names.
 
     method and model may be a name or a `Named`; the API also takes a `Method` object and an `nn.Module`. participants is the number
-    of clients a round (0: all). time_budget is what a device may compute per round in seconds (0: no limit), used by fit.
+    of clients per round (0: all). time_budget is what a device may compute per round in seconds (0: no limit), used by fit.
     """
 
     method: Named = field(default_factory=lambda: Named(DEFAULT_METHOD))
@@ -108,7 +108,28 @@ class Experiment:
     own_method: Method | None = field(default=None, init=False, repr=False, compare=False)
     own_model: nn.Module | None = field(default=None, init=False, repr=False, compare=False)
 
+    if TYPE_CHECKING:  # what callers may write: a field is what `_take_shorthand` makes of it
+
+        def __init__(
+            self,
+            method: str | Named | Method = ...,
+            rounds: int = ...,
+            seed: int = ...,
+            participants: int = ...,
+            time_budget: float = ...,
+            data: str | Data = ...,
+            split: SplitConfig = ...,
+            model: str | Named | nn.Module = ...,
+            fleet: str | FleetConfig | Sequence[Tier] = ...,
+            train: Train = ...,
+            server: Server = ...,
+            engine: EngineConfig = ...,
+            evaluate: Evaluation = ...,
+        ) -> None:
+            """Takes any of the fields, some of them in a shorter form."""
+
     def __post_init__(self) -> None:
+        """Expands shorthand and refuses values out of range, and server settings that do not suit the method."""
         self._take_shorthand()
         require(self.rounds >= 1, "must be at least 1", "rounds")
         require(self.seed >= 0, "must not be negative", "seed")
@@ -116,7 +137,7 @@ class Experiment:
         require(self.time_budget >= 0, "must not be negative (0: no limit)", "time_budget")
         if self.engine.name not in ENGINES:
             raise unknown("engine", self.engine.name, ENGINES, field="engine.name")
-        require(self.engine.workers >= 0, "must not be negative (0: one a core)", "engine.workers")
+        require(self.engine.workers >= 0, "must not be negative (0: one per core)", "engine.workers")
         for name, allowed in (("device", DEVICES), ("precision", PRECISIONS), ("transport", TRANSPORTS)):
             if getattr(self.engine, name) not in allowed:
                 raise unknown(name, getattr(self.engine, name), allowed, field=f"engine.{name}")

@@ -20,7 +20,7 @@ else:
 
 @contextmanager
 def writing(what: object, field: str = "--out") -> Iterator[None]:
-    """What the system refuses while something is written where the user wants it is the user's to mend: an `InputError` on `field`."""
+    """Turns what the system refuses while writing where the user asked into an `InputError` on `field`: the user can mend it."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def check_place(path: Path, field: str = "--out") -> None:
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, flush: bool = True, replace: bool = True) -> None:
     """Writes beside the file, flushes to disk and renames: a reader, or a crash, sees the old file or the new one, never half.
 
-    `mode` is who may read it, and nobody else could while it was written; without `flush` it is not waited for the disk; without
+    `mode` is who may read it, and nobody else could while it was written; without `flush` it does not wait for the disk; without
     `replace` a file that exists is an error.
     """
     raw = data.encode() if isinstance(data, str) else data

@@ -26,8 +26,8 @@ MAX_BYTES = 2**31
 """The largest message that is read (2 GiB)."""
 
 TRANSPORTS = ("float32", "fp16", "int8")
-"""How float tensors travel to real devices: as they are, as 16-bit floats, or matrices as 8-bit integers with one scale a tensor (the
-rest as 16-bit floats)."""
+"""How float tensors travel to real devices: as they are, as 16-bit floats, or matrices as 8-bit integers with one scale each
+(the rest as 16-bit floats)."""
 
 _SEPARATOR = "/"
 _PACKED = "bits:"
@@ -41,9 +41,11 @@ class Message:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, kind: str) -> Mapping[str, Tensor]:
+        """The named tensors of one kind."""
         return self.parts[kind]
 
     def __contains__(self, kind: str) -> bool:
+        """Whether the message has a part of this kind."""
         return kind in self.parts
 
     @cached_property
@@ -134,7 +136,7 @@ def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | 
 
 def _finite(tensors: list[Tensor]) -> bool:
     """Whether all values are finite; False also where sums overflow. A sum is finite only if all terms are, and costs a fraction of a
-    look at each; one question a device, because the answer waits for it."""
+    look at each; one question per device, because the answer waits for it."""
     sums: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""The files of a run folder, by name, and what follows from its rounds: who writes a run and who reads one go by the same.
+"""The files of a run folder, by name, and what follows from its rounds: whoever writes or reads a run uses these.
 
 A run that is still going, or that ended in a crash, may have a last line that is cut short: it is left out.
 """

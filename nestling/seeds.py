@@ -31,8 +31,8 @@ def stream(seed: int, *purpose: str | int) -> np.random.Generator:
 
 
 def numbers(keys: int | np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Random 64-bit numbers by counting: each is a hash of its key and its counter, so that any of them can be had without the others
-    and many at once. Keys and counters are broadcast against each other."""
+    """Random 64-bit numbers by counting: each is a hash of its key and its counter, so that any of them can be computed without
+    the others and many at once. Keys and counters are broadcast against each other."""
     # Arrays wrap around silently, as is wanted here; scalars would warn.
     z = np.asarray(keys, dtype=np.uint64) + (counters + np.uint64(1)) * _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _FIRST

@@ -16,7 +16,7 @@ from nestling.errors import InputError, unknown
 
 @dataclass(frozen=True)
 class Bounds:
-    """Between which numbers a setting lies: from `low` to `high`, an end that is open left out."""
+    """Between which numbers a setting lies: from `low` to `high`, without an end that is open."""
 
     low: float | None = None
     high: float | None = None
@@ -30,6 +30,7 @@ class Bounds:
         return above and below
 
     def __str__(self) -> str:
+        """As errors say it: "at least 1", "below 2", "in [0, 1)"."""
         if self.high is None:
             return f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
         if self.low is None:

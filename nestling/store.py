@@ -33,6 +33,7 @@ class ClientStore:
     """Client number → named tensors. `limit_bytes` of them are held in memory, those used last."""
 
     def __init__(self, folder: Path | None = None, limit_bytes: int = 256 * 2**20) -> None:
+        """Writes states to `folder`; without one, to a temporary folder and only what memory has no room for."""
         self.folder, self.limit = folder, limit_bytes
         self._recent: OrderedDict[int, State] = OrderedDict()
         self._bytes = 0
@@ -189,6 +190,7 @@ class Records:
     over to disk, and a resumed run finds it as it was."""
 
     def __init__(self, store: ClientStore) -> None:
+        """Keeps its entries in the clients' own store."""
         self._store = store
 
     def get(self, client: int) -> State:

@@ -212,7 +212,7 @@ def plan_tiers(fleet: Fleet, references: dict[str, Reference], main: Reference, 
     for number, (tier, profile) in enumerate(zip(fleet.tiers, fleet.profiles, strict=True)):
         try:
             plans[tier.name] = _plan(tier, profile, references, main, budget_of(tier, budget))
-        except InputError as error:
+        except InputError as error:  # noqa: PERF203 (the error names its own tier)
             raise InputError(error.message, field=f"fleet.tiers[{number}] ({tier.name})", fix=error.fix) from None
     return plans
 
@@ -304,7 +304,7 @@ _COSTS: WeakKeyDictionary[Reference, dict[bytes, Cost]] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=64)
-def _costs_of_kind(kind: Hashable) -> dict[bytes, Cost]:
+def _costs_of_kind(_kind: Hashable) -> dict[bytes, Cost]:
     return {}
 
 

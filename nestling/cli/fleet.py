@@ -151,6 +151,7 @@ def watch(
 
 
 def log_to_terminal() -> None:
+    """Logs from INFO on to standard error, with secrets hidden."""
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)

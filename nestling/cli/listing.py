@@ -53,7 +53,7 @@ def device_rows() -> Rows:
     return rows
 
 
-def device_table(rows: Rows) -> Table:
+def device_table(_rows: Rows) -> Table:
     """The devices as a table."""
     table = Table(
         "device",

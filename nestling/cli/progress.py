@@ -26,13 +26,13 @@ def quiet_watcher() -> Iterator[Watcher]:
 
 @contextmanager
 def json_watcher() -> Iterator[Watcher]:
-    """A JSON line a round on standard output."""
+    """One JSON line per round on standard output."""
     yield Watcher(round=lambda metrics: print(json.dumps(metrics), flush=True), refusal=_tell_refusal, note=_tell_note)
 
 
 @contextmanager
 def terminal_watcher() -> Iterator[Watcher]:
-    """A bar with the current accuracy and the time left; a plain line a round where there is no terminal."""
+    """A bar with the current accuracy and the time left; one plain line per round where there is no terminal."""
     console = Console()
     bar = Progress(
         TextColumn("{task.description}"),

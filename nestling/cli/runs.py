@@ -85,6 +85,7 @@ def reproduce(
 
 
 def new_folder(method: str) -> Path:
+    """A path under runs/ named by method and time, with a number added where that exists already."""
     stem = f"{method.rpartition(':')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path("runs") / stem
     for number in range(2, 1000):

@@ -14,6 +14,7 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=
 
 
 def show_rows(rows: Callable[[], list[dict[str, Any]]], table: Callable[[list[dict[str, Any]]], Any], as_json: bool) -> None:
+    """Prints what `rows` gives, as JSON or as what `table` makes of it."""
     found = rows()
     if as_json:
         print(json.dumps(found, indent=1))
@@ -22,6 +23,7 @@ def show_rows(rows: Callable[[], list[dict[str, Any]]], table: Callable[[list[di
 
 
 def print_table(table: Any) -> None:
+    """Prints a table as wide as the terminal, or 200 columns wide where there is none."""
     from rich.console import Console
 
     # A pipe has no width of its own: it gets the whole table.
@@ -29,6 +31,7 @@ def print_table(table: Any) -> None:
 
 
 def complain(text: str) -> None:
+    """Prints a line to standard error, with the program's name in front."""
     print(f"nestling: {text}", file=sys.stderr)
 
 

@@ -120,7 +120,7 @@ _Stats = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def image_statistics(name: str) -> _Stats | None:
-    """The mean and the standard deviation of each channel that a data set's pictures are prepared with; None where it has no such."""
+    """The mean and the standard deviation of each channel that a data set's pictures are prepared with, or None."""
     by_name = {"fashion-mnist": _FASHION_STATS, "cifar-10": _CIFAR_STATS}
     return _MNIST_STATS if name in ("mnist", "mnist12k", "mnist12k-8x8") else by_name.get(name)
 

@@ -34,7 +34,7 @@ def fetch(urls: Sequence[str], path: Path, *, sha256: str | None = None, md5: st
         try:
             _download(url, path, algorithm, expected, progress)
             return path
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # noqa: PERF203 (each address may fail by itself)
             tried.append(f"{url}: {error}")
     raise InputError(
         f"{path} is not there and could not be downloaded; tried {'; '.join(tried) or 'nothing'}",

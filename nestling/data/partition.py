@@ -1,4 +1,4 @@
-"""Who owns which row when rows are divided among clients: one function a kind, which returns each row's owner (-1: nobody)."""
+"""Who owns which row when rows are divided among clients: one function per kind, which returns each row's owner (-1: nobody)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dirichlet(y: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.
 
 
 def classes(y: np.ndarray, clients: int, per_client: int, min_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Exactly `per_client` classes a client; the rows of a class are divided evenly among its holders.
+    """Exactly `per_client` classes per client; the rows of a class are divided evenly among its holders.
 
     Larger classes get more holders, so that client sizes stay comparable. With fewer places (clients x classes) than classes some
     classes have no holder and their rows no owner.

@@ -57,6 +57,7 @@ class Split(ABC):
     """The rows of every client. Each answer depends on the client alone, not on what was asked before."""
 
     def __init__(self, clients: int, y: np.ndarray, classes: int, holdout: float) -> None:
+        """Keeps the labels, from which the classes are counted, and the share of its rows that a client holds out."""
         self.clients = clients
         self._y, self._classes, self._holdout = y, classes, holdout
 
@@ -101,6 +102,7 @@ class DividedSplit(Split):
     def __init__(
         self, owner: np.ndarray, clients: int, y: np.ndarray, classes: int, holdout: float, rng: np.random.Generator
     ) -> None:
+        """Shuffles the rows and sorts them by `owner`, so that the rows of a client lie side by side."""
         super().__init__(clients, y, classes, holdout)
         order = rng.permutation(len(owner))
         order = order[owner[order] != partition.NOBODY]
@@ -125,6 +127,7 @@ class DrawnSplit(Split):
     """Every client draws its own rows, so that clients may share some."""
 
     def __init__(self, config: SplitConfig, clients: int, y: np.ndarray, classes: int, seed: int) -> None:
+        """Notes what the draws need; no client's rows are drawn yet."""
         super().__init__(clients, y, classes, config.holdout)
         self._config, self._seed, self._groups = config, seed, partition.class_rows(y)
         self._held = min(config.classes, len(self._groups))

@@ -48,6 +48,7 @@ class Figure:
     note: str = ""
 
     def __float__(self) -> float:
+        """The value without its source."""
         return float(self.value)
 
 
@@ -58,7 +59,7 @@ def mark(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """One kind of device. Numbers are in bytes, hertz, MACs and bits a second, and watts."""
+    """One kind of device. Numbers are in bytes, hertz, MACs and bits per second, and watts."""
 
     name: str
     title: str
@@ -95,7 +96,7 @@ def device(name: str) -> Profile:
 
 
 def load_catalogue(path: str | Path) -> dict[str, Profile]:
-    """The devices of a file in the format of catalogue.toml: one table a device, every number with its source."""
+    """The devices of a file in the format of catalogue.toml: one table per device, every number with its source."""
     tables = read_toml(path, "catalogue")
     if not tables:
         raise InputError(f"{path} holds no device", field="catalogue", fix="add one table a device, such as [my-board]")

@@ -1,11 +1,11 @@
 """What a network costs to train: parameters, multiply-accumulates, and the memory of its activations.
 
-The memory is a liveness bound. Time is one step an operation: all forwards in order, the loss, then the backwards in reverse.
+The memory is a liveness bound. Time is one step per operation: all forwards in order, the loss, then the backwards in reverse.
 An activation lives from its forward until the last step that needs it; its gradient lives from the backward of its last reader
 to the backward of its producer. The peak over time of what is live together is a floor under every allocator. Conventions:
 
 - an activation function (ReLU and its kin) is fused into the operation before it and undone from its output;
-- max-pooling keeps one index byte an output instead of its input;
+- max-pooling keeps one index byte per output instead of its input;
 - an entry-by-entry operation overwrites an operand nobody else wants, and the loss overwrites the logits with their gradient;
 - views (flatten, transpose) share the storage they look at; weights are counted apart.
 

@@ -22,7 +22,7 @@ from nestling.planning.forecast import BLOCKS
 
 RATIOS: tuple[float, ...] = (1 / 64, *(k / 32 for k in range(1, 33)))
 
-STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # optimiser values a trained weight
+STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # optimiser values per trained weight
 
 # Estimates for a Python process that has imported torch, and for what is installed on disk.
 TORCH_RAM, TORCH_DISK = 350 * MB, int(1.2 * GB)
@@ -36,11 +36,12 @@ class Budget:
     samples: int
     epochs: int
     optimizer: str = "sgd"
-    seconds: float = 0.0  # 0: no limit a round
+    seconds: float = 0.0  # 0: no limit per round
     ram_share: float = 1.0  # the free share of RAM now
     blocks: tuple[str, ...] = ()  # what the method keeps on a microcontroller beside: "anchor", "mask", "target", "present"
 
     def __post_init__(self) -> None:
+        """Refuses an unknown optimiser or block, and numbers out of range."""
         if self.optimizer not in STATES:
             raise unknown("optimizer", self.optimizer, STATES, field="budget.optimizer")
         for name, least in (("batch", 1), ("samples", 0), ("epochs", 0), ("seconds", 0), ("ram_share", 0)):

@@ -35,6 +35,7 @@ class Fleet:
     def __init__(
         self, tiers: Sequence[Tier], counts: Sequence[int], profiles: Sequence[Profile], deadline: float, seed: int
     ) -> None:
+        """Takes `counts` devices of each tier, and finds the stride that scatters the tiers over the numbers."""
         self.tiers, self.counts, self.profiles = tuple(tiers), tuple(counts), tuple(profiles)
         self.deadline, self.seed = deadline, seed
         self.size = sum(counts)
@@ -47,6 +48,7 @@ class Fleet:
         self._shift = derive(seed, "fleet layout") % self.size
 
     def __len__(self) -> int:
+        """How many devices there are."""
         return self.size
 
     def tier_index(self, i: int) -> int:
@@ -169,7 +171,7 @@ def make_fleet(config: FleetConfig, seed: int) -> Fleet:
 
 
 def _counts(tiers: Sequence[Tier], size: int) -> list[int]:
-    """Whole devices a tier: counts as given, or shares rounded down with the rest going to the largest remainders."""
+    """Whole devices per tier: counts as given, or shares rounded down with the rest going to the largest remainders."""
     if any(tier.count for tier in tiers):
         return [tier.count for tier in tiers]
     shares = [tier.share for tier in tiers] if len(tiers) > 1 else [1.0]

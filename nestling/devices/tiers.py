@@ -41,6 +41,7 @@ class Tier:
     board: str = ""
 
     def __post_init__(self) -> None:
+        """Makes `memory_std` a tuple, and gives a tier without a name its default one."""
         std = self.memory_std
         object.__setattr__(self, "memory_std", tuple(std) if isinstance(std, (list, tuple)) else (std,))
         if not self.name:
@@ -127,6 +128,7 @@ def check_fleet(config: FleetConfig) -> None:
 
 
 def devices_of(config: FleetConfig) -> dict[str, Profile]:
+    """The built-in devices and, where the configuration names a catalogue file, those in it, which win."""
     return {**catalogue(), **load_catalogue(config.catalogue)} if config.catalogue else catalogue()
 
 

@@ -10,7 +10,7 @@ _TRIM, _MAP = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Has this process hold on to what one batch gave back: the next one needs as much, and fresh pages are dear."""
+    """Has this process hold on to what one batch gave back: the next one needs as much, and fresh pages are expensive."""
     with contextlib.suppress(OSError, AttributeError):  # where the C library is another one
         change = ctypes.CDLL(None).mallopt
         for setting, size in ((_TRIM, 2**28), (_MAP, 2**25)):

@@ -29,7 +29,7 @@ from nestling.training.client import Client, ClientSide, Outcome, Site, Task, Wo
 from nestling.training.trainer import Trained
 
 LOOK_SECONDS = 1.0
-"""How often it is looked whether the boards are still kept alive."""
+"""How often to look whether the boards are still kept alive."""
 
 KEPT_BLOBS = 256
 """Of how many clients the data are kept in the form that boards read."""
@@ -67,6 +67,7 @@ class Boards(Engine):
     """Boards beside another engine. It reports every job that an emulated board did."""
 
     def __init__(self, base: Engine, fleet: Fleet, lab: Lab | None = None) -> None:
+        """Stands around `base`, whose notes it shares; without a `lab` all boards are the C runtime on this machine."""
         self.base, self.fleet, self.lab = base, fleet, lab
         self.name, self.where = f"{base.name}, boards beside it", base.where
         self.notes = base.notes
@@ -75,15 +76,17 @@ class Boards(Engine):
         self._waiting: dict[Future[Report], _Waiting] = {}
 
     def open(self, method: ClientSide, site: Site) -> None:
+        """Opens the base engine, compiles the C runtime, and starts the lab if there is one."""
         self._method, self._site = method, site
         self.base.open(method, site)
-        native.library()  # a missing compiler is said before the first round, not in it
+        native.library()  # a missing compiler is reported before the first round, not in it
         self._crew = ThreadPoolExecutor(os.cpu_count() or 1)
         if self.lab is not None:
             self.lab.open()
             self.notes.append(self.lab.describe())
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
+        """Starts the boards' jobs first, then runs the base engine's tasks and yields what boards finish meanwhile."""
         own = [task for task in tasks if self.fleet.tier_of(task.client).board]
         rest = [task for task in tasks if not self.fleet.tier_of(task.client).board]
         for task in own:
@@ -97,6 +100,7 @@ class Boards(Engine):
             yield from self._finished(block=True)
 
     def close(self) -> None:
+        """Closes the lab, then the threads that waited for boards, then the base engine."""
         if self.lab is not None:
             self.lab.close()
         if self._crew is not None:

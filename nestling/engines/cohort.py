@@ -37,10 +37,12 @@ class Cohort(Engine):
     name = "cohort"
 
     def __init__(self, workers: int = 1) -> None:
+        """With more than one worker, makes a pool whose chunks are stacks."""
         self.workers, self.notes = workers, list[str]()
         self._pool = Pool(workers, do=work_chunk, chunks=partial(chunks, workers=workers)) if workers > 1 else None
 
     def open(self, method: ClientSide, site: Site) -> None:
+        """Opens the pool, or readies this process where there is none."""
         self.where.require(site.x, "the clients' data")
         self._method, self._site = method, site
         if self._pool is not None:
@@ -49,6 +51,7 @@ class Cohort(Engine):
             keep_freed_memory()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        """Trains the round's chunks in the pool, or one after another in this process."""
         if self._pool is not None:
             yield from self._pool.run(tasks)
         else:
@@ -56,6 +59,7 @@ class Cohort(Engine):
                 yield from work_chunk(self._method, chunk, self._site)
 
     def close(self) -> None:
+        """Ends the pool, if there is one."""
         if self._pool is not None:
             self._pool.close()
 

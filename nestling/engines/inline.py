@@ -17,22 +17,26 @@ class Inline(Engine):
     name = "inline"
 
     def __init__(self, where: Where = CPU) -> None:
+        """Computes on `where`, the CPU unless told otherwise."""
         self.where = where
         self.notes: list[str] = []
         self._put_back: Callable[[], None] = lambda: None
 
     def open(self, method: ClientSide, site: Site) -> None:
+        """Refuses data on another device, and sets how this process keeps memory and rounds."""
         self.where.require(site.x, "the clients' data")
         keep_freed_memory()
         self._put_back = allow(self.where.precision)
         self.method, self.site = method, site
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        """Does one task after another; an error names its client."""
         for task in tasks:
             try:
                 yield work(self.method, task, self.site)
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 (the error names its own task)
                 raise failed(task, f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
+        """Puts the rounding switches back."""
         self._put_back()

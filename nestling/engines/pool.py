@@ -46,28 +46,30 @@ def each(method: ClientSide, tasks: Sequence[Task], site: Site) -> list[Outcome]
     for task in tasks:
         try:
             outcomes.append(work(method, task, site))
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 (the error names its own task)
             raise failed(task, f"{type(error).__name__}: {error}") from error
     return outcomes
 
 
-def singly(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
-    """Every task a chunk of its own."""
+def singly(tasks: Sequence[Task], _site: Site) -> list[list[Task]]:
+    """Every task in a chunk of its own."""
     return [[task] for task in tasks]
 
 
 class Pool(Engine):
-    """`workers` processes (0: one a core) that do `do` with the chunks that `chunks` makes of a round."""
+    """`workers` processes (0: one per core) that do `do` with the chunks that `chunks` makes of a round."""
 
     name = "pool"
 
     def __init__(self, workers: int = 0, do: Do = each, chunks: Cut = singly) -> None:
+        """Only notes what to do: processes start when the pool is opened."""
         self.workers = workers or cores()
         self.notes: list[str] = []
         self._do, self._cut = do, chunks
         self._members: list[_Worker] = []
 
     def open(self, method: ClientSide, site: Site) -> None:
+        """Moves the data into shared memory and starts all workers side by side."""
         self.where.require(site.x, "the clients' data")
         for tensor in (site.x, site.y, site.public):
             if tensor is not None:
@@ -83,6 +85,7 @@ class Pool(Engine):
         return _Worker(self._method, self._site, self._do)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        """Hands out chunks, the longest first; a chunk whose worker dies is tried once more on a fresh one."""
         chunks = self._chunks(tasks)
         common = _Common(self._common, chunks)
         # The longest work first, so that no worker is left alone with it at the end.
@@ -109,10 +112,11 @@ class Pool(Engine):
                 if isinstance(answer, str):
                     raise ClientError(answer)
                 wanted.discard(chunk)
-                self._hand_out(waiting, common)  # the caller may take his time with what he gets
+                self._hand_out(waiting, common)  # the caller may take its time with what it gets
                 yield from answer
 
     def close(self) -> None:
+        """Closes the pipes of all workers and waits for them to end."""
         for member in self._members:
             member.channel.connection.close()  # all of them first, so that they end at the same time
         for member in self._members:
@@ -129,7 +133,7 @@ class Pool(Engine):
         return [_Chunk(part, sum(map(cost, part))) for part in self._cut(tasks, self._site) if part]
 
     def _hand_out(self, waiting: deque[_Chunk], common: _Common) -> None:
-        """Gives every worker something to do and something to do next, the next chunk always to whoever has least before him."""
+        """Gives every worker something to do and something to do next, the next chunk always to whoever has the least to do."""
         while waiting and (free := [m for m in self._members if len(m.given) < DEPTH]):
             least = min(free, key=lambda m: (sum(c.cost for c in m.given), len(m.given)))
             least.give(waiting.popleft(), common)

@@ -1,8 +1,8 @@
 """Workers on Ray: on this machine, or on all machines of a cluster.
 
-One actor a worker, with one torch thread. The data lies once in each machine's object store, and actors read it there. Which actor
-takes which task does not matter, since all chance is derived from (seed, client, round): the result is bit for bit that of the
-in-process engine.
+One actor per worker, with one torch thread. The data lies once in each machine's object store, and actors read it there. Which
+actor takes which task does not matter, since all chance is derived from (seed, client, round): the result is bit for bit that of
+the in-process engine.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ DEPTH = 2
 
 
 class Ray(Engine):
-    """`workers` actors (0: one a core of this machine, or of the whole cluster) on the cluster at `address` (empty: a local Ray that
-    is started for the run, or the one that this process already uses)."""
+    """`workers` actors (0: one per core of this machine, or of the whole cluster) on the cluster at `address` (empty: a local Ray
+    that is started for the run, or the one that this process already uses)."""
 
     name = "ray"
 
     def __init__(self, workers: int = 0, address: str = "") -> None:
+        """Only notes the cluster: Ray is imported and joined when the engine is opened."""
         self.workers, self.address = workers, address
         self.notes: list[str] = []
         self._members: list[_Member] = []
         self._started = False
 
     def open(self, method: ClientSide, site: Site) -> None:
+        """Joins the cluster, puts method and data into its object store, and starts the actors."""
         self.where.require(site.x, "the clients' data")
         self._ray = _ray()
         self._connect()
@@ -60,6 +62,7 @@ class Ray(Engine):
         self._members = [self._spawn() for _ in range(workers)]
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        """Hands out tasks, the longest first; a task whose actor dies is tried once more on a fresh one."""
         # The longest work first, so that no worker is left alone with it at the end.
         waiting = deque(sorted(tasks, key=self._cost, reverse=True))
         letters, deaths = _Letters(self._ray, tasks), Counter[int]()
@@ -84,10 +87,11 @@ class Ray(Engine):
                 letters.done(task)
                 if isinstance(answer, str):
                     raise failed(task, answer)
-                self._hand_out(waiting, letters)  # the caller may take his time with what he gets
+                self._hand_out(waiting, letters)  # the caller may take its time with what it gets
                 yield _unpack_outcome(answer)
 
     def close(self) -> None:
+        """Ends the actors, and Ray itself where this engine started it."""
         for member in self._members:
             self._end(member)
         self._members, self._shared = [], []

@@ -67,6 +67,7 @@ class Block:
     bytes: Tensor
 
     def __init__(self, number: int, handle: int | None = None) -> None:
+        """Makes fresh memory, or takes the handle of a block that another process made."""
         self.number, self.size = number, 0
         self.handle = _nameless_file() if handle is None else handle
         weakref.finalize(self, os.close, self.handle)
@@ -89,6 +90,7 @@ class Page:
     """A block as it is filled: `add` finds places, `flush` copies what was added since."""
 
     def __init__(self, block: Block) -> None:
+        """Starts an empty page at the beginning of a block."""
         self.block, self.size = block, 0
         self.header = (0, 0)
         self._waiting: list[tuple[int, Tensor]] = []
@@ -144,6 +146,7 @@ class Spare:
     """
 
     def __init__(self) -> None:
+        """Starts with no memory at all."""
         self._free: dict[int, list[Tensor]] = {}
         self._used = self._kept = self._peak = 0
 
@@ -187,11 +190,12 @@ class Spare:
 class Channel:
     """One end of a pipe and the blocks that belong to it.
 
-    Pages are written to `depth` blocks in turn: whoever posts must have had an answer to his last but `depth` page, which says that
-    the other end is done with it.
+    Pages are written to `depth` blocks in turn: whoever posts must have had an answer to its last but `depth` page, which says
+    that the other end is done with it.
     """
 
     def __init__(self, connection: Connection, depth: int) -> None:
+        """Makes `depth` blocks to write to; those of the other end are met as they are mentioned."""
         self.connection = connection
         self._own = [Block(number) for number in range(depth)]
         self._turn = 0

@@ -24,8 +24,8 @@ NOTHING = torch.empty(0)
 class FoldedLayer:
     """One operation: `kind` is "conv", "dense", "max_pool", "avg_pool", "add", "group_norm" or "activation".
 
-    weight: float32, (out, in / groups, height, width) of a convolution, (out, in) of a dense layer, one a channel of a group norm.
-    bias: float32, one a channel. The other fields are those of `Node`.
+    weight: float32, (out, in / groups, height, width) of a convolution, (out, in) of a dense layer, per channel of a group norm.
+    bias: float32, one per channel. The other fields are those of `Node`.
     """
 
     kind: str
@@ -151,7 +151,7 @@ def _merged(layer: FoldedLayer, affine: FoldedLayer) -> FoldedLayer:
 
 
 def _as_convolution(affine: FoldedLayer) -> FoldedLayer:
-    """A scale and a shift a channel are a depth-wise convolution of one pixel."""
+    """A scale and a shift per channel are a depth-wise convolution of one pixel."""
     channels = len(affine.weight)
     return replace(affine, kind="conv", weight=affine.weight.reshape(channels, 1, 1, 1), groups=channels, kernel=(1, 1))
 

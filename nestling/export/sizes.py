@@ -45,10 +45,12 @@ class Sizes:
 
     @property
     def ram_bytes(self) -> int:
+        """All RAM together."""
         return sum(self.ram.values())
 
     @property
     def flash_bytes(self) -> int:
+        """All flash together."""
         return sum(self.flash.values())
 
 

@@ -172,7 +172,7 @@ def _is_same(network: Quantised, operation: IntegerOperation) -> bool:
     return True
 
 
-def _add(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> None:
+def _add(file: _File, _network: Quantised, operation: IntegerOperation, _name: str) -> None:
     inputs = [file.values[value] for value in operation.inputs]
     file.call(ADD, inputs, file.values[operation.output], (0, "Int8", ACTIVATIONS[operation.activation]))
 

@@ -34,7 +34,7 @@ def columns_of(reference: Reference, view: View, head: str) -> Tensor | None:
 
 
 def common_head(pieces: Iterable[Piece]) -> State:
-    """The classifier that networks of one form of it begin with: that of the first of them."""
+    """The classifier that networks with classifiers of one form begin with: that of the first of them."""
     found = [head_of(p.view.extract(p.reference.initial), p.reference.taps.head) for p in pieces]
     if any({name: t.shape for name, t in own.items()} != {name: t.shape for name, t in found[0].items()} for own in found):
         raise InputError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Info:
-    """What a method is: on its class as `nestling methods` says it, by default; of one that is set (`Method.as_set`) as it is then.
+    """What a method is: on its class by default, as `nestling methods` shows it; with its settings as `Method.as_set` says.
     Title and paper are those that its docstring begins with: `FedProto (Tan et al., "FedProto: …", AAAI 2022).`"""
 
     family: str  # baseline | width | depth | sparse | low-rank | public data | data-free | representation | fusion
@@ -25,7 +25,7 @@ class Info:
 
     @staticmethod
     def of_own_networks(family: str, heterogeneity: str, evidence: str, group: str, auxiliary: str = "none") -> Info:
-        """That of a method whose clients each have a network of their own and no model is everybody's."""
+        """The info of a method whose clients each have a network of their own and share no model."""
         return Info(family, heterogeneity, evidence, group, auxiliary, False, True, True)
 
 

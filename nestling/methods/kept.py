@@ -23,8 +23,8 @@ def made() -> Any:
 
 
 def kept() -> Any:
-    """A field that `setup` makes and the server keeps: a state, some states by name or in a row, a tensor, a number, a flag, or a
-    dataclass of these."""
+    """A field that `setup` makes and the server keeps: a state, several states by name or in a list, a tensor, a number, a flag,
+    or a dataclass of these."""
     return dataclasses.field(init=False, repr=False, compare=False, metadata={"kept": True})
 
 
@@ -35,7 +35,7 @@ def state_of(method: Any) -> dict[str, State]:
 
 
 def put_back(method: Any, state: Mapping[str, State]) -> None:
-    """Gives the fields what `state_of` told of them."""
+    """Gives the fields back what `state_of` wrote of them."""
     cls: type = type(method)
     for name, hint in _kept(cls).items():
         setattr(method, name, _read(hint, name, state, getattr(method, name, None)))

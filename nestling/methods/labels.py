@@ -16,20 +16,20 @@ from nestling.methods.part import Part
 
 
 def held_classes(client: Client) -> Tensor:
-    """One flag a class: whether the client has a sample of it."""
+    """One flag per class: whether the client has a sample of it."""
     return client.class_counts() > 0
 
 
 PRESENT = Part(
     "present",
-    up=lambda method, client, received: {"classes": held_classes(client)},
-    like=lambda method, piece, sent: {"classes": torch.zeros(method.world.classes, dtype=torch.bool)},
+    up=lambda _method, client, *_: {"classes": held_classes(client)},
+    like=lambda method, *_: {"classes": torch.zeros(method.world.classes, dtype=torch.bool)},
 )
 """Which classes a client holds, up."""
 
 
 def output_layer(reference: Reference, classes: int) -> tuple[str, ...]:
-    """The tensors of the output layer: the last weight of the state that has a row a class, and its bias."""
+    """The tensors of the output layer: the last weight of the state that has one row per class, and its bias."""
     rows = [name for name, shape in reference.axes.shapes.items() if len(shape) >= 2 and shape[0] == classes]
     if not rows:
         raise InputError(

@@ -33,6 +33,7 @@ class Reply:
 
     @property
     def samples(self) -> int:
+        """How many samples the client says it has."""
         return int(self.message.facts["samples"])
 
 
@@ -61,11 +62,13 @@ class Method:
     _made: tuple[int, dict[Any, Any]] = (-1, {})
 
     def __init_subclass__(cls) -> None:
+        """Fills in title and paper of `info` from the docstring; a class whose docstring has no title is called by its name."""
         if "info" in vars(cls):
             told = with_title(cls.info, cls.__doc__ or "")
             cls.info = told if told.title else replace(told, title=cls.__name__)
 
     def __post_init__(self) -> None:
+        """Checks the settings against the bounds that their types declare."""
         check_settings(self, "method")
 
     @property
@@ -104,7 +107,7 @@ class Method:
         return device.piece
 
     def travelling(self) -> list[Part]:
-        """The parts that travel as it is set."""
+        """The parts that travel with its settings."""
         return [part for part in self.parts if part.when is None or part.when(self)]
 
     def weights_for(self, piece: Piece) -> Tensors:
@@ -134,11 +137,11 @@ class Method:
         return self.once(round, ("message", key), lambda: self.message(device, piece, round))
 
     def alike(self, device: Device, piece: Piece) -> Hashable | None:
-        """What those have in common that get the same message: the same piece. None: everybody gets a message of its own."""
+        """What devices that get the same message have in common: the same piece. None: each gets a message of its own."""
         return None if piece.view.masks else (piece.reference.name, piece.view.key())
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        """The piece that a reply with these facts is of; an `InputError` says what in them cannot be."""
+        """The piece that a reply with these facts is of; an `InputError` says what in them cannot be true."""
         for fact in self.said:
             value = facts.get(fact.name)
             if not fact.can(self, sent, value):
@@ -146,7 +149,7 @@ class Method:
         return self.cut_to(piece, sent, facts)
 
     def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        """The piece that a client has trained, for methods whose clients may cut what was sent further: facts that can be tell how."""
+        """The piece that a client trained, for methods whose clients may cut what was sent further: checked facts tell how."""
         return piece
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Tensors]:
@@ -183,7 +186,7 @@ class Method:
         return None
 
     def once(self, round: int, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes, made once a round: devices of which the key is the same get the same object."""
+        """What `make` makes, made once per round: devices with the same key get the same object."""
         if self._made[0] != round:
             self._made = (round, {})
         known = self._made[1]
@@ -231,15 +234,18 @@ class SharedWeights(Method):
     weights: State = kept()
 
     def setup(self, world: World) -> None:
+        """Starts from the initial weights of the main network; tiers may bring no networks of their own."""
         world.refuse_own_networks(self.info.title)
         self.world = world
         self.weights = world.main.initial.copy()
 
     def weights_for(self, piece: Piece) -> Tensors:
+        """The piece, cut out of the global weights; for the whole network these themselves."""
         whole = not piece.view.masks and piece.view.key() == self.world.main.full.key()
         return self.weights if whole else piece.view.extract(self.weights)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The weighted mean over views; entries that no reply holds keep their value."""
         self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])
 
     def contribution(self, reply: Reply) -> Contribution:
@@ -247,17 +253,22 @@ class SharedWeights(Method):
         return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
 
     def shares(self, replies: Replies) -> Mapping[str, Share]:
+        """The global weights as the only group, with what every reply gives to their mean."""
         return {"": Share(self.weights, self.world.main.parameters, [self.contribution(reply) for reply in replies])}
 
     def shared_weights(self) -> dict[str, State]:
+        """The global weights, as the only group."""
         return {"": self.weights}
 
     def take_weights(self, weights: Mapping[str, State]) -> None:
+        """Replaces the global weights."""
         self.weights = weights[""]
 
     def model_for(self, device: Device) -> Model:
+        """The device's piece at rest, cut out of the global weights."""
         view = self.piece(device, 0).view
         return Model(self.world.main, view, view.extract(self.weights))
 
     def global_model(self) -> Model:
+        """The whole main network with the global weights."""
         return Model(self.world.main, self.world.main.full, self.weights)

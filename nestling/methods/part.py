@@ -34,15 +34,15 @@ class Part:
 
 WEIGHTS = Part(
     "weights",
-    lambda method, device, piece, round: method.weights_once(piece, round),
-    lambda method, client, received: only(client.weights, client.view.names) if "weights" in received else {},
+    lambda method, _device, piece, round: method.weights_once(piece, round),
+    lambda _method, client, received: only(client.weights, client.view.names) if "weights" in received else {},
 )
-"""A piece's weights, down and, from who got some, up."""
+"""A piece's weights: down, and up from clients that got some."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that a reply says beside its parts, as a plain value. It is a client's word: one that cannot be refuses the reply.
+    """Something a reply says beside its parts, as a plain value. A client's word: if it cannot be true, the reply is refused.
 
     name: what it is called in the reply.
     say:  (method, client, received) → what a client says.

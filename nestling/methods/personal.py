@@ -1,4 +1,4 @@
-"""What methods share whose clients each have a network of their own, of any kind, that never travels."""
+"""What is common to methods whose clients each have a network of their own, of any kind, that never travels."""
 
 from __future__ import annotations
 
@@ -33,23 +33,27 @@ class Personal(Method):
     parts: ClassVar[Parts] = ()
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
-        """A tier's network as the method needs it, for methods that need it otherwise than it is."""
+        """A tier's network as the method needs it, for methods that have to change it."""
         raise NotImplementedError
 
     def alike(self, device: Device, piece: Piece) -> Hashable | None:
-        return ""  # what the server knows is for everybody, whatever network a client has
+        """The same for all: what the server knows is for everybody, whatever network a client has."""
+        return ""
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Gives every tier the piece of its plan, tailored where the method needs that."""
         tailored = type(self).tailor is not Personal.tailor
         self.world = world
         self.pieces = own_pieces(world, self.tailor) if tailored else {tier: plan.piece for tier, plan in world.plans.items()}
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The network of the device's tier, in every round."""
         return self.pieces[device.tier]
 
     def model_for(self, device: Device) -> Model:
+        """The tier's network with the weights that the client has kept, or with the initial ones."""
         piece = self.piece(device, 0)
         kept = own_weights(self.world.store.get(device.id))
         weights = {name: t.to(self.world.place) for name, t in kept.items()}
@@ -58,9 +62,11 @@ class Personal(Method):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """The weights that the client has kept; in its first round the initial ones."""
         return own_weights(client.memory) or client.view.extract(client.reference.initial)
 
     def keep(self, client: Client, received: Message) -> None:
+        """Keeps the trained weights."""
         client.memory = sectioned(weights=client.weights)
 
 
@@ -70,7 +76,7 @@ def own_weights(memory: Tensors) -> State:
 
 
 def common_features(world: World, wanted: int = 0) -> int:
-    """How many features all networks are to have: as many as wanted, or (0) as the one with the fewest has."""
+    """How many features all networks are to have: as many as wanted, or (0) as many as the network with the fewest."""
     pieces = [plan.piece for plan in world.plans.values()]
     return wanted or min(p.reference.taps.cut(p.reference.network(p.view)).features for p in pieces)
 

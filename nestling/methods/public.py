@@ -1,4 +1,4 @@
-"""What methods share whose clients say something of public inputs that everybody holds."""
+"""What is common to methods whose clients say something of public inputs that everybody holds."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class PublicExchange(Personal):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Refuses a run without public inputs; before the first round nothing is known."""
         if world.public is None:
             raise InputError(
                 f"{self.info.title} needs public inputs that all clients hold, and there are none",
@@ -83,13 +84,13 @@ class PublicExchange(Personal):
 SAID = Part(
     "logits",
     up=lambda method, client, received: {"logits": method.said_of(client, received)},
-    like=lambda method, piece, sent: {"logits": torch.empty(method.asked, method.world.classes)},
+    like=lambda method, *_: {"logits": torch.empty(method.asked, method.world.classes)},
 )
 """What a client's network says of the rows of the next round, up."""
 
 
 def epochs_for(steps: int, rows: int, batch: int) -> int:
-    """How many passes over so many rows so many batches are, the last one begun."""
+    """How many passes over the rows it takes to train at least so many batches."""
     return -(-steps // -(-rows // batch))
 
 

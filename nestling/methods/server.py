@@ -54,6 +54,7 @@ class Server:
     average: int = 0
 
     def __post_init__(self) -> None:
+        """Refuses unknown optimisers and numbers out of range."""
         allowed = f"allowed: none, {', '.join(RATES)}"
         require(self.optimizer in ("none", *RATES), f"unknown optimiser {self.optimizer!r}", "server.optimizer", allowed)
         require(self.lr >= 0, "must not be negative (0: the optimiser's own)", "server.lr")
@@ -64,10 +65,12 @@ class Server:
 
     @property
     def optimises(self) -> bool:
+        """Whether an optimiser moves the weights after a merge."""
         return self.optimizer != "none"
 
     @property
     def averages(self) -> bool:
+        """Whether the mean of several last models is tested."""
         return self.average > 1
 
     def check(self, method: Method) -> None:

@@ -18,6 +18,7 @@ class DenseLayer(nn.Module):
     """Puts `growth` new channels behind its input."""
 
     def __init__(self, before: int, middle: int, growth: int, norm: str) -> None:
+        """A 1x1 convolution to `middle` channels and a 3x3 one to `growth`, each behind a normalisation."""
         super().__init__()
         bias = norm == "none"
         self.norm1 = norm_layer(norm, before)

@@ -18,9 +18,8 @@ def dscnn(
     blocks: int = 4,
     kernel: tuple[int, int] = (3, 3),
 ) -> nn.Module:
-    """`kernel` is the first convolution's; on 49x10 spectrograms MLPerf Tiny uses (10, 4). So is the normalisation, by running
-    statistics: with group norm a narrow one learns far more slowly. Microcontrollers train
-    with `norm = "none"` or "group" only.
+    """`kernel` is the first convolution's; on 49x10 spectrograms MLPerf Tiny uses (10, 4). Running statistics normalise, as
+    there: with group norm a narrow network learns far more slowly. Microcontrollers train with `norm = "none"` or "group" only.
 
     All convolutions carry a bias, as in the benchmark: without normalisation, i.e. folded, it has 22 604 parameters for
     12 words. The benchmark's dropout is left out, and its first map has one row more (Keras pads unevenly).

@@ -20,6 +20,7 @@ class Pooled(nn.Module):
     bins: Tensor
 
     def __init__(self, before: int, after: int) -> None:
+        """Makes the matrix that averages `before` features into `after`; it is not part of the state."""
         super().__init__()
         bins = torch.zeros(before, after)
         for k in range(after):
@@ -29,12 +30,14 @@ class Pooled(nn.Module):
         self.register_buffer("bins", bins, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The pooled features, flat."""
         return x.flatten(1) @ self.bins
 
 
 def with_features(module: nn.Module, taps: Taps, size: int, bound: str = "none") -> nn.Module:
-    """A network whose classifier sees `size` features: the given one where it does already, else a copy with its features pooled to the
-    size (repeated, where it is larger), which says the same as far as that goes. The classifier then has one form in all networks."""
+    """A network whose classifier sees `size` features: the given one where it does already, else a copy with its features pooled
+    to the size (repeated, where it is larger) that gives the same outputs as far as possible. The classifier then has one form in
+    all networks."""
     if bound not in BOUNDS:
         raise unknown("bound", bound, BOUNDS, field="method.bound")
     if taps.features == size and bound == "none":

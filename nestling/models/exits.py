@@ -27,6 +27,7 @@ class ExitNet(nn.Module):
     """
 
     def __init__(self, stem: nn.Module, stages: nn.ModuleList, heads: nn.ModuleList, inference: str = "last") -> None:
+        """Refuses another number of heads than of stages, and an unknown `inference`."""
         if not len(stages) or len(stages) != len(heads):
             raise InputError(f"{len(stages)} stages but {len(heads)} heads", field="model.name", fix="give every stage one head")
         if inference not in INFERENCE:
@@ -86,6 +87,7 @@ class Gate(nn.Module):
     """Weighs every entry of a map by what a coarser look at it says (the attention of DepthFL's heads)."""
 
     def __init__(self, channels: int, norm: str) -> None:
+        """Makes the separable convolution that looks at the map at half its size."""
         super().__init__()
         self.look = _separable(channels, channels, norm)
 

@@ -150,7 +150,7 @@ def factor_matrices(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def frobenius_decay(
     params: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
-    given: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],  # noqa: ARG001 (a rule's signature)
     *,
     layers: tuple[str, ...],
     weight: float,

@@ -17,8 +17,8 @@ _SLOPE = 0.2
 
 
 def generator(shape: Sequence[int], *, nz: int, channels: int, classes: int = 0) -> nn.Module:
-    """A network from codes of `nz` numbers (and one flag a class, see `codes`) to inputs of `shape`: for images and sequences a quarter
-    of the size twice doubled with a convolution each time, for anything else two linear layers.
+    """A network from codes of `nz` numbers (and one flag per class, see `codes`) to inputs of `shape`: for images and sequences a
+    quarter of the size twice doubled with a convolution each time, for anything else two linear layers.
 
     What comes out is normalised over the batch, channel by channel, as data is. It is only ever used to make whole batches, so that its
     norms use the batch at hand and its state has no buffers.
@@ -31,6 +31,7 @@ class Upsampled(nn.Module):
     """Small maps, doubled twice."""
 
     def __init__(self, after: int, sizes: tuple[int, ...], code: int, channels: int) -> None:
+        """For inputs of `after` channels and these sizes, from codes of `code` numbers."""
         super().__init__()
         conv, dims = _CONVS[len(sizes)], len(sizes)
         steps = [tuple(math.ceil(size / part) for size in sizes) for part in (4, 2, 1)]
@@ -46,7 +47,7 @@ class Upsampled(nn.Module):
         self.out = named(conv=conv(channels, after, 3, padding=1), bound=nn.Tanh(), norm=_norm(dims, after, affine=False))
 
     def forward(self, code: Tensor) -> Tensor:
-        """Inputs, one a code."""
+        """Inputs, one per code."""
         return self.out(self.blocks(self.norm(self.linear(code).unflatten(1, self.start))))
 
 
@@ -54,6 +55,7 @@ class Flat(nn.Module):
     """Two linear layers, for data without neighbours."""
 
     def __init__(self, shape: Sequence[int], code: int, channels: int) -> None:
+        """For inputs of `shape`, from codes of `code` numbers, with 4 · `channels` hidden units."""
         super().__init__()
         self.shape, hidden = tuple(shape), 4 * channels
         self.hidden = named(linear=nn.Linear(code, hidden, bias=False), norm=_norm(1, hidden), relu=nn.LeakyReLU(_SLOPE))
@@ -61,7 +63,7 @@ class Flat(nn.Module):
         self.out = named(linear=nn.Linear(hidden, size), bound=nn.Tanh(), norm=_norm(1, size, affine=False))
 
     def forward(self, code: Tensor) -> Tensor:
-        """Inputs, one a code."""
+        """Inputs, one per code."""
         return self.out(self.hidden(code)).unflatten(1, self.shape)
 
 

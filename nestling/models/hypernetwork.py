@@ -91,6 +91,7 @@ class HyperNetwork(nn.Module):
         max_shape: tuple[int, int, int] = (64, 64, 5),
         max_inputs: int = 1024,
     ) -> None:
+        """Makes the embeddings of kinds and sizes, the gated unit, and one decoder for each form of tensor."""
         super().__init__()
         outputs, inputs, kernel = max_shape
         self.max_shape, self.classes, self.basis = max_shape, classes, basis
@@ -164,6 +165,7 @@ class Generated(nn.Module):
     """
 
     def __init__(self, generator: HyperNetwork, network: nn.Module, tuned: bool = False) -> None:
+        """Takes the graph of `network` and leaves the network's own tensors out of the state."""
         super().__init__()
         self.generator, self.graph = generator, graph_of(network)
         # In a tuple the network is no sub-module: none of its tensors belongs to the state.
@@ -182,13 +184,13 @@ class Generated(nn.Module):
         return functional_call(self._network[0], self.weights(), (x,))
 
     def train(self, mode: bool = True) -> Generated:
-        """As ever; the network goes along."""
+        """Sets the mode of the network made, too."""
         self._network[0].train(mode)
         return super().train(mode)
 
 
 def _without_statistics(network: nn.Module) -> nn.Module:
-    """A copy whose batch norms use the batch at hand: running statistics are nothing that could be made."""
+    """A copy whose batch norms use the batch at hand: running statistics cannot be made."""
     bare = copy.deepcopy(network)
     for layer in bare.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):

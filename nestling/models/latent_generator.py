@@ -13,13 +13,14 @@ class LatentGenerator(nn.Module):
     """(noise, labels) → features, through one hidden layer."""
 
     def __init__(self, noise: int, classes: int, hidden: int, features: int) -> None:
+        """Reads `noise` numbers and one flag per class, and puts out `features` numbers."""
         super().__init__()
         self.classes = classes
         self.hidden = nn.Sequential(nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU())
         self.out = nn.Linear(hidden, features)
 
     def forward(self, noise: Tensor, labels: Tensor) -> Tensor:
-        """Features, one a label."""
+        """Features, one per label."""
         return self.out(self.hidden(_codes(noise, labels, self.classes)))
 
 

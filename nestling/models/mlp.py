@@ -13,7 +13,7 @@ from nestling.models.parts import Network, named, scaled
 def mlp(
     *, shape: tuple[int, ...], classes: int, width: float = 1.0, norm: str = "none", hidden: tuple[int, ...] = (200,)
 ) -> nn.Module:
-    """One stage a hidden layer; `hidden=()` is softmax regression."""
+    """One stage per hidden layer; `hidden=()` is softmax regression."""
     size, stages = math.prod(shape), []
     for units in hidden:
         after = scaled(units, width)

@@ -15,6 +15,7 @@ class InvertedResidual(nn.Module):
     """Widen by 1x1, filter every channel by 3x3, narrow by 1x1; added to the input where the shapes agree."""
 
     def __init__(self, body: nn.Sequential, *, residual: bool) -> None:
+        """Wraps the convolutions of `body`; `residual` says whether the input is added."""
         super().__init__()
         self.body = body
         self.residual = residual

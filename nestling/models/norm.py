@@ -64,6 +64,7 @@ class WidthNorm(nn.modules.batchnorm._BatchNorm):
     variances: Tensor
 
     def __init__(self, channels: int, widths: tuple[float, ...] = WIDTHS) -> None:
+        """Makes one row of running means and variances for each width."""
         super().__init__(channels, track_running_stats=False)
         self.whole, self.widths = channels, widths
         self.register_buffer("means", torch.zeros(len(widths), channels))

@@ -22,6 +22,7 @@ class Network(nn.Module):
     """
 
     def __init__(self, *, stem: nn.Module, stages: Sequence[nn.Module], neck: nn.Module, head: nn.Linear) -> None:
+        """Joins the four parts; the stages become one sequence."""
         super().__init__()
         self.stem = stem
         self.stages = nn.Sequential(*stages)
@@ -29,7 +30,7 @@ class Network(nn.Module):
         self.head = head
 
     def features(self, x: Tensor) -> Tensor:
-        """What the head sees: one flat vector a sample."""
+        """What the head sees: one flat vector per sample."""
         return self.neck(self.stages(self.stem(x)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def _wrong_input(name: str, shape: Sequence[int], takes: str) -> InputError:
 
 
 def check_stem(stem: str) -> str:
-    """`stem` if there is such a one."""
+    """`stem`, if it is one of `STEMS`."""
     if stem not in STEMS:
         raise unknown("stem", stem, STEMS, field="model.stem")
     return stem

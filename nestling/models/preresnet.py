@@ -13,6 +13,7 @@ class PreBlock(nn.Module):
     """Normalisation and activation come before each convolution; a projected shortcut starts after the first of them."""
 
     def __init__(self, before: int, after: int, *, stride: int, norm: str, project: bool) -> None:
+        """Two 3x3 convolutions, the first with `stride`; `project` gives the shortcut a 1x1 convolution."""
         super().__init__()
         self.norm1 = norm_layer(norm, before)
         self.relu1 = nn.ReLU()
@@ -40,9 +41,8 @@ def preresnet18(
 ) -> nn.Module:
     """A 3x3 stem, one stage for every entry of `blocks`, a last normalisation, the mean over pixels, the head."""
     before, _, _ = image("preresnet18", shape)
-    stages = []
-    for stage in plan(blocks, (*channels[:1], *channels)):
-        stages.append(nn.Sequential(*(_block(*place, width, norm) for place in stage)))
+    planned = plan(blocks, (*channels[:1], *channels))
+    stages = [nn.Sequential(*(_block(*place, width, norm) for place in stage)) for stage in planned]
     stem = conv2d(before, scaled(channels[0], width))
     size = scaled(channels[len(blocks) - 1], width)
     neck = named(norm=norm_layer(norm, size), relu=nn.ReLU(), **dict(pooled().named_children()))

@@ -45,7 +45,7 @@ NORMS = {
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update",
     "native_group_norm", "native_layer_norm", "_fused_rms_norm", "var_mean",
 }  # fmt: skip
-# Where the winner of each window was: one byte an output, whatever integer type torch uses.
+# Where the winner of each window was: one byte per output, whatever integer type torch uses.
 POOLS = {
     "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d", "fractional_max_pool2d",
     "max", "min",

@@ -21,6 +21,7 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut."""
 
     def __init__(self, before: int, after: int, *, stride: int, norm: str, bias: bool, shortcut: nn.Module) -> None:
+        """From `before` to `after` channels; the first convolution has the stride."""
         super().__init__()
         self.conv1 = conv2d(before, after, stride=stride, bias=bias)
         self.norm1 = norm_layer(norm, after)
@@ -40,6 +41,7 @@ class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions beside a shortcut."""
 
     def __init__(self, before: int, middle: int, after: int, *, stride: int, norm: str, shortcut: nn.Module) -> None:
+        """From `before` over `middle` to `after` channels; the 3x3 convolution has the stride."""
         super().__init__()
         bias = norm == "none"
         self.conv1 = conv2d(before, middle, 1, bias=bias)
@@ -70,7 +72,7 @@ def resnet(
     channels: tuple[int, ...] = (64, 64, 128, 256, 512),
     stem: str = "imagenet",
 ) -> nn.Module:
-    """`blocks` counts the basic blocks of every stage; `channels` is the stem's, then one a stage."""
+    """`blocks` counts the basic blocks of every stage; `channels` is the stem's, then one per stage."""
     before, _, _ = image("resnet", shape)
     stages = basic_stages(blocks, channels, width, norm)
     entry = image_stem(before, scaled(channels[0], width), stem=stem, norm=norm)
@@ -116,7 +118,7 @@ def _bottleneck_stages(blocks: Sequence[int], channels: Sequence[int], width: fl
 
 
 def plan(blocks: Sequence[int], channels: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """For every stage its blocks as (channels before, after, stride), at full width. `channels` is the stem's, then one a stage.
+    """For every stage its blocks as (channels before, after, stride), at full width. `channels`: the stem's, then one per stage.
 
     Every stage but the first begins with stride 2.
     """

@@ -24,9 +24,8 @@ def resnet8(
     78 666 with "tracked", running statistics counted.
     """
     before, _, _ = image("resnet8", shape)
-    stages = []
-    for stage in plan(blocks, (*channels[:1], *channels)):
-        stages.append(nn.Sequential(*(_block(*place, width, norm) for place in stage)))
+    planned = plan(blocks, (*channels[:1], *channels))
+    stages = [nn.Sequential(*(_block(*place, width, norm) for place in stage)) for stage in planned]
     size = scaled(channels[0], width)
     stem = named(conv=conv2d(before, size, bias=True), norm=norm_layer(norm, size), relu=nn.ReLU())
     head = nn.Linear(scaled(channels[len(blocks) - 1], width), classes)

@@ -216,14 +216,12 @@ def _some(layers: Mapping[str, nn.Module]) -> str:
 def watching(module: nn.Module, names: Sequence[str], head: str = "") -> Iterator[dict[str, Tensor]]:
     """What the named layers put out during a pass inside the block, by name; with `head`, what it is given as "features"."""
     seen: dict[str, Tensor] = {}
-    handles = []
 
     def note(name: str) -> Callable[..., None]:
         # A copy: a layer behind it may write into what it is given (in-place activations, sums with a shortcut).
-        return lambda _, inputs, out: seen.__setitem__(name, out.clone())
+        return lambda _, _inputs, out: seen.__setitem__(name, out.clone())
 
-    for name in dict.fromkeys(names):
-        handles.append(module.get_submodule(name).register_forward_hook(note(name)))
+    handles = [module.get_submodule(name).register_forward_hook(note(name)) for name in dict.fromkeys(names)]
     if head:
         take = module.get_submodule(head).register_forward_pre_hook
         handles.append(take(lambda _, inputs: seen.__setitem__("features", inputs[0].flatten(1))))

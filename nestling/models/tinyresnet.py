@@ -24,10 +24,11 @@ def tinyresnet(
     channels: tuple[int, ...] = (4, 8, 8),
     exits: tuple[int, ...] = (),
 ) -> nn.Module:
-    """A stem that quarters the map, `blocks` basic blocks a stage, a coarse mean, the head. `channels` is the stem's, then one a stage.
+    """A stem that quarters the map, `blocks` basic blocks per stage, a coarse mean, the head.
 
-    With one block a stage it trains within 64 KB. `exits` makes it a network with early exits: after so many blocks, counted over all
-    stages, there is another neck and head; the last one stands behind the last block.
+    `channels` is the stem's, then one per stage. With one block per stage it trains within 64 KB. `exits` makes it a network with
+    early exits: after so many blocks, counted over all stages, there is another neck and head; the last one stands
+    behind the last block.
     """
     before, high, wide = image("tinyresnet", shape, least=4)
     size = scaled(channels[0], width)

@@ -23,7 +23,7 @@ def vgg16(
     dropout: float = 0.5,
     late: bool = False,
 ) -> nn.Module:
-    """One stage a convolution. Pooling follows every group of them; the last is left out where the map is one pixel already.
+    """One stage per convolution. Pooling follows every group of them; the last is left out where the map is one pixel already.
 
     `late` pools as FlexFL's released code does: after the first convolution of the next group instead of before it, so that those four
     see maps of twice the side. The parameters are the same. FlexFL uses `hidden=(256, 256)` on one-channel images.

@@ -1,5 +1,5 @@
-"""The descriptor: a network and its buffer plan as a header and one record an operation, little-endian, which is all the C runtime
-is told.
+"""The descriptor: a network and its buffer plan as a header and one record per operation, little-endian, which is all the C
+runtime is told.
 
 A new view is a new descriptor and never a new firmware. The runtime (`runtime/nestling.h` mirrors this file) trusts none of it: it
 checks every field before the first use.
@@ -38,8 +38,8 @@ class Op:
     first, second:        where the inputs lie (second: ADD only).
     out:                  where the result goes; an ADD may overwrite one of its inputs, an activation its input.
     first_grad, second_grad, out_grad: the same for gradients. Those of ADD may be the same place as out_grad.
-    aux:                  MAX_POOL: one byte an output, the winner's place in its window; GROUP_NORM: mean and 1/deviation a group.
-    weight, bias:         places in the block of parameters, counted in floats (GROUP_NORM and AFFINE: scale and shift a channel).
+    aux:                  MAX_POOL: one byte per output, the winner's place in its window; GROUP_NORM: mean, 1/deviation by group.
+    weight, bias:         places in the block of parameters, counted in floats (GROUP_NORM, AFFINE: scale and shift per channel).
     scale:                CONV and DENSE: their result is multiplied by it, after the bias and before the activation.
     groups:               of CONV and GROUP_NORM.
     Padding is at the top and left; what is missing at the bottom and right is implied by the output's size. AVG_POOL divides by
@@ -133,6 +133,7 @@ class DescriptorSettings:
     inner: float = 0.0
 
     def to_bytes(self) -> bytes:
+        """The fields in order as little-endian floats."""
         return struct.pack(f"<{len(fields(self))}f", *astuple(self))
 
 

@@ -60,7 +60,7 @@ def _wanted(forward: Record) -> list[Operation]:
 
 
 def affine_of(node: Node, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scale and shift a channel of an "affine" node, a batch norm's statistics included."""
+    """Scale and shift per channel of an "affine" node, a batch norm's statistics included."""
     scale, shift, mean, variance = (
         None if name is None else state[name].detach().double().flatten()
         for name in (node.weight, node.bias, node.mean, node.variance)
@@ -95,7 +95,7 @@ def _fused(nodes: list[Node], output: int) -> list[Node]:
 
 
 def _merged(host: Node, node: Node) -> Node | None:
-    """Both operations as one, if there is such a one."""
+    """Both operations as one, if there is an operation that does both."""
     if host.activation != LINEAR:
         return None
     if node.kind == "activation":

@@ -8,7 +8,7 @@ activation function, in the gradient where it lies and from the operation's resu
   if that ends in an activation function.
 - The gradient of a value exists from the backward of its last reader to that of its producer. There is none for the input, nor for
   what comes before the first trained operation.
-- Max-pooling keeps one byte an output, the winner's place, and group norm two floats a group.
+- Max-pooling keeps one byte per output, the winner's place, and group norm two floats per group.
 - A sum or an activation function overwrites an operand that nobody needs any more, and hands its gradient on where it lies (a sum to
   one of its operands: what has the gradient next may change it in place).
 - The loss overwrites the logits with their gradient.

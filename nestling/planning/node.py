@@ -1,4 +1,4 @@
-"""One operation of a network, and what to say of those that there are not."""
+"""One operation of a network, and the error for operations that the C runtime does not have."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Unsupported(InputError):
     """A network holds something that the C runtime does not know. `layer` and `operation` say what."""
 
     def __init__(self, layer: str, operation: str, fix: str) -> None:
+        """Words the error from the layer's name and the operation that is missing."""
         where = f"layer {layer!r}" if layer else "the network itself"
         super().__init__(f"{where}: the C runtime has no {operation}", field="model", fix=fix)
         self.layer, self.operation = layer, operation

@@ -51,6 +51,7 @@ class PlanEntry:
 
     @property
     def size(self) -> int:
+        """How many floats it has."""
         return math.prod(self.shape)
 
 
@@ -71,6 +72,7 @@ class MemoryPlan:
 
     @cached_property
     def descriptor(self) -> bytes:
+        """The plan as the bytes that the C runtime reads."""
         return descriptor.to_bytes(self.header, list(self.ops))
 
     @property
@@ -80,10 +82,12 @@ class MemoryPlan:
 
     @property
     def params(self) -> int:
+        """Floats in the block of parameters, trained or not."""
         return self.header.params
 
     @property
     def trained(self) -> int:
+        """How many of the parameters are trained."""
         return self.header.trained
 
     def pack(self, state: Mapping[str, Tensor]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""From recorded operations of torch to nodes, one function a kind. What cannot be said with nodes is refused by name."""
+"""From recorded operations of torch to nodes, one function per kind. What cannot be said with nodes is refused by name."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Builder:
     """Turns recorded operations into nodes. A storage that is written in place gets a new value each time."""
 
     def __init__(self, forward: Record, shape: Shape, inference: bool) -> None:
+        """Starts with the input as value 0 and no node."""
         self.forward, self.inference = forward, inference
         self.nodes: list[Node] = []
         self.shapes: list[Shape] = [shape]
@@ -27,6 +28,7 @@ class Builder:
         self.current = {forward.inputs[0]: 0}  # storage -> the value that it holds now
 
     def add(self, operation: Operation) -> None:
+        """Appends the node of an operation; one without a translation, or that mixes rows, is refused."""
         translate = _TRANSLATIONS.get(operation.name)
         if translate is None:
             raise Unsupported(operation.layer, _wording(operation.name), _FIXES.get(operation.name, _KNOWN))
@@ -37,6 +39,7 @@ class Builder:
         self.nodes.append(node)
 
     def result(self) -> int:
+        """The value that the network returns; it must be one, and made from the input."""
         if len(self.forward.outputs) != 1:
             raise Unsupported("", "several outputs", "give a network that returns the logits alone, such as one exit of it")
         value = self.current.get(self.forward.outputs[0])
@@ -65,6 +68,7 @@ class Builder:
         return value
 
     def weight(self, operation: Operation, argument: str, transposed: bool = False) -> str | None:
+        """The name of the weight an operation is given, or None; it must be a whole tensor of the state."""
         seen = operation.arguments.get(argument)
         if seen is None:
             return None
@@ -75,6 +79,7 @@ class Builder:
         return seen.name
 
     def make(self, shape: tuple[int, ...]) -> int:
+        """The number of a new value of this shape."""
         self.shapes.append(_squeezed(shape))
         return len(self.shapes) - 1
 
@@ -205,7 +210,7 @@ def _add(builder: Builder, operation: Operation) -> Node:
 
 
 def _affine(builder: Builder, operation: Operation) -> Node:
-    """A weight a channel that a map is multiplied by or that is added to it."""
+    """A weight per channel that a map is multiplied by or that is added to it."""
     given = operation.arguments
     weight, source = ("self", "other") if given["self"].name else ("other", "self")
     value, name = builder.map(operation, source), builder.weight(operation, weight)

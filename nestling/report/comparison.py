@@ -93,7 +93,7 @@ def cautions(entries: Sequence[ComparedRun]) -> list[str]:
 
 
 def comparison_rows(entries: Sequence[ComparedRun]) -> list[list[str]]:
-    """One line a setting: its label, seeds, the four accuracies, and what travelled."""
+    """One line per setting: its label, seeds, the four accuracies, and what travelled."""
     rows = []
     for setting in settings_of(entries):
         travelled = [spread([e.summary.get(key) for e in setting.entries], traffic).text for key in ("bytes_up", "bytes_down")]

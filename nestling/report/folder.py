@@ -74,7 +74,7 @@ def last_best(block: object) -> tuple[float | None, float | None, int | None]:
 
 
 def traffic_totals(run: Run) -> list[float]:
-    """Bytes sent up and down since the start, one figure a round."""
+    """Bytes sent up and down since the start, one figure per round."""
     totals, sent = [], 0.0
     for record in run.metrics:
         up, down = number(record.get("bytes_up_total")), number(record.get("bytes_down_total"))

@@ -202,7 +202,7 @@ def _personal(run: Run, rows: Sequence[Row]) -> str:
 
 
 def _lines(run: Run, rows: Sequence[Row], key: str, overall: str, at: Sequence[float]) -> list[Series]:
-    """One series for everybody and one a tier; a round that was not evaluated leaves no point."""
+    """One series for everybody and one per tier; a round that was not evaluated leaves no point."""
 
     def points(values: Sequence[object]) -> list[tuple[float, float]]:
         return [(x, found) for x, value in zip(at, values, strict=True) if (found := number(value)) is not None]

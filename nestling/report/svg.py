@@ -306,12 +306,12 @@ def _grid(
     x: Axis,
     y: Axis,
 ) -> str:
-    parts, floor, right = [], _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    for tick in y_ticks:
-        parts.append(
-            f'<path class="grid" d="M{_LEFT} {up(tick):.1f}H{right}"/>'
-            f'<text class="tick" x="{_LEFT - 8}" y="{up(tick) + 4:.1f}" text-anchor="end">{_esc(y.form(tick))}</text>'
-        )
+    floor, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = [
+        f'<path class="grid" d="M{_LEFT} {up(tick):.1f}H{right}"/>'
+        f'<text class="tick" x="{_LEFT - 8}" y="{up(tick) + 4:.1f}" text-anchor="end">{_esc(y.form(tick))}</text>'
+        for tick in y_ticks
+    ]
     for tick in x_ticks:
         at = across(tick)
         anchor = "end" if at > right - 18 else "middle"

@@ -20,7 +20,7 @@ _ROOTS = {"ram": ("ram",), "flash": ("flash",), "seconds": _SPEED, "energy": ("e
 
 
 def tier_rows(summary: Mapping[str, Any] | None, federation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """One row a tier: the federation's tiers in their order, then those only the summary knows. Unknown figures are None."""
+    """One row per tier: the federation's tiers in their order, then those only the summary knows. Unknown figures are None."""
     summary, federation = summary or {}, federation or {}
     model = mapping(federation, "model")
     tiers = [tier for tier in listed(federation, "tiers") if tier.get("name") is not None]

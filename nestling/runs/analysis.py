@@ -78,7 +78,7 @@ def analyse(run: Result | str | Path, *, clients: int = 10, rows: int = 250, ste
     the folder of a run."""
     require(clients >= 2, "a comparison needs at least 2 clients", "clients")
     require(rows >= 8, "a comparison needs at least 8 rows", "rows")
-    tell = step or (lambda what, done, of: None)
+    tell = step or (lambda *_: None)
     with _result(run) as result:
         federation = result.federation
         picked = sample_rows(federation, rows)
@@ -127,7 +127,7 @@ def spread(world: World, clients: int) -> list[int]:
 
 
 def sample_rows(federation: Federation, rows: int) -> Tensor:
-    """Rows of the test set, as many of each class as of the others as far as there are, in order of classes."""
+    """Rows of the test set, spread over the classes as evenly as there are rows of them, in order of classes."""
     y = federation.bench.y_test.cpu()
     order = torch.from_numpy(stream(federation.world.seed, "analysed rows").permutation(len(y)))
     by_class = [order[y[order] == label][:rows].tolist() for label in range(federation.world.classes)]

@@ -73,7 +73,7 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
         for name, model in method.other_models(device).items():
             others.setdefault(name, []).append(_test_model(model, world, bench, device, tested))
     return {
-        "global_accuracy": _accuracy(_known_hits(whole, tested, world, bench), bench.y_test)
+        "global_accuracy": _accuracy(_known_hits(whole, tested, world, bench))
         if whole
         else _mean(r["global_accuracy"] for r in rows),
         "personal_accuracy": _mean(r["personal_accuracy"] for r in rows),
@@ -140,10 +140,10 @@ def _test_model(model: Model, world: World, bench: Bench, device: Device, tested
         personal = float((_predict(module, bench.x[index], bench.batch) == bench.y[index]).float().mean())
     else:
         personal = _personal(hits, bench.y_test, world.split.counts(device.id))
-    return {"tier": device.tier, "global_accuracy": _accuracy(hits, bench.y_test), "personal_accuracy": personal}
+    return {"tier": device.tier, "global_accuracy": _accuracy(hits), "personal_accuracy": personal}
 
 
-def _hits(model: Model, world: World, bench: Bench) -> Tensor:
+def _hits(model: Model, _world: World, bench: Bench) -> Tensor:
     return _predict(ready(model, bench), bench.x_test, bench.batch) == bench.y_test
 
 
@@ -165,7 +165,7 @@ Ask = Callable[[nn.Module, Tensor], Tensor]
 
 
 def _predict(module: nn.Module, x: Tensor, batch: int, ask: Ask | None = None) -> Tensor:
-    """The classes that a network sees. On a CPU its batches are shared out among the cores, each computed by one thread as ever."""
+    """The classes that a network sees. On a CPU its batches are shared among the cores, each computed by one thread as always."""
     parts, ask = x.split(batch), ask or _classes
     threads = 1 if x.is_cuda else min(len(parts), cores())
     if threads == 1:
@@ -187,12 +187,12 @@ def _classes(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _parts_classes(module: nn.Module, x: Tensor, head: str, views: Sequence[View], own: View) -> Tensor:
-    """The classes that the networks of some views inside a network see, a row a view."""
+    """The classes that the networks of some views inside a network see, one row per view."""
     features = logits_and_features(module, head, x)[1]
     return torch.stack([headed(module, head, view, own, features).argmax(-1) for view in views])
 
 
-def _accuracy(hits: Tensor, y: Tensor) -> float:
+def _accuracy(hits: Tensor) -> float:
     return float(hits.float().mean())
 
 

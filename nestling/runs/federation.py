@@ -44,9 +44,9 @@ class Federation:
     server: Server = field(default_factory=Server)
     kept: Kept = field(default_factory=dict)  # what the server's own optimiser and mean go by
     totals: Totals = field(default_factory=Totals)
-    on_client: Callable[[int, int], None] = lambda done, of: None
-    on_refusal: Callable[[int, int, str], None] = lambda client, round, reason: None
-    on_board: Callable[[Mapping[str, Any]], None] = lambda facts: None
+    on_client: Callable[[int, int], None] = lambda *_: None
+    on_refusal: Callable[[int, int, str], None] = lambda *_: None
+    on_board: Callable[[Mapping[str, Any]], None] = lambda _: None
     ahead: int = 0  # rounds that the method's state is ahead of `totals`
     stateful: bool = False  # whether any client has kept anything
     notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results

@@ -1,8 +1,9 @@
 """The run folder: plain files that are whole at every moment.
 
-experiment.toml (the complete description), federation.json (what fits where, the split, how the run began), metrics.jsonl (a line a
-round), boards.jsonl (where there are boards: a line for every job that one did), checkpoint.bin, clients/ (what clients keep), events
-(TensorBoard reads along), and at the end summary.json, global.safetensors and report.html; `nestling analyse` adds analysis.json.
+experiment.toml (the complete description), federation.json (what fits where, the split, how the run began), metrics.jsonl (one
+line per round), boards.jsonl (where there are boards: a line for every job that one did), checkpoint.bin, clients/ (what clients
+keep), events (TensorBoard reads along), and at the end summary.json, global.safetensors and report.html; `nestling analyse` adds
+analysis.json.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class RunFolder:
     """A run's files. Made by `create` or `reopen`."""
 
     def __init__(self, path: Path) -> None:
+        """Takes a path; the folder is locked by `take`, and its logs are opened by `start`."""
         self.path = path
         self._lock: int | None = None
         self._events: EventFile | None = None

@@ -53,7 +53,7 @@ class Paper(_Head):
     title, paper: what it is, and where it stands.
     measure:      what is compared: the "global" model's accuracy, the "average" over the tiers' models, or the "personal" one.
     targets:      accuracies; how many rounds each took is the result beside the last and the best accuracy.
-    seeds:        how many runs a line has.
+    seeds:        how many runs each line has.
     choices:      what the paper leaves open, and what is done here.
     experiment:   what all lines share, as in an experiment's file.
     lines:        the lines by name.
@@ -64,6 +64,7 @@ class Paper(_Head):
     lines: dict[str, TableLine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Refuses an unknown measure, a table without lines, and lines whose published rounds do not match the targets."""
         if self.measure not in MEASURES:
             raise unknown("measure", self.measure, MEASURES, field="measure")
         require(self.seeds >= 1, "must be at least 1", "seeds")
@@ -121,7 +122,7 @@ def reproduce(
     minutes: float = 0.0,
     overrides: tuple[str, ...] = (),
     watcher: Watcher | None = None,
-    told: Callable[[list[PlayedLine]], None] = lambda outcomes: None,
+    told: Callable[[list[PlayedLine]], None] = lambda _: None,
 ) -> list[PlayedLine]:
     """Plays the runs of a table that are not done, each in a folder of its own under `runs`, where the next call goes on. Ends when all
     are done or, between two rounds, after so many minutes (0: no limit). `told` hears how all stand after every run."""
@@ -159,7 +160,7 @@ def _stopping(watcher: Watcher, until: float) -> Watcher:
 
 
 FREE = ("rounds", "engine")
-"""What may be another when a run goes on."""
+"""What may differ when a run goes on."""
 
 
 def _go_on(experiment: Experiment, folder: Path, overrides: tuple[str, ...], watcher: Watcher) -> None:
@@ -264,7 +265,7 @@ def _saved(paper: Paper, path: Path) -> list[PlayedLine]:
 
 
 def table_of(paper: Paper, outcomes: Iterable[PlayedLine]) -> Table:
-    """Ours beside the published numbers, one row a run."""
+    """Ours beside the published numbers, one row per run."""
     table = Table(title=paper.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in (
         "line",

@@ -45,11 +45,11 @@ CHECKPOINT_SECONDS = 1.0
 class Watcher:
     """What wants to hear of a run: each may be replaced."""
 
-    started: Callable[[Experiment, dict[str, Any], int], None] = lambda experiment, description, done: None
-    client: Callable[[int, int], None] = lambda done, of: None
-    round: Callable[[Metrics], None] = lambda metrics: None
-    refusal: Callable[[int, int, str], None] = lambda client, round, reason: None
-    note: Callable[[str], None] = lambda text: None
+    started: Callable[[Experiment, dict[str, Any], int], None] = lambda *_: None
+    client: Callable[[int, int], None] = lambda *_: None
+    round: Callable[[Metrics], None] = lambda _: None
+    refusal: Callable[[int, int, str], None] = lambda *_: None
+    note: Callable[[str], None] = lambda _: None
 
 
 @dataclass

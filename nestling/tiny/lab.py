@@ -1,8 +1,8 @@
 """The lab: the emulated boards of a federation and the gateway that speaks to them, kept alive for as long as it is open.
 
 Boards and gateway are processes of their own. Whoever of them dies is started again, as if power had come back, and goes on where it
-was: a board from the gateway's last checkpoint, the gateway from its journal. When the lab closes, or its process dies however it
-may, they all end.
+was: a board from the gateway's last checkpoint, the gateway from its journal. When the lab closes, or its process dies in
+whatever way, they all end.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from nestling.tiny.boards.emulator import Emulator
 
 HOST = "host"
-"""The board that is none: the C runtime compiled for this machine."""
+"""Not a board: the C runtime compiled for this machine."""
 
 MOST_BOARDS = 64
 """How many boards may be emulated at a time; each is a process of some 40 MB."""
 
 WATCH_SECONDS = 0.2
-"""How often it is looked who is still alive."""
+"""How often to look who is still alive."""
 
 PATIENCE = 120.0
 """Seconds that a gateway which is gone is waited for."""
@@ -78,7 +78,7 @@ def _with_device(tier: Tier, where: str) -> Tier:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a job gave, and what is to be said of how."""
+    """What a job gave, and facts on how it was done."""
 
     done: Done
     facts: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +103,7 @@ class Lab:
     """`names` says which client has which board. `home` is a folder for the gateway's journal (None: a temporary one)."""
 
     def __init__(self, names: Mapping[int, str], settings: LabSettings | None = None, home: Path | None = None) -> None:
+        """Only notes who has which board: nothing is built or started before `open`."""
         self.names, self.settings, self.home = dict(names), settings or LabSettings(), home
         self.folder: Path | None = None
         self.boards: dict[int, Emulator] = {}
@@ -254,7 +255,7 @@ class Lab:
         self._write_pids()
 
     def _keep_alive(self) -> None:
-        """Starts again whoever died, until the lab closes or one dies all the time."""
+        """Starts again whoever died, until the lab closes or one keeps dying."""
         while not self._closing.wait(WATCH_SECONDS):
             with self._lock:
                 dead = {str(client): board.restart for client, board in self.boards.items() if not board.alive}

@@ -25,7 +25,7 @@ from nestling.tiny.runtime.job import Done, Job, Step
 from nestling.training.augment import AUGMENTATIONS, REACH, shift
 from nestling.training.client import Client, ClientSide, Outcome, Site, Task, carry_out, working
 from nestling.training.inner import with_inner
-from nestling.training.objectives import cross_entropy, present_cross_entropy, proximal, with_targets
+from nestling.training.objectives import Given, cross_entropy, present_cross_entropy, proximal, with_targets
 from nestling.training.order import counters, keys
 from nestling.training.phase import Hook, Phase, divide
 from nestling.training.rules import masked_gradients
@@ -101,7 +101,7 @@ class _Loss:
     anchor: Mapping[str, Tensor] | None = None
 
 
-def _plain(given: Mapping[str, Tensor]) -> _Loss:
+def _plain(_given: Mapping[str, Tensor]) -> _Loss:
     return _Loss()
 
 
@@ -117,9 +117,7 @@ def _targets(given: Mapping[str, Tensor], ce: float = 1.0, kd: float = 0.0, mse:
     return _Loss(ce, mse, kd, temperature, targets=given["targets"])
 
 
-def _inner(
-    given: Mapping[str, Tensor], reference: Reference, own: View, smaller: Sequence[View], weight: float, head: str = ""
-) -> _Loss:
+def _inner(_: Given, reference: Reference, own: View, smaller: Sequence[View], weight: float, head: str = "") -> _Loss:  # noqa: ARG001 (as `with_inner`)
     if not smaller or not weight:
         return _Loss()
     return _Loss(ce=1 / (1 + weight), inner=weight / (1 + weight), smaller=smaller)

@@ -1,4 +1,4 @@
-"""Changes to training images that leave their class alone. All chance comes as one 64-bit number an image (see `order`)."""
+"""Changes to training images that leave their class alone. All chance comes as one 64-bit number per image (see `order`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAD = 4
 
 @dataclass(frozen=True)
 class Augmentation:
-    """`draws` turns 64-bit numbers of any shape into what `change(x, draws)` needs, one row an image."""
+    """`draws` turns 64-bit numbers of any shape into what `change(x, draws)` needs, one row per image."""
 
     draws: Callable[[np.ndarray], np.ndarray]
     change: Callable[[Tensor, Tensor], Tensor]

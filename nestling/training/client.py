@@ -71,10 +71,12 @@ class Client:
 
     @property
     def classes(self) -> int:
+        """How many classes the data has."""
         return self.site.classes
 
     @property
     def train(self) -> Train:
+        """How clients train unless their method says otherwise."""
         return self.site.train
 
     @property
@@ -124,9 +126,14 @@ class Client:
 class ClientSide(Protocol):
     """What a method does on a client."""
 
-    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]: ...
-    def phases(self, client: Client, received: Message) -> Iterable[Phase]: ...
-    def reply(self, client: Client, received: Message) -> Message: ...
+    def start(self, client: Client, received: Message) -> Mapping[str, Tensor]:
+        """The weights that the client starts its round with."""
+
+    def phases(self, client: Client, received: Message) -> Iterable[Phase]:
+        """What the client does with data, one phase after another."""
+
+    def reply(self, client: Client, received: Message) -> Message:
+        """What goes back to the server once all phases are done."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from nestling.training.order import EPOCH
 
 
 def orders(keys: Tensor, epoch: int, rows: int) -> Tensor:
-    """(keys, rows) one permutation a key, for keys of shape (keys, 1)."""
+    """(keys, rows) one permutation per key, for keys of shape (keys, 1)."""
     counters = torch.arange(epoch * EPOCH, epoch * EPOCH + rows, device=keys.device)
     return torch.argsort(numbers(keys, counters) ^ _signed(1 << 63), dim=1, stable=True)
 

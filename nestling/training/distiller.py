@@ -39,8 +39,11 @@ Source = Iterable[tuple[Tensor, Any]]
 class Work(Protocol):
     """Who does a body of work again and again (see `recorder`)."""
 
-    def session(self) -> AbstractContextManager[None]: ...
-    def do(self, kind: Hashable, body: Callable[..., None], *inputs: Tensor) -> None: ...
+    def session(self) -> AbstractContextManager[None]:
+        """The block in which work is done."""
+
+    def do(self, kind: Hashable, body: Callable[..., None], *inputs: Tensor) -> None:
+        """Does the body with these inputs; bodies of one kind do the same."""
 
 
 Check = Callable[[State], float]
@@ -78,6 +81,7 @@ class Student:
         name: Hashable = None,
         lasting: bool = False,
     ) -> None:
+        """Starts from a copy of `state`; a lasting one gets its optimiser memory and learning rate as tensors now."""
         self.tensors = {name: t.detach().clone().requires_grad_(name in parameters) for name, t in state.items()}
         self.leaves = {name: t for name, t in self.tensors.items() if t.requires_grad}
         self.forward, self.optim, self.steps, self.name = forward, optim, 0, name
@@ -185,7 +189,7 @@ def proxy(
 def whole(module: nn.Module, training: bool = True) -> Forward:
     """The forward pass of a network whose state is given from outside."""
 
-    def forward(state: Mapping[str, Tensor], x: Tensor, number: int) -> Tensor:
+    def forward(state: Mapping[str, Tensor], x: Tensor, _number: int) -> Tensor:
         return torch.func.functional_call(module.train(training), dict(state), (x,))
 
     return forward
@@ -199,7 +203,7 @@ def logits_of(module: nn.Module, x: Tensor, batch: int = 256) -> Tensor:
 
 
 def combine(logits: Sequence[Tensor], samples: Sequence[int], weighting: str = "samples") -> Tensor:
-    """Teachers' logits as one target a sample.
+    """Teachers' logits as one target per sample.
 
     samples: by the teachers' numbers of training samples; variance: per input, by how far a teacher's logits spread (a sure teacher
     says more); uniform: the plain mean.

@@ -12,9 +12,11 @@ class Rate:
     """A learning rate on the device, sent only when it changes."""
 
     def __init__(self, device: torch.device) -> None:
+        """Starts at 0."""
         self.tensor, self._value = torch.zeros((), device=device), 0.0
 
     def set(self, value: float) -> None:
+        """Sets the rate; nothing is sent where it is the same as before."""
         if value != self._value:
             self.tensor.fill_(value)
             self._value = value
@@ -24,6 +26,7 @@ class Kept:
     """Tensors that a program is given, in places that never move; what is there already is not copied again."""
 
     def __init__(self, given: Mapping[str, Tensor]) -> None:
+        """Copies what is given into contiguous tensors of its own."""
         self.tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in given.items()}
         # Those who gave are held, so that nobody else can be taken for them.
         self._from: dict[str, tuple[Tensor, int]] = {}

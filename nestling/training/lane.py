@@ -18,11 +18,12 @@ Action = Callable[[], None]
 
 class Lane:
     """Graphs are recorded on the lane and replayed there and nowhere else. Matrix products keep counters in a workspace that belongs to
-    the stream they were recorded on, so two graphs recorded on one stream and replayed side by side spoil each other's, up to never
-    ending.
+    the stream they were recorded on, so two graphs recorded on one stream and replayed side by side spoil each other's, and may
+    never end.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Opens a stream and a pool for graphs; on a CPU there is neither, and nothing is recorded."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.refusal = ""  # why something could not be recorded
         self._pool = torch.cuda.graph_pool_handle() if self.stream else None
@@ -63,7 +64,7 @@ class Lane:
                 try:
                     action()
                 except BaseException:
-                    # What went wrong first is what is told.
+                    # The first error is the one that is raised.
                     with contextlib.suppress(Exception):
                         graph.capture_end()
                     raise

@@ -24,8 +24,8 @@ Given = Mapping[str, Tensor]
 
 @dataclass(eq=False)
 class Batch:
-    """One batch: inputs, labels, which rows of the phase's data they are, the how-manieth of the phase it is (from 0), and where it
-    was filled up, which rows count.
+    """One batch: inputs, labels, which rows of the phase's data they are, its number in the phase (from 0), and where it was
+    filled up, which rows count.
 
     An engine that records a step and replays it keeps the number on the device, as `at`. An objective that asks for it by `turn`,
     `pick` or `counter` is one recording for all batches; one that looks at `number` itself needs a recording for every number.
@@ -52,7 +52,7 @@ class Batch:
         return self.number if self.at is None else self.at
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the rows that count; `values` has one entry (or one row) a sample."""
+        """The mean over the rows that count; `values` has one entry (or one row) per sample."""
         if self.mask is None:
             return values.mean()
         each = values.reshape(len(values), -1).mean(1)
@@ -67,6 +67,7 @@ class Net:
     params: Mapping[str, Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The network's output under its own parameters."""
         return self.module(x)
 
     def state(self) -> dict[str, Tensor]:
@@ -81,7 +82,7 @@ class Net:
 Objective = Callable[[Net, Batch, Given], Tensor]
 
 
-def cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
+def cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:  # noqa: ARG001 (an objective's signature)
     """Plain supervised training."""
     return batch.mean(F.cross_entropy(net(batch.x), batch.y, reduction="none"))
 

@@ -40,6 +40,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
+        """The most steps that any client of the group takes."""
         return self.lengths.shape[1]
 
     @cached_property
@@ -59,12 +60,12 @@ class Schedule:
 
 
 def keys(purpose: str, seed: int, clients: Sequence[int], round: int, phase: int) -> np.ndarray:
-    """One key a client for one purpose."""
+    """One key per client for one purpose."""
     return numbers(derive(seed, purpose, round, phase), np.asarray(clients, dtype=np.uint64))
 
 
 def orders(keys: np.ndarray, epoch: int, rows: int) -> np.ndarray:
-    """(keys, rows) one permutation a key."""
+    """(keys, rows) one permutation per key."""
     return np.argsort(numbers(keys[:, None], counters(epoch * EPOCH, rows)), axis=1, kind="stable")
 
 
@@ -104,7 +105,7 @@ def schedule(
 
 
 def _equal_schedule(keys: np.ndarray, size: int, epochs: int, batch: int, steps: int, count: int) -> Schedule:
-    """The batches of clients that all have `size` rows, `count` batches an epoch."""
+    """The batches of clients that all have `size` rows, `count` batches per epoch."""
     total, wide = min(count * epochs, steps) if steps else count * epochs, min(batch, size)
     lengths = np.broadcast_to(_lengths(size, batch, count, total), (len(keys), total))
     whole = total == count * epochs and size == count * wide and size > 0

@@ -32,7 +32,7 @@ class Hook:
     names: tuple[str, ...] = ()
 
 
-def divide(layer: nn.Module, out: Tensor, *, by: float) -> Tensor:
+def divide(layer: nn.Module, out: Tensor, *, by: float) -> Tensor:  # noqa: ARG001 (a hook's signature)
     """For hooks that bring the outputs of a narrow network to the scale of a wide one."""
     return out / by
 
@@ -97,6 +97,7 @@ class Train:
     augment: str = "shift"
 
     def __post_init__(self) -> None:
+        """Refuses unknown names, numbers out of range, and settings that contradict each other."""
         require(
             self.optimizer in OPTIMISERS,
             f"unknown optimiser {self.optimizer!r}",

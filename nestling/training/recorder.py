@@ -24,6 +24,7 @@ class Recorder:
     """Does the work of one server."""
 
     def __init__(self, where: Where = CPU) -> None:
+        """Has a lane where work on the device is recorded, else none."""
         self.where = where
         self._lane = Lane(where.device) if where.recorded else None
         self._students: dict[Hashable, Student] = {}

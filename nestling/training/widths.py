@@ -41,7 +41,7 @@ def _stacks_pay(client: Client) -> bool:
 
 
 def _cut(
-    net: Net, batch: Batch, given: Given, *, reference: Reference, own: View, views: Sequence[View], draws: Sequence[int]
+    net: Net, batch: Batch, _given: Given, *, reference: Reference, own: View, views: Sequence[View], draws: Sequence[int]
 ) -> Tensor:
     view = views[draws[batch.number]]
     return net(batch.x) if view.key() == own.key() else forward(reference, view, net.state(), batch.x, inside=own)

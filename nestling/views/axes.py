@@ -50,6 +50,7 @@ class Axes:
 
     @cached_property
     def offsets(self) -> np.ndarray:
+        """Where each axis begins in the numbering of all channels, and at last their number."""
         return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
 
     @property
@@ -257,11 +258,11 @@ def _convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
+    stride: Any,  # noqa: ARG001 (aten's name)
+    padding: Any,  # noqa: ARG001 (aten's name)
+    dilation: Any,  # noqa: ARG001 (aten's name)
     transposed: bool,
-    output_padding: Any,
+    output_padding: Any,  # noqa: ARG001 (aten's name)
     groups: int,
 ) -> None:
     channels, (rows, columns) = ties.of(x)[1], ties.of(weight)[:2]
@@ -327,7 +328,7 @@ def _layer_norm(ties: _Ties, out: Any, x: Tensor, shape: Sequence[int], *rest: A
         ties.give(extra, [None] * extra.dim())
 
 
-def _spatial(ties: _Ties, out: Any, x: Tensor, *rest: Any, **kwargs: Any) -> None:
+def _spatial(ties: _Ties, out: Any, x: Tensor, *_rest: Any, **_: Any) -> None:
     """Pooling, padding and resizing: channels pass through, a channel dimension whose size changed is frozen."""
     for tensor in _tensors(out):
         nodes: Nodes = []
@@ -351,17 +352,17 @@ def _reduce(ties: _Ties, out: Any, x: Tensor, dim: Any = None, keepdim: bool = F
         ties.give(tensor, kept)
 
 
-def _softmax(ties: _Ties, out: Tensor, x: Tensor, dim: int, *rest: Any, **_: Any) -> None:
+def _softmax(ties: _Ties, out: Tensor, x: Tensor, dim: int, *_rest: Any, **_: Any) -> None:
     ties.freeze_nodes(ties.of(x)[dim])
     ties.give(out, ties.of(x))
 
 
-def _same(ties: _Ties, out: Any, x: Tensor, *rest: Any, **_: Any) -> None:
+def _same(ties: _Ties, out: Any, x: Tensor, *_rest: Any, **_: Any) -> None:
     for tensor in _tensors(out):
         ties.give(tensor, ties.of(x) if tensor.shape == x.shape else [None] * tensor.dim())
 
 
-def _embedding(ties: _Ties, out: Tensor, weight: Tensor, *rest: Any, **_: Any) -> None:
+def _embedding(ties: _Ties, out: Tensor, weight: Tensor, *_rest: Any, **_: Any) -> None:
     ties.freeze_nodes(ties.of(weight)[0])
     ties.give(out, [*[None] * (out.dim() - 1), ties.of(weight)[1]])
 
@@ -411,21 +412,21 @@ def _slice(
     ties.give(out, nodes)
 
 
-def _select(ties: _Ties, out: Tensor, x: Tensor, dim: int, index: int) -> None:
+def _select(ties: _Ties, out: Tensor, x: Tensor, dim: int, index: int) -> None:  # noqa: ARG001 (aten's name)
     nodes = list(ties.of(x))
     taken = nodes.pop(dim)
     ties.freeze_nodes(taken)
     ties.give(out, nodes)
 
 
-def _split(ties: _Ties, out: Sequence[Tensor], x: Tensor, sizes: Any, dim: int = 0) -> None:
+def _split(ties: _Ties, out: Sequence[Tensor], x: Tensor, sizes: Any, dim: int = 0) -> None:  # noqa: ARG001 (by aten's order)
     start = 0
     for part in out:
         _slice(ties, part, x, dim, start, start + part.shape[dim])
         start += part.shape[dim]
 
 
-def _reshape(ties: _Ties, out: Tensor, x: Tensor, *rest: Any) -> None:
+def _reshape(ties: _Ties, out: Tensor, x: Tensor, *_: Any) -> None:
     """Dimensions are matched in blocks of equal size; inside a block the nodes are laid out and read back in the new shape."""
     nodes: Nodes = []
     mine = ties.of(x)

@@ -30,6 +30,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
+        """How many entries each tensor has."""
         return [math.prod(shape) for shape in self.shapes]
 
     @cached_property
@@ -40,10 +41,12 @@ class Layout:
 
     @cached_property
     def numel(self) -> int:
+        """How many entries the buffer has."""
         return sum(self.sizes)
 
     @cached_property
     def all_names(self) -> frozenset[str]:
+        """The names in the buffer and those kept beside it."""
         return frozenset((*self.names, *self.others))
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -78,23 +81,28 @@ class Packed(dict[str, Tensor]):
     layout: Layout | None
 
     def __init__(self, layout: Layout, flat: Tensor, others: Mapping[str, Tensor] | None = None) -> None:
+        """Makes views of `flat`, and puts `others` beside them."""
         super().__init__(zip(layout.names, layout.split(flat), strict=True))
         super().update(others or {})
         self.layout, self.flat = layout, flat
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
+        """Replaces an entry, which ends the packing."""
         self.layout = self.flat = None
         super().__setitem__(name, tensor)
 
     def __delitem__(self, name: str) -> None:
+        """Removes an entry, which ends the packing."""
         self.layout = self.flat = None
         super().__delitem__(name)
 
     def update(self, *given: Any, **named: Any) -> None:
+        """Replaces entries, which ends the packing."""
         self.layout = self.flat = None
         super().update(*given, **named)
 
     def pop(self, *given: Any) -> Any:
+        """Takes an entry out, which ends the packing."""
         self.layout = self.flat = None
         return super().pop(*given)
 
@@ -106,6 +114,7 @@ class Packed(dict[str, Tensor]):
         return fresh
 
     def __reduce__(self) -> Any:
+        """Pickles as an ordinary dict."""
         return dict, (dict(self),)
 
 
@@ -133,6 +142,7 @@ class Fetched:
     """A small tensor on its way to the host. Reading it waits for what was queued before it, and for nothing queued since."""
 
     def __init__(self, tensor: Tensor) -> None:
+        """Starts the copy to the host without waiting for it; on a CPU there is nothing to copy."""
         self.tensor, self._host, self._event = tensor, tensor, None
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -141,6 +151,7 @@ class Fetched:
             self._event.record()
 
     def values(self) -> list[Any]:
+        """The numbers, once they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
@@ -158,6 +169,7 @@ class FetchedRow:
     number: int
 
     def values(self) -> list[Any]:
+        """The numbers of the row, once all rows have arrived."""
         return self.whole.values()[self.number]
 
 
@@ -171,6 +183,7 @@ class Stack:
     _sums: Fetched | FetchedRow | None = None
 
     def rows(self) -> list[Row]:
+        """One row for each client."""
         return [Row(self, k) for k in range(len(self.flat))]
 
     @cached_property
@@ -188,7 +201,7 @@ class Stack:
 
     @cached_property
     def finite(self) -> list[bool]:
-        """One flag a row: whether all its values are finite."""
+        """One flag per row: whether all its values are finite."""
         self.start_sums()
         return [math.isfinite(value) for value in self._sums.values()]  # type: ignore[union-attr]
 
@@ -199,10 +212,12 @@ class Row(Mapping[str, Tensor]):
     __slots__ = ("layout", "number", "stack")
 
     def __init__(self, stack: Stack, number: int) -> None:
+        """Points at row `number` of a stack."""
         self.stack, self.number, self.layout = stack, number, stack.layout
 
     @property
     def flat(self) -> Tensor:
+        """Its float32 tensors as one vector, a view of the matrix."""
         return self.stack.flat[self.number]
 
     @property
@@ -211,6 +226,7 @@ class Row(Mapping[str, Tensor]):
         return self.stack.row_bytes
 
     def __getitem__(self, name: str) -> Tensor:
+        """A tensor of the state, as a view of the stack."""
         place = self.layout.offsets.get(name)
         if place is None:
             return self.stack.others[name][self.number]
@@ -218,10 +234,12 @@ class Row(Mapping[str, Tensor]):
         return self.stack.flat[self.number, start:end].view(shape)
 
     def __iter__(self) -> Iterator[str]:
+        """The names: those in the matrix, then the others."""
         yield from self.layout.names
         yield from self.layout.others
 
     def __len__(self) -> int:
+        """How many tensors the state has."""
         return len(self.layout.names) + len(self.layout.others)
 
 

@@ -122,9 +122,9 @@ def narrow(state: Mapping[str, Tensor], channels: Channels, flags: Tensor) -> di
 
 @lru_cache(maxsize=64)
 def by_zeros(reference: Reference, own: View, views: tuple[View, ...]) -> tuple[Channels, Tensor | None]:
-    """What `narrow` needs to run any of some views inside `own`: the channels of its parameters, and a row of flags a view. There are
-    no flags where zeros are not the same as being left out: where statistics would see them, or a layer mixes channels. That is
-    tried out."""
+    """What `narrow` needs to run any of some views inside `own`: the channels of its parameters, and a row of flags per view.
+    There are no flags where zeros are not the same as being left out: where statistics would see them, or a layer mixes
+    channels. That is tried out."""
     place = next(iter(reference.initial.values())).device
     channels = _channels_of(reference, own, place)
     if any(True for _ in reference.module.buffers()):

@@ -24,7 +24,7 @@ from nestling.views.view import View
 class _Line:
     """One dimension of some tensors: for every axis in it where each channel's entries stand, and the entries of every view."""
 
-    places: dict[int, Tensor]  # axis → (channels, entries a channel)
+    places: dict[int, Tensor]  # axis → (channels, entries per channel)
     free: Tensor
     ordered: bool  # whether entries of rising channels rise
 
@@ -42,6 +42,7 @@ class Picker:
     """Runs sub-networks of one reference by index tensors."""
 
     def __init__(self, reference: Reference, place: torch.device) -> None:
+        """Finds out once, for every dimension of every tensor, where the channels stand; index tensors live on `place`."""
         self.reference, axes = reference, reference.axes
         self._lines: dict[bytes, _Line] = {}
         self._keys: dict[str, list[bytes | None]] = {}

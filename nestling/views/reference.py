@@ -27,10 +27,11 @@ class Reference:
 
     The sub-networks are skeletons, one for all views of the same form: whoever uses one loads weights into it first, and nobody keeps
     it. `kind` says what the network was built from, if it says all: networks of one kind differ in their weights only, and what follows
-    from their form is found out once a process.
+    from their form is found out once per process.
     """
 
     def __init__(self, name: str, module: nn.Module, shape: Sequence[int], kind: Hashable = None) -> None:
+        """Takes the network for inputs of `shape`; its axes are traced only when somebody asks."""
         self.name, self.module, self.shape, self.kind = name, module, tuple(shape), kind
         self._networks: OrderedDict[bytes, nn.Module] = OrderedDict()
         self._layouts: dict[bytes, Layout] = {}
@@ -39,6 +40,7 @@ class Reference:
 
     @cached_property
     def axes(self) -> Axes:
+        """The network's channel axes, traced once for all networks of one kind."""
         if self.kind is None:
             return trace(self.module, self.shape)
         if self.kind not in _AXES:
@@ -115,6 +117,7 @@ class Reference:
         return self._layouts[key]
 
     def __getstate__(self) -> dict[str, Any]:
+        """Leaves the caches out of a pickle."""
         return {**self.__dict__, "_networks": OrderedDict(), "_layouts": {}, "_views": OrderedDict(), "_specs": OrderedDict()}
 
 

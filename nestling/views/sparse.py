@@ -109,7 +109,7 @@ def channel_norms(view: View, state: Mapping[str, Tensor]) -> np.ndarray:
 
 
 def whole_widths(view: View, widths: Sequence[float]) -> list[int]:
-    """Widths, one an axis, rounded up to whole groups of a group norm; at least one, and no more than the view has."""
+    """Widths, one per axis, rounded up to whole groups of a group norm; at least one, and no more than the view has."""
     have = [len(view.indices(number)) for number in range(len(view.axes.sizes))]
     every = zip(widths, have, view.axes.grains, strict=True)
     # The small tolerance keeps ⌈⌉ exact for products that binary fractions overshoot.

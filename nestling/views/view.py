@@ -32,7 +32,7 @@ Index = tuple[slice | np.ndarray, ...]
 class View:
     """A part of the reference that `axes` describes.
 
-    keep:    one flag a channel, all axes numbered through (see `Axes`).
+    keep:    one flag per channel, all axes numbered through (see `Axes`).
     dropped: prefixes of names the view leaves out, e.g. `stages.3` (units and exits beyond its depth).
     masks:   per name, flags in the *reference* shape of the entries owned; extracted tensors are zero elsewhere.
     private: prefixes of names the party has but never sends or receives.
@@ -176,7 +176,7 @@ class View:
         return int(mask.sum()) if mask is not None else math.prod(self.shape(name))
 
     def nbytes(self, itemsize: int = 4) -> int:
-        """What the view's weights take on the wire: its entries, and one bit an entry where there is a mask."""
+        """What the view's weights take on the wire: its entries, and one bit per entry where there is a mask."""
         bits = sum(math.ceil(math.prod(self.shape(name)) / 8) for name in self.names if name in self.masks)
         return self.numel() * itemsize + bits
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import nestling
 from nestling.methods import METHODS, Info, method_class
+from nestling.methods.info import with_title
 from nestling.methods.kept import kept, made, put_back, state_of
-from nestling.methods.method import _named
 from nestling.views import State
 from nestling.views.flat import Packed, pack
 from tests.small import small
@@ -98,5 +98,5 @@ def test_every_method_has_a_title_and_a_paper(name: str) -> None:
     ],
 )
 def test_a_docstring_names_its_paper(docstring: str, title: str, paper: str) -> None:
-    found = _named(Info("width", "width", "ours"), docstring)
+    found = with_title(Info("width", "width", "ours"), docstring)
     assert (found.title, found.paper) == (title, paper)

@@ -79,6 +79,7 @@ class CudaCohort(Engine):
     name, lookahead = "cohort", 1
 
     def __init__(self, where: Where, settings: CudaSettings | None = None, decisions: ways.Decisions | None = None) -> None:
+        """Starts without any program; `decisions` are the ways that earlier trials found to be fastest."""
         self.where, self.settings = where, settings or CudaSettings(where.precision)
         self.decisions = decisions or ways.Decisions()
         self.notes: list[str] = []
@@ -87,6 +88,7 @@ class CudaCohort(Engine):
         self._graphs = self._recorded = self._plain = 0
 
     def open(self, method: ClientSide, site: Site) -> None:
+        """Sets how the device may round, and seeds its generator for dropout."""
         self.where.require(site.x, "the clients' data")
         self._method, self._site = method, site
         self._put_back = allow(self.settings.precision)
@@ -95,9 +97,11 @@ class CudaCohort(Engine):
             torch.cuda.manual_seed(site.seed)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        """Trains the clients of all tasks side by side."""
         yield from work_together(self._method, tasks, self._site, self._train, blame)
 
     def close(self) -> None:
+        """Counts what was recorded, forgets all programs, and puts the rounding switches back."""
         self._count()
         self._kinds.clear()
         self._put_back()
@@ -121,7 +125,7 @@ class CudaCohort(Engine):
         while True:
             try:
                 return self._train_all(found)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError:  # noqa: PERF203 (every try may run out of memory)
                 self._make_room(found)
             except Exception as error:
                 if not self._unstack(found, error):
@@ -193,7 +197,7 @@ class CudaCohort(Engine):
         return best
 
     def _unstack(self, found: list[Group], error: Exception) -> bool:
-        """Has what failed as a stack be trained in slots from now on; False where nothing was a stack."""
+        """From now on trains in slots what failed as a stack; False where nothing was a stack."""
         stacked = [kind for kind in map(self._kind, found) if not kind.unstacked and set(kind.programs) & set(ways.STACKS)]
         for kind in stacked:
             kind.unstacked = first_line(error)
@@ -280,7 +284,7 @@ class CudaCohort(Engine):
 
 @dataclass(eq=False)
 class _Result:
-    """Where the results of a group go: one row a client."""
+    """Where the results of a group go: one row per client."""
 
     group: Group
     table: Tensor

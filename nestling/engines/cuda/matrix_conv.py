@@ -31,7 +31,7 @@ class _MatrixConv2d(nn.Conv2d):
 
 
 def use_matrices(module: nn.Module) -> None:
-    """Makes the plain 2-d convolutions of a network compute so; its state and its results stay what they are."""
+    """Makes the plain 2-d convolutions of a network compute this way; its state and its results stay what they are."""
     for layer in module.modules():
         plain = type(layer) is nn.Conv2d and layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
         if plain and isinstance(layer.padding, tuple):

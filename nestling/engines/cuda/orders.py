@@ -44,6 +44,7 @@ class RowOrder:
     """The batches of `height` clients, at most `steps` of them."""
 
     def __init__(self, group: Group, height: int, wide: int) -> None:
+        """Makes an empty table on the device with room for the most steps that any client takes, and the counter."""
         self.device, self.wide, self.height = group.site.x.device, wide, height
         self.each = drawn_numbers(group)
         self.now = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -62,7 +63,7 @@ class RowOrder:
         """The order is there already."""
 
     def current(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        """places, rows, draws, mask, lengths of the step that the counter points at, one line a client."""
+        """places, rows, draws, mask, lengths of the step that the counter points at, one line per client."""
         line = self.table.index_select(0, self.now)[0]
         places, rows = line[:, : self.wide], line[:, self.wide : 2 * self.wide]
         draws = line[:, 2 * self.wide : -1].reshape(self.height, self.wide, self.each) if self.each else None
@@ -93,6 +94,7 @@ class DrawnOrder(RowOrder):
     """The order of batches where the device draws it: only the clients' rows and the keys of their orders go there."""
 
     def __init__(self, group: Group, height: int, wide: int) -> None:
+        """Makes room for the clients' own rows and keys, and the host's stages from which they are sent."""
         super().__init__(group, height, wide)
         self.taken, self.epochs = group.schedule.steps, group.phase.epochs
         self.size = self.taken * wide // self.epochs
@@ -111,6 +113,7 @@ class DrawnOrder(RowOrder):
         stage.send(self.own)
 
     def draw(self) -> None:
+        """Fills the table on the device: for every epoch the rows in an order drawn by the keys."""
         own, keys = self.own[:, :-1], self.own[:, -1:]
         count = self.taken // self.epochs
         for epoch in range(self.epochs):

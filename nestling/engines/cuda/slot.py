@@ -30,6 +30,7 @@ class Slot:
     short ones (one for every length where neither the network nor the objective honours a mask), times the objective's turns."""
 
     def __init__(self, group: Group, settings: CudaSettings, channels_last: bool) -> None:
+        """Copies the group's network and makes every tensor that its recorded steps read or write."""
         device = group.site.x.device
         self.lane, self.layout, self.channels_last = Lane(device), group.layout, channels_last
         self.looks, self.maskable = looks_of(group), honours_masks(group)

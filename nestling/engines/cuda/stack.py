@@ -31,6 +31,7 @@ class StackProgram:
     last step."""
 
     def __init__(self, group: Group, height: int, settings: CudaSettings, matrices: bool = False) -> None:
+        """Makes a stack of `height` networks and every tensor that its recorded steps read or write."""
         check(group)
         device = group.site.x.device
         self.lane, self.layout, self.height = Lane(device), group.layout, height

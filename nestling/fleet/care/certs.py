@@ -131,7 +131,7 @@ def need_cryptography() -> None:
 
 
 def default_hosts() -> list[str]:
-    """This machine, as itself and over the loop."""
+    """This machine, by its name and over loopback."""
     return list(dict.fromkeys([socket.gethostname(), "localhost", "127.0.0.1", "::1"]))
 
 
@@ -175,7 +175,7 @@ def public_keys(folder: Path) -> dict[str, str]:
     for path in sorted(folder.glob("*.pub")):
         try:
             found[wire_key(path.read_bytes())] = path.stem
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # noqa: PERF203 (a file without a key is passed over)
             continue
     return found
 
@@ -262,7 +262,7 @@ def _make_server(authority: Path, files: ServerFiles, hosts: Sequence[str], days
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     ca_key = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
-    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)  # noqa: S101 (the authority is our own)
     ca = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
     key = ec.generate_private_key(ec.SECP384R1())
     builder = _certificate(_named(hosts[0]), ca.subject, key.public_key(), ca_key.public_key(), days)
@@ -350,7 +350,7 @@ def _alternatives(hosts: Iterable[str]) -> list[x509.GeneralName]:
     for host in hosts:
         try:
             found.append(x509.IPAddress(ipaddress.ip_address(host)))
-        except ValueError:
+        except ValueError:  # noqa: PERF203 (each may be a name or an address)
             if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", host):
                 raise InputError(f"{host!r} is neither a host's name nor an address", field="--host") from None
             found.append(x509.DNSName(host))
@@ -376,6 +376,6 @@ def _there(path: Path, field: str) -> Path:
 
 
 def _closed(key: Path) -> None:
-    """A key that others may read is none."""
+    """Refuses a key that others may read."""
     if key.stat().st_mode & 0o077:
         raise InputError(f"{key} can be read by others", field="--certs", fix=f"chmod 600 {key}")

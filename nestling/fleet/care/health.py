@@ -1,4 +1,4 @@
-"""Whether a fleet is well: a verdict on how a run stands, and a small server on the loop that tells it.
+"""Whether a fleet is well: a verdict on how a run stands, and a small server on loopback that tells it.
 
     /health     ok, waiting or stalled, with the reason (503 where stalled)
     /metrics    counts for Prometheus
@@ -114,12 +114,14 @@ class HealthServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, host: str, port: int, parts: Callable[[], Parts] = dict) -> None:
+        """Binds to an address, IPv6 where it has a colon, and answers at most `ASKERS` requests at once."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self.folder, self.parts, self.host = folder, parts, host
         self._places = threading.BoundedSemaphore(ASKERS)
 
     def server_bind(self) -> None:
+        """Binds without looking up this machine's name."""
         # The usual way asks the network for this machine's name, and waits where there is none.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
@@ -130,18 +132,21 @@ class HealthServer(ThreadingHTTPServer):
         return f"http://{join_address(self.host, self.server_port)}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a request where a place is free, else hangs up."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)  # so many at once is no monitoring
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers a request, and frees its place however that ends."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, _request: Any, _client_address: Any) -> None:
+        """Writes a failed request to the debug log only: whoever asked may have gone away."""
         log.debug("health: a request failed", exc_info=True)
 
 

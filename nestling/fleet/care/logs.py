@@ -1,4 +1,5 @@
-"""What happens, as JSON lines, one a record, that programs can read: when, how grave, what, in which round, of which client and node.
+"""What happens, as JSON lines that programs can read, one per record: when, how severe, what, and
+in which round, of which client and node.
 
 Several processes may write to one file (the server and its run): each line is one write under a lock, and whoever finds the file full
 puts it aside. Nothing that looks like a key, a certificate or a token gets into a file: whatever a library may log, it is hidden here.
@@ -45,6 +46,7 @@ class Note(str):
     facts: dict[str, Any]
 
     def __new__(cls, text: str, event: str, **facts: Any) -> Note:
+        """Makes the text a string that carries its event and facts."""
         made = super().__new__(cls, text)
         made.facts = {"event": event, **facts}
         return made
@@ -75,6 +77,7 @@ class Discreet(logging.Filter):
     """A filter for any handler: records pass with secrets hidden."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Hides secrets in the message and its traceback; every record passes."""
         record.msg, record.args = hide(record.getMessage()), ()
         if record.exc_info:
             record.exc_text = hide(logging.Formatter().formatException(record.exc_info))
@@ -88,6 +91,7 @@ class PlainLines(RotatingFileHandler):
         """Nothing."""
 
     def close(self) -> None:
+        """Closes the file even where the disk does not take its last lines."""
         with contextlib.suppress(OSError):
             super().close()
 
@@ -96,11 +100,13 @@ class JsonLines(logging.Handler):
     """Writes records to a file. Until its folder is there, they are kept back: a run's folder must be empty when the run begins."""
 
     def __init__(self, path: Path, limit: int = LIMIT, needs: Path | None = None) -> None:
+        """For the file at `path`, put aside when it has `limit` bytes; nothing is written before `needs` exists."""
         super().__init__()
         self.path, self.limit, self.needs = path, limit, needs or path.parent
         self._waiting: deque[bytes] = deque(maxlen=KEPT_BACK)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Queues a record as a line, and writes the queue if it can."""
         if not getattr(record, "echo", False):  # else another process wrote it already
             self._waiting.append(line_of(record))
         # A full disk must not end a run for the sake of its log; what was kept back is written when there is room.
@@ -108,6 +114,7 @@ class JsonLines(logging.Handler):
             self._write()
 
     def close(self) -> None:
+        """Tries once more to write what is queued."""
         with contextlib.suppress(OSError):
             self._write()
         super().close()

@@ -56,11 +56,11 @@ class Program:
     command: Sequence[str]
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    show: Callable[[str], bool] = lambda line: False
+    show: Callable[[str], bool] = lambda _: False
     """Which lines of its output a person should see."""
-    advice: Callable[[str], str | None] = lambda tail: None
+    advice: Callable[[str], str | None] = lambda _: None
     """What the last lines before its end mean, in words."""
-    sick: Callable[[str], bool] = lambda line: False
+    sick: Callable[[str], bool] = lambda _: False
     """After which line of its output it is of no use any more, though it may not end by itself."""
 
 
@@ -68,6 +68,7 @@ class KeptProcess:
     """A program and its process, if it has one now."""
 
     def __init__(self, program: Program) -> None:
+        """Takes a program; its process begins with `start`."""
         self.program = program
         self.failures = 0
         self.due = 0.0
@@ -92,7 +93,7 @@ class KeptProcess:
         self._tail.clear()
         self._sick = 0.0
         command = [sys.executable, "-I", "-S", "-c", TETHER, str(os.getpid()), *self.program.command]
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 (a list of our own words, no shell)
             command,
             env=dict(self.program.env) or None,
             stdin=subprocess.DEVNULL,
@@ -100,14 +101,14 @@ class KeptProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # ctrl-C is for the keeper, which ends the others in order
         )
-        assert self._process.stdout is not None
+        assert self._process.stdout is not None  # noqa: S101 (a pipe was asked for)
         self._pump = threading.Thread(target=self._copy, args=(self._process.stdout,), daemon=True)
         self._pump.start()
         self._began = time.monotonic()
 
     def ended(self) -> str:
         """After its end: plans the next start, and says what happened."""
-        assert self._process is not None
+        assert self._process is not None  # noqa: S101 (it was started)
         code, lived = self._process.wait(), time.monotonic() - self._began
         if self._pump:
             self._pump.join(timeout=2)
@@ -115,7 +116,7 @@ class KeptProcess:
         self._process = None
         self.failures = 0 if lived >= SETTLED else self.failures + 1
         delay = 0.0 if not self.failures else min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self.failures - 1))
-        delay *= random.uniform(0.8, 1.2)  # many devices must not come back in step
+        delay *= random.uniform(0.8, 1.2)  # noqa: S311 (no secret: many devices must not come back in step)
         self.due = time.monotonic() + delay
         why = self.program.advice(self.tail()) or _exit_words(code)
         return f"{self.program.name} ended: {why}; again in {delay:.0f} s"
@@ -173,12 +174,15 @@ class Keeper:
     """Keeps children alive. Use it as a context: they all end with it."""
 
     def __init__(self) -> None:
+        """Begins without children."""
         self.children: dict[str, KeptProcess] = {}
 
     def __enter__(self) -> Keeper:
+        """Starts nothing yet: children come with `add`."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Ends all children, however the block ended."""
         self.stop()
 
     def add(self, program: Program) -> KeptProcess:
@@ -213,7 +217,7 @@ class Keeper:
 def stopped_by_signals() -> Iterator[None]:
     """A service manager's signal ends the keeper, and with it the kept, as ctrl-C does."""
 
-    def stop(number: int, frame: object) -> None:
+    def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -224,7 +228,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 def kill_group(pid: int) -> None:
-    """Ends what is left of a process group that `Child` began."""
+    """Ends what is left of a process group that `KeptProcess` began."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -276,7 +280,7 @@ def flower_env(home: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port on the loop that nobody uses just now."""
+    """A port on loopback that nobody uses just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

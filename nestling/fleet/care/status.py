@@ -32,6 +32,7 @@ class StatusFile:
     """The file, written at most once in `every` seconds unless something must be told at once. `path` None: none is kept."""
 
     def __init__(self, path: Path | None, every: float = SECONDS, clock: Callable[[], float] = time.time) -> None:
+        """Has written nothing, so that the first `write` is due; remembers the last `REFUSALS` refusals."""
         self.path, self.every, self.clock = path, every, clock
         self.refusals: deque[Table] = deque(maxlen=REFUSALS)
         self._written = -1e18
@@ -136,9 +137,8 @@ def _refusals(folder: Path, status: Table) -> list[Table]:
     """The last refusals: of the run itself, and of the proxy in front of it, which only the log tells."""
     names = {row["client"]: row["name"] for row in status.get("clients", [])}
     found = [{**row, "name": names.get(row["client"])} for row in status.get("refusals", [])]
-    for row in logs.read(folder / logs.SERVER_LOG, last=2000):
-        if row.get("event") == "refused" and "address" in row:
-            found.append({"time": _epoch(row["time"]), "name": row.get("key") or row["address"], "reason": row.get("reason")})
+    told = [row for row in logs.read(folder / logs.SERVER_LOG, last=2000) if row.get("event") == "refused" and "address" in row]
+    found += [{"time": _epoch(r["time"]), "name": r.get("key") or r["address"], "reason": r.get("reason")} for r in told]
     return sorted(found, key=lambda row: row["time"])[-REFUSALS:]
 
 

@@ -53,7 +53,7 @@ def view(table: dict[str, Any], height: int | None = None) -> Group:
     room = max(3, height - 12 - len(refusals)) if height else None
     parts: list[Any] = [_head(table), _rounds(table), _numbers(table), Text(""), _clients(table, room)]
     if refusals:
-        parts += [Text(""), _refusals(table["time"], refusals)]
+        parts += [Text(""), _refusals(refusals)]
     return Group(*parts)
 
 
@@ -134,7 +134,7 @@ def _clients(table: dict[str, Any], room: int | None) -> Table:
     return grid
 
 
-def _refusals(now: float, rows: list[dict[str, Any]]) -> Table:
+def _refusals(rows: list[dict[str, Any]]) -> Table:
     grid = Table(box=None, padding=(0, 2, 0, 0), title="refused", title_justify="left", show_header=False)
     for row in rows:
         who = row.get("name") or (f"client {row['client']}" if row.get("client") is not None else f"node {row.get('node')}")

@@ -25,14 +25,17 @@ class GridCourier:
     """
 
     def __init__(self, grid: Grid, ttl: float = TTL) -> None:
+        """Uses a grid over which it has sent nothing yet."""
         self.grid, self.ttl = grid, ttl
         self._round = 0
         self._sent: OrderedDict[str, int] = OrderedDict()
 
     def nodes(self) -> Collection[int]:
+        """The nodes that the grid names now."""
         return list(self.grid.get_node_ids())
 
     def push(self, letters: Mapping[int, bytes]) -> dict[int, str]:
+        """Sends each letter as a message of its kind; what the grid gives no number for was not sent."""
         contents = {id(letter): pack(letter) for letter in letters.values()}  # the same letter to all is uploaded once
         messages = [
             Message(
@@ -51,6 +54,7 @@ class GridCourier:
         return sent
 
     def pull(self, tickets: Collection[str]) -> list[tuple[str, bytes | Failure]]:
+        """The answers that the grid has for letters sent from here, each given once."""
         known = [ticket for ticket in tickets if ticket in self._sent]
         found = []
         for message in self.grid.pull_messages(known) if known else []:

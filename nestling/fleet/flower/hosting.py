@@ -75,17 +75,21 @@ class Registered(Mapping[int, str]):
     """Node → the name its key is registered under, as the server's file says now: devices may be added while the run goes on."""
 
     def __init__(self, path: Path) -> None:
+        """Takes the path of the server's file, which is read when first asked."""
         self.path = path
         self._names: dict[int, str] = {}
         self._seen = 0
 
     def __getitem__(self, node: int) -> str:
+        """The name of a node; a `KeyError` where its key is not registered."""
         return self._read()[node]
 
     def __iter__(self) -> Iterator[int]:
+        """The numbers of the registered nodes."""
         return iter(self._read())
 
     def __len__(self) -> int:
+        """How many nodes are registered now."""
         return len(self._read())
 
     def _read(self) -> dict[int, str]:
@@ -100,7 +104,7 @@ def _watcher() -> Watcher:
     """What happens, as lines of the log."""
     from nestling.runs.run import Watcher
 
-    def started(experiment: Experiment, description: dict[str, Any], done: int) -> None:
+    def started(experiment: Experiment, _description: dict[str, Any], done: int) -> None:
         text = f"{experiment.method.name}: round {done + 1} of {experiment.rounds} is next"
         logs.tell(log, logs.Note(text, "started", round=done + 1, rounds=experiment.rounds))
 

@@ -34,6 +34,7 @@ class InProcessGrid(Grid):
         nodes: int | Sequence[Mapping[str, Any]] = 2,
         run_config: Mapping[str, Any] | None = None,
     ) -> None:
+        """Gives each node a context of its own; all have the same `run_config`."""
         _know_who_we_are()
         configs = [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)] if isinstance(nodes, int) else nodes
         self.app, self.run_config = app, dict(run_config or {})
@@ -52,21 +53,26 @@ class InProcessGrid(Grid):
         return context
 
     def set_run(self, run: Any) -> None:
+        """Remembers the run, which only `run` gives back."""
         self._run = run
 
     @property
     def run(self) -> Any:
+        """The run that was set, or None."""
         return self._run
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
+        """A message to a node; it gets its number when it is pushed."""
         return Message(content=content, message_type=message_type, dst_node_id=dst_node_id, group_id=group_id, ttl=ttl)
 
     def get_node_ids(self) -> Iterable[int]:
+        """All nodes: none of them ever goes away."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Has each message answered at once, keeps the reply, and gives the messages' numbers."""
         tickets = []
         for message in messages:
             numbered = self._numbered(message)
@@ -75,9 +81,11 @@ class InProcessGrid(Grid):
         return tickets
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The replies to messages of these numbers, each given once."""
         return [self._replies.pop(ticket) for ticket in message_ids if ticket in self._replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:  # noqa: ARG002 (Flower's)
+        """The replies to messages, which are there at once: `timeout` changes nothing."""
         return self.pull_messages(self.push_messages(messages))
 
     def _reply(self, message: Message) -> Message:
@@ -118,5 +126,5 @@ def _know_who_we_are() -> None:
     for name, value in (("task_id", 1), ("run_id", RUN), ("node_id", SUPERLINK)):
         try:
             getattr(identity, name)
-        except RuntimeError:
+        except RuntimeError:  # noqa: PERF203 (each may be unknown by itself)
             setattr(identity, name, value)

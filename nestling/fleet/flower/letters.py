@@ -1,4 +1,4 @@
-"""Letters as Flower's records: one array of bytes whatever is inside, since Flower makes one request a tensor and hop."""
+"""Letters as Flower's records: one array of bytes whatever is inside, since Flower makes one request per tensor and hop."""
 
 from __future__ import annotations
 

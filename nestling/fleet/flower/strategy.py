@@ -49,10 +49,11 @@ class Strategy(FlowerStrategy):
         patience: Patience | None = None,
         **settings: Any,
     ) -> None:
+        """Takes an experiment, which `settings` change, or a method, to which they are the rest of its experiment."""
         if isinstance(method, Experiment):
             self.experiment = method.with_changes(**settings)
         else:
-            self.experiment = Experiment(method=method, **settings)  # type: ignore[arg-type]
+            self.experiment = Experiment(method=method, **settings)
         self.folder, self.min_clients, self.wait = folder, min_clients, wait
         self.deadline, self.quorum, self.patience = deadline, quorum, patience
         self.result: Result | None = None

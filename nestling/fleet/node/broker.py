@@ -151,6 +151,7 @@ def _paho():  # type: ignore[no-untyped-def]
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """The command: writes the broker's files and says how to start it; exit code 2 where an input is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m nestling.fleet.node.broker", description="Makes the files of a Mosquitto broker."
     )

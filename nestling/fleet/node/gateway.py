@@ -2,9 +2,9 @@
 
     python -m nestling.fleet.node.gateway --socket PATH --folder DIR --name NAME --devices FILE.toml
 
-The devices cannot run Python, and their rows never leave them. The gateway takes the method's part that is no training (what a client
-does with a message, what it replies), turns each phase of training into a job (`tiny.lowering`), and has the device do it. Devices
-work side by side; one that dies, or takes too long, costs its own reply only.
+The devices cannot run Python, and their rows never leave them. The gateway does the part of the method that is not training (what
+a client does with a message, what it replies), turns each phase of training into a job (`tiny.lowering`), and has the device do
+it. Devices work side by side; one that dies, or takes too long, costs its own reply only.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ class FleetGateway(Worker):
     def __init__(
         self, home: Path | str, name: str, devices: Devices, links: Mapping[str, Link], tell_classes: bool = False
     ) -> None:
+        """Makes each device a client, NAME/DEVICE, reached through the link in `links` under the device's name."""
         self.devices = {f"{name}/{one.name}": one for one in devices.devices}
         self.links, self.deadline = dict(links), devices.deadline
         self._all = tuple(Member(full, one.client, one.device) for full, one in self.devices.items())
@@ -199,6 +200,7 @@ class FleetGateway(Worker):
             log.warning("not heard from: %s%s", ", ".join(missing[:20]), ", …" if len(missing) > 20 else "")
 
     def close(self) -> None:
+        """Closes every link once, however many devices share it."""
         for link in self._distinct():
             link.close()
 

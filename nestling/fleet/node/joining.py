@@ -163,14 +163,14 @@ def _wait_for_server(options: JoinOptions, keeper: Keeper) -> None:
 
 def _worker(options: JoinOptions, place: Path) -> Program:
     part = "worker" if options.devices is None else "gateway"
-    command = [sys.executable, "-m", f"nestling.fleet.{part}", "--folder", str(options.folder / "worker")]
+    command = [sys.executable, "-m", f"nestling.fleet.node.{part}", "--folder", str(options.folder / "worker")]
     command += ["--socket", str(place / "socket"), "--name", options.name]
     if options.devices is not None:
         command += ["--devices", str(options.devices)]
     else:
         command += ["--device", options.device, "--data", options.data, "--memory", options.memory]
         command += ["--client", str(options.client)] if options.client is not None else []
-    return Program("worker", command, options.folder / "log" / "worker.log", dict(os.environ), show=lambda line: True)
+    return Program("worker", command, options.folder / "log" / "worker.log", dict(os.environ), show=lambda _: True)
 
 
 def _node(options: JoinOptions, place: Path, port: int) -> Program:

@@ -59,6 +59,7 @@ class MqttDevices:
     """
 
     def __init__(self, broker: Broker, devices: Sequence[str], absence: float = ABSENCE) -> None:
+        """Counts every device as away until it is heard from; `open` connects."""
         self.broker, self.absence = broker, absence
         self.counts: Counter[str] = Counter()
         self._desks = {name: _Desk(away=time.monotonic()) for name in devices}
@@ -82,6 +83,7 @@ class MqttDevices:
             raise InputError(f"the broker at {where} refuses {self.broker.user!r}: {self._trouble}", field="mqtt")
 
     def close(self) -> None:
+        """Disconnects, and ends the jobs under way with an error."""
         self._closing.set()
         self._client.disconnect()
         self._client.loop_stop()
@@ -92,9 +94,11 @@ class MqttDevices:
                 self._fail(desk, f"{name}: the gateway has closed")
 
     def facts(self, device: str) -> Facts | None:
+        """What a device last said of itself; None before it did."""
         return self._desks[device].facts
 
     def run(self, device: str, orders: Orders) -> Future[Done]:
+        """Sends a job, now or when the device is back; the one it had before is cancelled."""
         future: Future[Done] = Future()
         desk = self._desks[device]
         with self._lock:
@@ -107,7 +111,7 @@ class MqttDevices:
 
     # -- what comes ---------------------------------------------------------------------------------------------------------------
 
-    def _connected(self, client: Any, data: Any, flags: Any, reason: Any, properties: Any) -> None:
+    def _connected(self, client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
         self._trouble = str(reason) if reason.is_failure else ""
         if reason.is_failure:
             log.error("the broker refuses %r: %s", self.broker.user, reason)
@@ -116,7 +120,7 @@ class MqttDevices:
             client.subscribe([(f"{TOPICS}/+/up", 1), (f"{TOPICS}/+/state", 1)])
         self._answered.set()
 
-    def _heard(self, client: Any, data: Any, message: Any) -> None:
+    def _heard(self, _client: Any, _data: Any, message: Any) -> None:
         _, device, end = message.topic.split("/")
         desk = self._desks.get(device)
         if desk is None:

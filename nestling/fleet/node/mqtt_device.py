@@ -50,6 +50,7 @@ class MqttDevice:
     """
 
     def __init__(self, name: str, blob: bytes, broker: Broker, ram: int = 0, crew: Executor | None = None) -> None:
+        """Checks the data and sets up the client; should it be cut off, the broker clears its state."""
         self.name, self.blob, self.ram = name, blob, ram
         native.FlashData(blob)  # refuses what cannot be read
         self.trouble = ""  # why the broker does not let it in
@@ -65,6 +66,7 @@ class MqttDevice:
         self._client.on_message = self._heard
 
     def start(self) -> MqttDevice:
+        """Starts the client's thread, which connects; gives the device."""
         self._client.loop_start()
         return self
 
@@ -86,16 +88,16 @@ class MqttDevice:
         shape, boot = [channels, height, width], secrets.token_hex(4)
         return bundle.pack({"rows": rows, "shape": shape, "counts": counts, "crc": crc, "ram": self.ram, "boot": boot}, {})
 
-    def _connected(self, client: Any, data: Any, flags: Any, reason: Any, properties: Any) -> None:
+    def _connected(self, client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
         self.trouble = str(reason) if reason.is_failure else ""
         if not reason.is_failure:
             client.subscribe(topic(self.name, "down"), qos=1)
 
-    def _subscribed(self, client: Any, *rest: Any) -> None:
+    def _subscribed(self, client: Any, *_: Any) -> None:
         # Only now can it be reached: whoever hears of it may send at once.
         client.publish(topic(self.name, "state"), self.hello(), qos=1, retain=True)
 
-    def _heard(self, client: Any, data: Any, message: Any) -> None:
+    def _heard(self, _client: Any, _data: Any, message: Any) -> None:
         try:
             packet = Packet.from_bytes(message.payload)
             with self._lock:
@@ -224,6 +226,7 @@ def read_blob(path: Path) -> bytes:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """The command: does jobs until it is stopped, or until the broker refuses the device."""
     parser = argparse.ArgumentParser(prog="python -m nestling.fleet.node.mqtt_device", description="A device that speaks MQTT.")
     parser.add_argument("--broker", required=True, help="host:port")
     parser.add_argument("--name", required=True, help="what the device is called, there and here")

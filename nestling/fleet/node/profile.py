@@ -89,7 +89,7 @@ def cores() -> int:
 
 
 def macs_per_second(seconds: float = 0.2) -> float:
-    """Multiply-adds a second of a product of two small matrices, the best of several tries: other work only ever slows one down."""
+    """Multiply-adds per second of a product of two small matrices, the best of several tries: other work only slows one down."""
     import numpy as np
 
     one = np.random.default_rng(0).standard_normal((SIZE, SIZE), dtype=np.float32)

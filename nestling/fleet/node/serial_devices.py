@@ -1,5 +1,5 @@
-"""Boards on serial lines, Unix sockets or TCP: the firmware's own protocol (`tiny.session`), with the gateway's journal, which lets a
-board that lost its power go on where it was. A thread waits for each board."""
+"""Boards on serial lines, Unix sockets or TCP: the firmware's own protocol (`tiny.link.session`), with the gateway's journal,
+which lets a board that lost its power go on where it was. A thread waits for each board."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ class SerialDevices:
     """Gives jobs to boards. `journal`: the folder of what must survive this process."""
 
     def __init__(self, boards: Mapping[str, SerialBoard], journal: Path) -> None:
+        """Sets up a gateway to all boards and a desk for each; `open` looks for them."""
         self._gateway = Gateway({name: board.config for name, board in boards.items()}, journal, _Log())
         self._desks = {name: _Desk(board) for name, board in boards.items()}
         self._closing = threading.Event()
 
     def open(self) -> None:
+        """Starts a thread for each board, which looks for it until it is there."""
         for name, desk in self._desks.items():
             threading.Thread(target=self._attend, args=(name, desk), name=f"nestling-{name}", daemon=True).start()
 
@@ -63,9 +65,11 @@ class SerialDevices:
                 desk.bell.notify_all()
 
     def facts(self, device: str) -> Facts | None:
+        """What a board said when it was first reached; None before that."""
         return self._desks[device].facts
 
     def run(self, device: str, orders: Orders) -> Future[Done]:
+        """Lays a job on a board's desk; one that still lies there is cancelled."""
         future: Future[Done] = Future()
         desk = self._desks[device]
         with desk.bell:
@@ -80,7 +84,7 @@ class SerialDevices:
         while desk.facts is None and not self._closing.is_set():
             try:
                 desk.facts = _facts(self._gateway.hello(name), desk.board.counts)
-            except Exception as error:  # it is looked for until it is there
+            except Exception as error:  # noqa: PERF203 (it is looked for until it is there)
                 log.warning("%s: %s", name, error)
                 self._closing.wait(PAUSE)
         while not self._closing.is_set():

@@ -70,6 +70,7 @@ class Worker:
         experiment: Experiment | None = None,
         tell_classes: bool = False,
     ) -> None:
+        """Makes the folder and the node's token where they are missing; refuses an empty list of clients."""
         if not members:
             raise InputError("a worker without clients", field="members", fix="name at least one")
         self.home, self.members, self.free, self.own = Path(home), tuple(members), free, experiment
@@ -305,12 +306,13 @@ class OwnRows(Split):
     """The rows of one client, all of which are there."""
 
     def __init__(self, y: np.ndarray, classes: int) -> None:
+        """Takes the rows' classes; none of the rows is held out."""
         super().__init__(1, y, classes, 0.0)
 
     def _known(self, client: int) -> int:
         return client
 
-    def _rows(self, client: int) -> np.ndarray:
+    def _rows(self, _client: int) -> np.ndarray:
         return np.arange(len(self._y))
 
 

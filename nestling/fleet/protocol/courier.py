@@ -39,14 +39,17 @@ class LoopCourier:
     """Nodes in this process: letters are answered as they are sent. `workers` may change while a run goes on."""
 
     def __init__(self, workers: Mapping[int, Handle]) -> None:
+        """Takes what answers for each node."""
         self.workers = dict(workers)
         self._numbers = itertools.count()
         self._answers: dict[str, bytes | Failure] = {}
 
     def nodes(self) -> Collection[int]:
+        """The nodes that have a worker now."""
         return list(self.workers)
 
     def push(self, letters: Mapping[int, bytes]) -> dict[int, str]:
+        """Has each letter answered at once, and keeps the answer under its ticket."""
         tickets = {}
         for node, letter in letters.items():
             tickets[node] = f"letter {next(self._numbers)}"
@@ -54,6 +57,7 @@ class LoopCourier:
         return tickets
 
     def pull(self, tickets: Collection[str]) -> list[tuple[str, bytes | Failure]]:
+        """The answers under these tickets, which are then forgotten."""
         return [(ticket, self._answers.pop(ticket)) for ticket in tickets if ticket in self._answers]
 
     def _answer(self, node: int, letter: bytes) -> bytes | Failure:

@@ -32,9 +32,11 @@ class Facts:
 class Link(Protocol):
     """Carries jobs to devices, one at a time for each, and none of its functions waits for a device."""
 
-    def open(self) -> None: ...
+    def open(self) -> None:
+        """Begins to reach the devices; they may be heard from later."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Lets go of the devices without waiting for the jobs they are at."""
 
     def facts(self, device: str) -> Facts | None:
         """What is known of a device: None before it was first heard from."""

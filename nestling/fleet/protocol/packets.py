@@ -4,7 +4,7 @@ over MQTT. Nothing heavy is imported here.
 A packet, little-endian: version, kind (a byte each), index, count, length of the payload (16 bits each), number of the job, CRC-32 of
 all before it and of the payload (32 bits each), then the payload, 1024 bytes at most:
 
-    JOB     gateway → device   the part `index` of `count` of a job: a bundle (`tiny.bundle`) of `tiny.orders`
+    JOB     gateway → device   the part `index` of `count` of a job: a bundle (`tiny.link.bundle`) of `tiny.link.orders`
     RESULT  device → gateway   the same for what came of it: a bundle
     ACK     the other way      the first `index` of `count` parts have arrived
 
@@ -44,11 +44,13 @@ class Packet:
     payload: bytes = b""
 
     def to_bytes(self) -> bytes:
+        """The head, the CRC of head and payload, and the payload."""
         head = _HEAD.pack(VERSION, self.kind, self.index, self.count, len(self.payload), self.job)
         return head + _CRC.pack(zlib.crc32(head + self.payload)) + self.payload
 
     @staticmethod
     def from_bytes(data: bytes) -> Packet:
+        """The packet in some bytes; an `InputError` where they are damaged or of no form given above."""
         start = _HEAD.size + _CRC.size
         if not start <= len(data) <= start + PART:
             raise InputError(f"a packet of {len(data)} bytes")
@@ -81,15 +83,18 @@ class Sender:
     _pause: float = FIRST_PAUSE
 
     def __post_init__(self) -> None:
+        """Refuses empty data, and data of more than `MOST_PARTS` parts."""
         if not self.data or self.count > MOST_PARTS:
             raise InputError(f"{len(self.data)} bytes do not travel over MQTT", fix=f"at most {MOST_PARTS * PART}")
 
     @property
     def count(self) -> int:
+        """How many parts the data has."""
         return -(-len(self.data) // PART)
 
     @property
     def finished(self) -> bool:
+        """Whether all parts were acknowledged."""
         return self.arrived == self.count
 
     def due(self, now: float) -> list[bytes]:
@@ -129,6 +134,7 @@ class Receiver:
     _arrived: int = 0
 
     def __post_init__(self) -> None:
+        """Refuses what is announced as larger than `most`."""
         if self.count * PART > self.most + PART:
             raise InputError(f"{self.count} parts are announced, the most is {-(-self.most // PART)}")
 
@@ -146,9 +152,11 @@ class Receiver:
 
     @property
     def complete(self) -> bool:
+        """Whether all parts have arrived."""
         return self._arrived == self.count
 
     def ack(self) -> Packet:
+        """The ACK that tells how many parts have arrived without a gap."""
         return Packet(ACK, self.job, self._arrived, self.count)
 
     def data(self) -> bytes:

@@ -144,6 +144,7 @@ class Order:
     start: int = 1
 
     def to_bytes(self) -> bytes:
+        """The order as a frame of kind O."""
         parcels = {id(job.parcel): job.parcel for job in self.jobs}  # one that several clients share travels once
         place = {key: number for number, key in enumerate(parcels)}
         jobs = [
@@ -163,6 +164,7 @@ class Order:
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> Order:
+        """The order in a frame, every field checked."""
         header, parcels = _open(data, b"O")
         transport = _text(header, "transport")
         if transport not in TRANSPORTS:
@@ -217,6 +219,7 @@ class Answer:
     unknown: bool = False
 
     def to_bytes(self) -> bytes:
+        """The answer as a frame of kind A; work that failed brings its error instead of a parcel."""
         parcels: list[Parcel] = []
         rows: list[dict[str, Any]] = []
         for one in self.results:
@@ -232,6 +235,7 @@ class Answer:
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> Answer:
+        """The answer in a frame, every field checked; parcels stay packed."""
         header, parcels = _open(data, b"A")
         results = [_result(row, parcels) for row in _tables(header, "results", MAX_CLIENTS)]
         free = _get(header, "free", dict)
@@ -249,7 +253,7 @@ class Member:
     name:    what it is called, for ever; the server remembers its number by it.
     client:  the number it would like to have, or None.
     device:  the kind of device (a name of the catalogue) or tier it is.
-    ram, free: its memory, and what of it is free now, in bytes; macs: multiply-accumulates a second. 0: not measured.
+    ram, free: its memory, and how much of it is free now, in bytes; macs: multiply-accumulates per second. 0: not measured.
     rows:    its rows of data, and counts those of each class; None where they are the experiment's own share.
     """
 
@@ -294,11 +298,13 @@ class Hello:
     error: str = ""
 
     def to_bytes(self) -> bytes:
+        """The hello as a frame of kind H, which has no tensors."""
         told = {"run": self.run, "token": self.token, "members": [m.table() for m in self.members], "error": self.error}
         return _frame(b"H", told, [])
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> Hello:
+        """The hello in a frame, every field checked; two clients of one name are refused."""
         header, _ = _open(data, b"H")
         members = tuple(Member.read(table) for table in _tables(header, "members", MAX_CLIENTS))
         if len({m.name for m in members}) < len(members):
@@ -321,12 +327,14 @@ class Welcome:
     public: Parcel | None = None
 
     def to_bytes(self) -> bytes:
+        """The welcome as a frame of kind W; the public rows, if any, are its only parcel."""
         told = {"run": self.run, "experiment": self.experiment, "shape": list(self.shape), "classes": self.classes}
         parcels = [self.public] if self.public is not None else []
         return _frame(b"W", {**told, "class_names": list(self.class_names), "rows": self.rows}, parcels)
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> Welcome:
+        """The welcome in a frame, every field checked; its first parcel, if any, holds the public rows."""
         header, parcels = _open(data, b"W")
         shape = tuple(_whole({"shape": n}, "shape", least=1, most=2**24) for n in _get(header, "shape", list))
         names = tuple(str(name) for name in _get(header, "class_names", list))
@@ -345,7 +353,7 @@ def kind_of(data: bytes | memoryview) -> str:
 
 
 def key_of(run: str, round: int, client: int, network: str, spec: Mapping[str, Any], parcel: Parcel, base: int = 0) -> str:
-    """The key of a client's work (see `Job`)."""
+    """The key of a client's work (see `JobOrder`)."""
     return hashlib.blake2b(_json([run, round, client, network, spec, parcel.digest, base]), digest_size=16).hexdigest()
 
 

@@ -1,8 +1,8 @@
 """The engine whose clients are real devices behind nodes.
 
-A round's tasks become orders, one a node. Delivery is at most once, so what gets no answer is sent again, under the same key: a device
-gives a result it already has instead of working twice, and the first valid result of a key is the only one that counts. What comes
-after its round, or for another run, round, client or task, is refused, and the reason is noted.
+A round's tasks become orders, one per node. Delivery is at most once, so what gets no answer is sent again, under the same key: a
+device gives a result it already has instead of working twice, and the first valid result of a key is the only one that counts.
+What comes after its round, or for another run, round, client or task, is refused, and the reason is noted.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Patience:
     """How long a round waits.
 
     deadline: seconds after which it goes on without those that have not answered, if anybody has, and at least `quorum` have.
-    most:     seconds after which a round that has no quorum is given up, and the run with it. So it is where those who answered were
-              refused and too few are left.
+    most:     seconds after which a round that has no quorum is given up, and the run with it; so is one where those who answered
+              were refused and too few are left.
     resend:   seconds without an answer after which an order is sent again.
     poll:     seconds between two looks for answers; refresh: between two looks for nodes that come and go.
     largest:  bytes of the largest answer that is read.
@@ -93,6 +93,7 @@ class FleetEngine(Engine):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """Reaches nodes through `courier` and knows clients by `roster`; `greeter` welcomes nodes while a round waits."""
         self.courier, self.roster, self.greeter, self.transport = courier, roster, greeter, transport
         self.patience = patience or Patience()
         self.clock, self.sleep = clock, sleep
@@ -107,14 +108,17 @@ class FleetEngine(Engine):
         self._start = self._heard = 0.0  # when the round began, and when a client was last heard
         self._site: Site | None = None
 
-    def open(self, method: ClientSide, site: Site) -> None:
+    def open(self, _method: ClientSide, site: Site) -> None:
+        """Remembers the site, which knows how many samples each client has; devices make the method themselves."""
         self._site = site
 
     def close(self) -> None:
+        """Forgets what is wanted and which letters are out; devices are not told."""
         self._wanted.clear()
         self._letters.clear()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
+        """Orders a round's work, and gives outcomes and refusals as they come, until all have answered or time is up."""
         self._round, self._done = (tasks[0].round if tasks else self._round), 0
         self._wanted = self._prepared(tasks)
         self._chosen = tuple(task.client for task in tasks)

@@ -39,11 +39,12 @@ class Greeter:
         courier: Courier,
         roster: Roster,
         welcome: bytes,
-        note: Callable[[str], None] = lambda text: None,
+        note: Callable[[str], None] = lambda _: None,
         again: float = AGAIN_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         names: Mapping[int, str] | None = None,
     ) -> None:
+        """Knows no node yet; `again` is the first pause, in seconds, before a node is welcomed once more."""
         self.courier, self.roster, self.welcome, self.note = courier, roster, welcome, note
         self.again, self.clock, self.names = again, clock, names
         self._known: set[int] = set()  # nodes whose clients are in the roster

@@ -1,11 +1,11 @@
 """The only door to the server: a small reverse proxy that lets devices reach the fleet's paths and nothing else.
 
 Flower's SuperLink serves three interfaces on one port. Devices need one of them (/v1/fleet/); the other two start runs and hand out
-the server's own task, and ask nobody who they are. So the SuperLink listens on the loop only, and this stands in front of it:
+the server's own task, and ask nobody who they are. So the SuperLink listens on loopback only, and this stands in front of it:
 
 - TLS ends here (a node's signature is inside the request, so that it passes on unharmed), and a new one begins to the SuperLink;
 - a request passes if its path is one that a node needs, its body is small enough, and its key is registered and not revoked.
-  Whether the signature is right the SuperLink checks. Keys are looked up in folders, which may change at any time;
+  The SuperLink checks whether the signature is right. Keys are looked up in folders, which may change at any time;
 - everything else is refused with a reason, which the log repeats.
 
     python -m nestling.fleet.server.proxy FILE.json
@@ -71,7 +71,7 @@ PEER = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @dataclass(frozen=True)
 class Config:
     """Where the proxy listens, what stands behind it, and who may pass. Without `certificate` it speaks no TLS, without `devices`
-    every key passes: both only ever on the loop."""
+    every key passes: both only ever on loopback."""
 
     host: str
     port: int
@@ -92,6 +92,7 @@ class ClosedDoor(Exception):
     """A request that does not pass."""
 
     def __init__(self, status: int, code: int, reason: str, who: str = "") -> None:
+        """Takes the HTTP status, the code and reason that the node prints, and who it was, where known."""
         super().__init__(reason)
         self.status, self.code, self.reason, self.who = status, code, reason, who
 
@@ -148,6 +149,7 @@ class Quiet:
     """Says a thing once a minute however often it happens."""
 
     def __init__(self, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """Takes how many seconds a text is not repeated, and the clock to tell them by."""
         self.seconds, self.clock = seconds, clock
         self._last: dict[str, float] = {}
         self._left_out: Counter[str] = Counter()
@@ -169,6 +171,7 @@ class Proxy:
     """The proxy. `start`, then `serve_forever` of what it returns."""
 
     def __init__(self, config: Config) -> None:
+        """Takes the configuration; keys are read and connections accepted from `start` on."""
         self.config = config
         self.keys = Keys(Path(config.devices), Path(config.revoked)) if config.devices else None
         self.quiet = Quiet()
@@ -247,7 +250,7 @@ class Proxy:
         if self.keys is None:
             return call, "a device"
         # A node prints the reason of a 400 and ends, where it is about to enter; later on it is a 401 that makes it end, and begin
-        # again. A 403 it takes for the end of the run.
+        # again. It takes a 403 for the end of the run.
         status = 400 if call in ENTRIES else 401
         if call in SELF_REGISTERING:
             raise ClosedDoor(status, NO_KEY, "a device brings a key that is registered here; none registers itself")

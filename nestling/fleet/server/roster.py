@@ -43,6 +43,7 @@ class Roster:
     """The clients of one run. `path` is the file to keep it in, or None."""
 
     def __init__(self, fleet: Fleet, path: Path | None = None, run: str = "") -> None:
+        """Reads the file where there is one, and the run's number with it; else the number is `run`, or a random one."""
         self.fleet, self.path = fleet, path
         self.run = run or secrets.token_hex(8)
         self.start = 1  # how often the server has been started
@@ -199,22 +200,24 @@ class LiveFleet(Fleet):
     live = True
 
     def __init__(self, fleet: Fleet, roster: Roster) -> None:
+        """Has the tiers and devices of `fleet`, without its deadline; `roster` says how the real ones are."""
         super().__init__(fleet.tiers, fleet.counts, fleet.profiles, 0.0, fleet.seed)
         self.roster = roster
 
-    def available(self, i: int, round: int) -> bool:
+    def available(self, i: int, _round: int) -> bool:
         """Whether device `i` can be reached now."""
         return self.roster.node_of(i) is not None
 
-    def drops(self, i: int, round: int) -> bool:
+    def drops(self, _i: int, _round: int) -> bool:
         """Real devices that vanish are noticed, not drawn."""
         return False
 
     @property
     def steady(self) -> bool:
+        """Always true, since no slowdown is drawn."""
         return True
 
-    def slowdown(self, i: int, round: int) -> float:
+    def slowdown(self, _i: int, _round: int) -> float:
         """No slowdown is drawn."""
         return 1.0
 
@@ -228,21 +231,26 @@ class LiveSplit(Split):
     """How many rows clients have: as they said, or else their share of the experiment's own data."""
 
     def __init__(self, split: Split, roster: Roster, classes: int) -> None:
+        """Takes the split of the experiment's own data, for clients that `roster` knows no rows of."""
         super().__init__(split.clients, np.zeros(0, np.int64), classes, 0.0)
         self._split, self._roster = split, roster
 
     def indices(self, client: int) -> np.ndarray:
+        """A client's rows of the experiment's data; refused where the client brought its own."""
         self._refuse(client)
         return self._split.indices(client)
 
     def holdout(self, client: int) -> np.ndarray:
+        """A client's held-out rows of the experiment's data; none where it brought its own."""
         return np.zeros(0, np.int64) if self._own(client) is not None else self._split.holdout(client)
 
     def size(self, client: int) -> int:
+        """How many rows a client said it has, or its share of the experiment's data."""
         own = self._own(client)
         return own.rows or 0 if own is not None else self._split.size(client)
 
     def counts(self, client: int) -> np.ndarray:
+        """A client's rows by class, as it said; all zero where it brought data and did not say."""
         own = self._own(client)
         if own is None:
             return self._split.counts(client)

@@ -3,9 +3,9 @@
     RUN            the run folder, as any other
     RUN.server     what only the server itself reads (0700): Flower's database, an inner certificate, a secret, logs
 
-A SuperLink (bound to the loop, where its interfaces that ask nobody who they are stay), a SuperExec that it trusts by a shared secret,
-the proxy, which is all that others can reach, and the run: a ServerApp, started through Flower and started again from our checkpoint
-when it dies. Running the same command again goes on where the run stands.
+A SuperLink (bound to loopback, since some of its interfaces ask nobody who they are), a SuperExec that it trusts by a shared
+secret, the proxy, which is all that others can reach, and the run: a ServerApp, started through Flower and started again from
+our checkpoint when it dies. Running the same command again goes on where the run stands.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ REGISTERED = "registered.json"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What was asked for. `certs` None: neither TLS nor keys, on the loop only."""
+    """What was asked for. `certs` None: neither TLS nor keys, on loopback only."""
 
     experiment: str  # complete, as TOML
     out: Path
     certs: Path | None
-    host: str = "0.0.0.0"
+    host: str = "0.0.0.0"  # noqa: S104 (devices come from elsewhere; without keys it is refused)
     port: int = PORT
     min_clients: int = 0
     deadline: float = 600.0
@@ -230,7 +230,7 @@ class _Server:
             path.unlink()
         (self.home / REGISTERED).unlink(missing_ok=True)
         self._start_superlink()
-        assert self.keys is not None
+        assert self.keys is not None  # noqa: S101 (only `follow` of the keys leads here)
         self.keys.forget()
         self.keys.follow()
 
@@ -412,7 +412,7 @@ def _port_taken(tail: str) -> str | None:
 
 @contextmanager
 def _alone(home: Path) -> Iterator[None]:
-    """One server a folder."""
+    """At most one server per folder."""
     handle = os.open(home, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

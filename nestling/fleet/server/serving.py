@@ -88,6 +88,7 @@ class Live:
     doing: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Opens the status file, and has the engine and the greeter report to it."""
         self.status = StatusFile(self.folder / STATUS if self.folder else None)
         self.engine.watch, self.greeter.note = self._look, self._hear
 

@@ -22,4 +22,5 @@ class AllLarge(SharedWeights):
     )
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The whole network, whether or not it fits the device."""
         return Piece(self.world.main, self.world.main.full)

@@ -46,11 +46,13 @@ class Averaged(Method):
 
     @property
     def as_set(self) -> Info:
+        """Cut in width it belongs to group A instead of B; a subclass of another group stays in that one."""
         return self.info if self.cut == "depth" or self.info.group != "B" else replace(self.info, group="A")
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Makes the ladder of the network's views; by layer one state serves all, by group each begins at its first merge."""
         world.refuse_own_networks(self.info.title)
         self.world, self.reference = world, self.network(world)
         self._ladder = self._make_ladder()
@@ -69,6 +71,7 @@ class Averaged(Method):
         return ladder(self.world, self.reference, [prefix(self.reference.axes, ratio) for ratio in RATIOS])
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The largest view on the ladder that fits; where there is no ladder, the device's own piece."""
         return self._ladder.of(device, round) if self._ladder else device.piece
 
     def group_of(self, piece: Piece) -> str:
@@ -80,9 +83,11 @@ class Averaged(Method):
         return self.weights.get(group, self.reference.initial)
 
     def weights_for(self, piece: Piece) -> State:
+        """The piece, cut out of the weights of its group."""
         return piece.view.extract(self.state_of(self.group_of(piece)))
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Merges every group by itself; a group without replies stays as it is."""
         for group, own in self._by_group(replies).items():
             self.merge_group(group, own)
 
@@ -93,13 +98,16 @@ class Averaged(Method):
         return groups
 
     def shares(self, replies: Replies) -> dict[str, Share]:
+        """One share for every group that has replied."""
         trained, groups = self.reference.parameters, self._by_group(replies)
         return {g: Share(self.state_of(g), trained, [self.contribution(r) for r in own]) for g, own in groups.items()}
 
     def shared_weights(self) -> dict[str, State]:
+        """The weights of every group that has some; by layer, the one state under the empty name."""
         return dict(self.weights)
 
     def take_weights(self, weights: Mapping[str, State]) -> None:
+        """Replaces the weights of the given groups; the others keep theirs."""
         self.weights = {**self.weights, **weights}
 
     def merge_group(self, group: str, replies: Replies) -> None:
@@ -115,9 +123,11 @@ class Averaged(Method):
         return float(reply.samples) if self.weighting == "samples" else 1.0
 
     def model_for(self, device: Device) -> Model:
+        """The device's piece at rest, with the weights of its group."""
         return self._model(self.piece(device, 0))
 
     def global_model(self) -> Model | None:
+        """By layer the whole network; by group the largest piece that any tier holds."""
         if self.averaging == "layer":
             return self._model(Piece(self.reference, self.reference.full))
         pieces = [self.piece(Device(0, tier, plan.piece, 0), 0) for tier, plan in self.world.plans.items()]

@@ -42,6 +42,7 @@ class Decoupled(Method):
     )
 
     def setup(self, world: World) -> None:
+        """Makes a level of all tiers that hold the same, with initial weights of its own, and finds out who can train which."""
         self.world, self._levels, self._given = world, {}, (0, {})
         # Tiers that hold the same are one level, named after the first of them.
         self.level = {tier: self._levels.setdefault(_what(plan.piece), tier) for tier, plan in world.plans.items()}
@@ -61,6 +62,7 @@ class Decoupled(Method):
         return own.fit is not None and not exceeded(own.profile, other.cost, own.budget)
 
     def choose(self, round: int, clients: int) -> list[int]:
+        """Reachable devices at random, to whom the levels are then shared out."""
         chosen = super().choose(round, clients)
         self._given = (round, self._shared_out(chosen, round))
         return chosen
@@ -72,7 +74,7 @@ class Decoupled(Method):
         given: dict[int, str] = {}
         for number, level in enumerate(self._plans):
             share = -(-len(waiting) // (len(self._plans) - number))
-            # Who can do nothing smaller has no other level.
+            # Clients that can hold nothing smaller have no other level.
             last = [c for c in waiting if able[c][-1] == level]
             others = [c for c in waiting if level in able[c] and c not in last]
             taken = [*last, *others[: max(share - len(last), 0)]]
@@ -81,16 +83,19 @@ class Decoupled(Method):
         return given
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The piece of the level that the device was given this round, or else of its own tier's level."""
         given = self._given[1] if self._given[0] == round else {}
         return self.world.plans[given.get(device.id, self.level[device.tier])].piece
 
     def weights_for(self, piece: Piece) -> State:
+        """The weights of the piece's level."""
         return self.weights[self._level_of(piece)]
 
     def _level_of(self, piece: Piece) -> str:
         return self._levels[_what(piece)]
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean by samples among the replies of each level; a level without replies stays as it is."""
         by_level: dict[str, list[Reply]] = defaultdict(list)
         for reply in replies:
             by_level[self._level_of(reply.piece)].append(reply)
@@ -101,9 +106,11 @@ class Decoupled(Method):
             self.weights[level] = piece.view.extract(merged)
 
     def model_for(self, device: Device) -> Model:
+        """The model of the level that the device's tier belongs to."""
         return self._model(self.level[device.tier])
 
     def global_model(self) -> Model:
+        """The model of the largest level."""
         return self._model(next(iter(self._plans)))
 
     def _model(self, level: str) -> Model:

@@ -20,8 +20,10 @@ class FedAvg(SharedWeights):
     info = Info("baseline", "none: the smallest device decides", "from paper")
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The part that the smallest device can train, for everybody."""
         return self.world.smallest
 
     def global_model(self) -> Model:
+        """The part that everybody trains: nothing outside it ever changes."""
         piece = self.world.smallest
         return Model(piece.reference, piece.view, piece.view.extract(self.weights))

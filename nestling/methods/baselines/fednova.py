@@ -20,12 +20,12 @@ from nestling.training.objectives import proximal
 _UPDATE = Part(
     "update",
     up=lambda method, client, received: method.update(client, received),
-    like=lambda method, piece, sent: sent["weights"],
+    like=lambda _method, _piece, sent: sent["weights"],
 )
 _STEPS = Fact(
     "effective_steps",
     lambda method, client, received: method.steps(client, received),
-    lambda method, sent, said: isinstance(said, float) and math.isfinite(said) and 0 < said < 2**40,
+    lambda _method, _sent, said: isinstance(said, float) and math.isfinite(said) and 0 < said < 2**40,
     "the effective number of steps",
 )
 
@@ -55,9 +55,11 @@ class FedNova(Averaged):
 
     @property
     def blocks(self) -> tuple[str, ...]:
+        """Room for the received weights, where the proximal term is on."""
         return ("anchor",) if self.mu else ()
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase, with the proximal term unless `mu` is 0."""
         if not self.mu:
             return [client.train.phase(client.round)]
         given = parameters_of(client, received["weights"])
@@ -75,6 +77,7 @@ class FedNova(Averaged):
         return {**now, **{name: (before[name] - tensor) / a for name, tensor in parameters_of(client, now).items()}}
 
     def merge_group(self, group: str, replies: Replies) -> None:
+        """Moves every entry by its holders' mean update times their mean a_k; buffers become the mean of those that came up."""
         old, trained = self.state_of(group), self.reference.parameters
         still = {name: torch.zeros_like(t) if name in trained else t for name, t in old.items()}
         moved = merge(still, [self.contribution(reply) for reply in replies])
@@ -85,6 +88,7 @@ class FedNova(Averaged):
         self.weights[group] = pack({n: t - far[n] * moved[n] if n in trained else moved[n] for n, t in old.items()})
 
     def contribution(self, reply: Reply, part: str = "update") -> Contribution:
+        """The reply's normalised update, in place of weights."""
         return super().contribution(reply, part)
 
     def _steps(self, replies: Replies) -> Contribution:

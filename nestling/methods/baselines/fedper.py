@@ -44,6 +44,7 @@ class FedPer(Averaged):
     )
 
     def __post_init__(self) -> None:
+        """Refuses settings by which nothing would be personal."""
         super().__post_init__()
         fix = "give the number of last units, or the beginnings of names"
         some = self.personal > 0 if isinstance(self.personal, int) else bool(self.personal)
@@ -52,6 +53,7 @@ class FedPer(Averaged):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Finds the personal units, which must be some of the network but not all of it."""
         super().setup(world)
         found, names = units(self.reference), self.reference.axes.shapes
         chosen = found[-self.personal :] if isinstance(self.personal, int) else self.personal
@@ -65,6 +67,7 @@ class FedPer(Averaged):
         self._names, self._pieces = frozenset(chosen), {}
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The device's piece with the personal units private; one object for all equal pieces."""
         whole = super().piece(device, round)
         key = (whole.reference.name, whole.view.key())
         if key not in self._pieces:
@@ -72,19 +75,22 @@ class FedPer(Averaged):
         return self._pieces[key]
 
     def model_for(self, device: Device) -> Model:
+        """The shared base with the personal part that the device has kept, or with the initial one."""
         base = super().model_for(device)
         memory = {name: t.to(self.world.place) for name, t in self.world.store.get(device.id).items()}
         return replace(base, state={**base.state, **_personal(memory, base.reference, base.view)})
 
     def global_model(self) -> None:
-        return None
+        """None, since every client has last layers of its own."""
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """The received base with the client's own personal part."""
         return {**received["weights"], **_personal(client.memory, client.reference, client.view)}
 
     def keep(self, client: Client, received: Message) -> None:
+        """Keeps the personal part as it was trained."""
         own = {name: client.weights[name] for name in _private(client.view)}
         client.memory = keep(client.memory, "personal", client.reference, client.view, own)
 

@@ -34,8 +34,10 @@ class FedProx(Averaged):
 
     @property
     def blocks(self) -> tuple[str, ...]:
+        """Room for the received weights, unless the pull is 0."""
         return ("anchor",) if self.mu else ()
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase with the pull towards the received parameters."""
         given = parameters_of(client, received["weights"])
         return [client.train.phase(client.round, objective=partial(proximal, mu=self.mu), given=given)]

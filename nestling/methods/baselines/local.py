@@ -33,9 +33,11 @@ class Local(Personal):
     info = replace(Info.of_own_networks("baseline", "any: networks never meet", "ours", ""), title="Local", paper="–")
 
     def choose(self, round: int, clients: int) -> list[int]:
+        """All reachable clients, or only as many as are asked where `everybody` is off."""
         return super().choose(round, len(self.world.fleet) if self.everybody else clients)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        """The network with its features pooled to `size`, or as it is where that is 0."""
         return with_features(module, taps, self.size) if self.size else module
 
     def merge(self, replies: Replies, round: int) -> None:

@@ -46,6 +46,7 @@ class Moon(Averaged):
     info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
 
     def network(self, world: World) -> Reference:
+        """The main network, with a projection head in it where one is set."""
         return (
             world.add_network("moon", projected(world.main.module, self.projection, world.seed))
             if self.projection
@@ -53,6 +54,7 @@ class Moon(Averaged):
         )
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase with the contrast between the received model and the client's previous one."""
         glob = received["weights"]
         both = {"global": glob, "previous": recall(client.memory, "previous", client.reference, client.view, glob)}
         given = {f"{of}/{name}": t for of, weights in both.items() for name, t in weights.items()}
@@ -60,6 +62,7 @@ class Moon(Averaged):
         return [client.train.phase(client.round, objective=objective, given=given)]
 
     def keep(self, client: Client, received: Message) -> None:
+        """Keeps the trained network as the previous one of the next round."""
         client.memory = keep(client.memory, "previous", client.reference, client.view, dict(client.weights))
 
 

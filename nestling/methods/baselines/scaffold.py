@@ -22,7 +22,7 @@ from nestling.views import Contribution, State, View, keep_private, merge
 
 _CONTROL = Part(
     "control",
-    lambda method, device, piece, round: method.control_for(piece),
+    lambda method, _device, piece, _round: method.control_for(piece),
     lambda method, client, received: method.change(client, received),
 )
 
@@ -62,6 +62,7 @@ class Scaffold(Averaged):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Starts with all controls at zero, and refuses option II for optimisers other than sgd."""
         super().setup(world)
         require(
             not (self.control == "steps" and world.train.optimizer != "sgd"),
@@ -89,6 +90,7 @@ class Scaffold(Averaged):
         return self._views.setdefault(view.key(), keep_private(view, buffers))
 
     def merge_group(self, group: str, replies: Replies) -> None:
+        """Moves the weights towards their mean by η_g, and c by the |S|/N share of the clients' mean change."""
         old, control = self.state_of(group), self._control_of(group)
         super().merge_group(group, replies)
         if self.server_lr != 1:
@@ -106,6 +108,7 @@ class Scaffold(Averaged):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Iterable[Phase]:
+        """One training phase with corrected gradients; by option I, after an epoch that sums up the gradients at x."""
         own = _own_control(client, received)
         given = {name: c - own[name] for name, c in received["control"].items()}
         phase = client.train.phase(client.round, given=given, rule=_corrected)
@@ -130,7 +133,7 @@ def _own_control(client: Client, received: Message) -> State:
     return recall(client.memory, "control", client.reference, client.view, zeros)
 
 
-def _corrected(params: Tensors, grads: Tensors, given: Given) -> Tensors:
+def _corrected(_params: Tensors, grads: Tensors, given: Given) -> Tensors:
     return {name: grad + given[name] if name in given else grad for name, grad in grads.items()}
 
 

@@ -1,7 +1,7 @@
-"""What methods share that average weights within each architecture of a mixed fleet, and distil between architectures.
+"""What is shared by methods that average weights within each architecture of a mixed fleet and distil between architectures.
 
 An architecture is a network that devices train, whole or in parts. Replies of one architecture are merged by the one operator;
-between two that have nothing in common only what they say of inputs can pass.
+two that have nothing in common can exchange only what they say of inputs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Weighting = Literal["samples", "variance", "uniform"]
 
 @dataclass
 class PerArchitecture(Method):
-    """Base of methods that keep one state an architecture: clients' weights travel down and up."""
+    """Base of methods that keep one state per architecture: clients' weights travel down and up."""
 
     world: World = made()
     references: dict[str, Reference] = made()
     weights: dict[str, State] = kept()
 
     def setup(self, world: World) -> None:
+        """One state for each of the fleet's networks, as it was built."""
         self.world = world
         self.begin_with(world.references.values())
 
@@ -42,6 +43,7 @@ class PerArchitecture(Method):
         self.weights = {name: reference.initial.copy() for name, reference in self.references.items()}
 
     def weights_for(self, piece: Piece) -> Tensors:
+        """The piece, cut out of its architecture's state."""
         return self._model(piece).state
 
     def weight(self, reply: Reply) -> float:
@@ -65,12 +67,14 @@ class PerArchitecture(Method):
         return distil(student, proxy(*said, how.batch, seed, name, round), how, seed, name, round, check=check, work=work)
 
     def model_for(self, device: Device) -> Model:
+        """The part of its architecture that the device holds at rest."""
         return self._model(self.piece(device, 0))
 
     def _model(self, piece: Piece) -> Model:
         return Model(piece.reference, piece.view, piece.view.extract(self.weights[piece.reference.name]))
 
     def global_model(self) -> Model:
+        """The main network's state, whole."""
         return Model(self.world.main, self.world.main.full, self.weights[self.world.main.name])
 
 
@@ -99,6 +103,6 @@ class _WholeAndParts:
 
 
 def noise_inputs(world: World, rows: int, round: int) -> Tensor:
-    """Inputs of pure noise, other ones every round, for servers that hold no data."""
+    """Inputs of pure noise, different ones every round, for servers that hold no data."""
     with torch_seeded(world.seed, "noise proxy", round):
         return torch.randn(rows, *world.main.shape).to(world.place)

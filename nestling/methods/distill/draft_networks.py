@@ -29,7 +29,7 @@ def key_of(piece: Piece) -> Key:
 
 
 def networks_of(pieces: Iterable[Piece], inputs: Tensor, weights: Weights) -> dict[Key, DraftNetwork]:
-    """The networks of all tiers, of whose drafts those are made that count."""
+    """The networks of all tiers, with the shapes of those drafts that count."""
     found = {key_of(piece): (piece.reference.network(piece.view), taps_of(piece.reference, piece.view)) for piece in pieces}
     depths = [taps.depth for _, taps in found.values()]
     networks = {}

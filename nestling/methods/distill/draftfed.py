@@ -20,11 +20,11 @@ from nestling.methods.public import drawn
 from nestling.seeds import derive
 from nestling.settings import Count, NotNegative
 
-_TARGETS = Part("targets", lambda method, device, piece, round: method.targets.get(method.alike(device, piece), {}))
+_TARGETS = Part("targets", lambda method, device, piece, _: method.targets.get(method.alike(device, piece), {}))
 _DRAFTS = Part(
     "drafts",
-    up=lambda method, client, received: client.memory,  # where its phases put them
-    like=lambda method, piece, sent: method.drafts_like(piece),
+    up=lambda _method, client, _: client.memory,  # where its phases put them
+    like=lambda method, piece, _: method.drafts_like(piece),
 )
 
 
@@ -49,13 +49,13 @@ class DraftFed(Personal):
 
     lambda1, lambda2, lambda3: the weights of the three drafts.
     rows:    |G|, drawn once from the public rows (all of them, where there are fewer).
-    order:   "draft-local" learns from drafts, then from the client's rows: with one message a round this is Algorithm 1's cycle, in
+    order:   "draft-local" learns from drafts, then from the client's rows: with one message per round this is Algorithm 1's cycle, in
              which targets come from the networks as they are. "local-draft" has the order of its lines, with targets that are one
              training older.
     divisor: "clients" divides by all clients, so that channels which narrower networks do not have shrink (equation 7); "count" by
              those that have the channel.
     epochs:  passes over G in a round.
-    batch:   rows of G a step (128 fits the published traffic).
+    batch:   rows of G per step (128 fits the published traffic).
     lr:      the learning rate on G; 0 takes that of local training.
     """
 
@@ -86,6 +86,7 @@ class DraftFed(Personal):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Refuses a fleet without public inputs or convolutions, and starts without targets."""
         super().setup(world)
         if world.public is None:
             raise InputError(
@@ -96,9 +97,11 @@ class DraftFed(Personal):
         self.targets = {}
 
     def alike(self, device: Device, piece: Piece) -> str:
+        """Devices with the same network learn from the same targets."""
         return self.networks[key_of(piece)].name
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        """The depths of the fleet's networks, and the number from which the common rows are drawn."""
         depths = sorted({network.depth for network in self.networks.values()})
         return {"depths": depths, "rows": derive(self.world.seed, "draft rows")}
 
@@ -109,6 +112,7 @@ class DraftFed(Personal):
         return {name: torch.empty(count, *shape, device="meta") for name, shape in shapes.items()}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """New targets for every network from this round's drafts; those that nobody renews stay."""
         said: dict[Key, list[Tensors]] = {}
         for reply in replies:
             said.setdefault(key_of(reply.piece), []).append(reply.message.parts.get("drafts", {}))
@@ -123,6 +127,7 @@ class DraftFed(Personal):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Iterator[Phase]:
+        """Local training, after which drafts are made, with the phase on the targets before or behind both."""
         targets = received.parts.get("targets")
         if targets and self.order == "draft-local":
             yield self._draft_phase(client, received)

@@ -92,6 +92,7 @@ class DraftPool:
 
     @staticmethod
     def of(depth: int, drafts: Sequence[Tensors]) -> DraftPool:
+        """The sum, draft by draft, over clients with one network."""
         return DraftPool(depth, len(drafts), {name: torch.stack([d[name] for d in drafts]).sum(0) for name in drafts[0]})
 
     def at(self, depth: int) -> Tensor:
@@ -101,7 +102,7 @@ class DraftPool:
 
 def targets(pools: Sequence[DraftPool], depth: int, shapes: Mapping[str, Sequence[int]], divisor: str) -> State:
     """What a network of some depth is to learn: means of all first maps, of the maps at its depth of those that are at least as deep,
-    and of all logits; of those drafts that `shapes` names."""
+    and of all logits, as far as `shapes` names these drafts."""
     found = {}
     if FIRST in shapes:
         found[FIRST] = aligned_mean([(pool.sums[FIRST], pool.clients) for pool in pools], shapes[FIRST], divisor)

@@ -1,4 +1,4 @@
-"""A network that travels in few factors: of its matrices the singular components that hold most of their energy."""
+"""A network that travels in few factors: the singular components of its matrices that hold most of their energy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ranked(Piece):
 @torch.no_grad()
 def factored(state: Tensors, energy: float, facts: Mapping[str, Any]) -> Message:
     """A state as it travels: matrices by the components that hold a share of their energy, where these are fewer numbers. The facts
-    also say in how many, one number a tensor in the order of names (0: as it is)."""
+    also say in how many, one number per tensor in the order of names (0: as it is)."""
     parts: dict[str, dict[str, Tensor]] = {}
     ranks: list[int] = []
     for name, tensor in sorted(state.items()):
@@ -62,7 +62,7 @@ def ranks_of(facts: Mapping[str, Any], state: Tensors) -> tuple[int, ...]:
 
 
 def factors_like(state: Tensors, ranks: Sequence[int]) -> dict[str, dict[str, Tensor]]:
-    """Tensors like those in which a state travels in so many components."""
+    """Tensors like those that a state travels in, with this many components for each."""
     like: dict[str, dict[str, Tensor]] = {}
     for rank, (name, tensor) in zip(ranks, sorted(state.items()), strict=True):
         if rank:

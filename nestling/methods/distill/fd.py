@@ -26,9 +26,9 @@ class FD(TellsByClass):
     Augmentation under Non-IID Private Data", 2018).
 
     Idea: a client tells its mean logits of every class it holds. The mean of the other clients' is its teacher for the inputs of
-    that class: C numbers a class travel, whatever the networks are.
+    that class: C numbers per class travel, whatever the networks are.
     Loss: cross-entropy + γ·distance of (the network's logits, the others' mean logits of the input's class), where there are any:
-    T²·KL of their softmax, or mean square. Travels: a row of C numbers a class, up for those the client holds, down for those that
+    T²·KL of their softmax, or mean square. Travels: a row of C numbers per class, up for those the client holds, down for those that
     another one has told of: at most C². Merge: per class, the plain mean over what every other client told last.
     Differs from the paper: logits are taken after local training in evaluation mode, not gathered while the network still moves; not
     everybody has to take part in a round, so that of an absent client its last word counts; the augmentation by a generator (FAug) is
@@ -56,27 +56,31 @@ class FD(TellsByClass):
     )
 
     counted = False
-    parts = (replace(TOLD, down=lambda method, device, piece, round: method.rows_for(device, round)),)
+    parts = (replace(TOLD, down=lambda method, device, _piece, round: method.rows_for(device, round)),)
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """One row of mean logits per class."""
         return {LOGITS: (classes,)}
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Sums of logits and numbers of tellers that are zero, since nobody has told anything yet."""
         super().setup(world)
         self.total = torch.zeros(world.classes, world.classes, dtype=torch.float64, device=world.place)
         self.tellers = torch.zeros(world.classes, dtype=torch.int64, device=world.place)
         self.records = Records(world.store)
 
     def alike(self, device: Device, piece: Piece) -> str | None:
+        """With `others` every device has a teacher of its own; else all share one."""
         return None if self.others else ""
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, list[int]]:
+        """The classes that the device's teacher knows."""
         return {"classes": self._teacher(device, round)[0].tolist()}
 
     def rows_for(self, device: Device, round: int) -> State:
-        """A device's teacher: a row a class."""
+        """A device's teacher: one row per class."""
         classes, total, tellers = self._teacher(device, round)
         return {LOGITS: (total[classes] / tellers[classes, None]).float()} if len(classes) else {}
 
@@ -99,6 +103,7 @@ class FD(TellsByClass):
         return known[LOGITS].to(place, torch.float64), known["told"].to(place, torch.int64)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Replaces in the sums what each client told last by what it tells now."""
         for reply in replies:
             old, was_told = self._last(reply.device.id)
             classes = torch.tensor(reply.message.facts["classes"], dtype=torch.int64, device=self.world.place)
@@ -111,12 +116,14 @@ class FD(TellsByClass):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Local training, with the distance from the teacher's logits once there is a teacher."""
         if STATISTICS not in received:
             return [client.train.phase(client.round)]
         objective = partial(_taught, gamma=self.gamma, distance=self.distance, temperature=self.temperature)
         return [client.train.phase(client.round, objective=objective, given=spread(received, client.classes))]
 
     def statistics(self, client: Client) -> State:
+        """The client's mean logits per class."""
         _, logits, y = outputs_of(client)
         return {LOGITS: class_means(logits, y, client.classes)}
 

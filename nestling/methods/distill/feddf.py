@@ -69,6 +69,7 @@ class FedDF(PerArchitecture):
     )
 
     def __post_init__(self) -> None:
+        """Checks the settings; dropping the worst models needs a validation set."""
         super().__post_init__()
         require(
             not self.drop_worst or self.validation > 0, "needs a validation set", "method.drop_worst", "set method.validation"
@@ -76,11 +77,13 @@ class FedDF(PerArchitecture):
 
     @property
     def as_set(self) -> Info:
+        """Names the auxiliary data that the settings use: public inputs, validation labels, or noise alone."""
         inputs = ["server proxy, unlabelled"] if self.source == "public" else []
         labelled = ["a labelled validation set"] if self.validation else []
         return replace(self.info, auxiliary=", and ".join(inputs + labelled) or "none (noise)")
 
     def setup(self, world: World) -> None:
+        """Splits the validation set off the public rows; the students are fitted on the others, or on noise."""
         super().setup(world)
         self.inputs, self.judged = world.public, None
         fix = 'set it above 0, or method.source = "noise" with method.validation = 0'
@@ -93,6 +96,7 @@ class FedDF(PerArchitecture):
             raise InputError("FedDF distils on public data and there is none", field="split.public", fix=fix)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean within each architecture, then each is fitted to what all received models say."""
         if self.drop_worst:
             replies = self._above_chance(replies)
         if not replies:
@@ -116,7 +120,7 @@ class FedDF(PerArchitecture):
         return self.temperature * (share.log() + (logits / self.temperature).log_softmax(-1)).logsumexp(0)
 
     def _check(self, reference: Reference) -> Check | None:
-        """The accuracy of a student as a whole and of its parts, the mean; nothing without a validation set."""
+        """The mean accuracy of a student as a whole and of its parts; nothing without a validation set."""
         views = dict.fromkeys([reference.full, *held_parts(self.world, reference)])
 
         def check(state: State) -> float:
@@ -125,7 +129,7 @@ class FedDF(PerArchitecture):
         return check if self.judged else None
 
     def _accuracy(self, reference: Reference, view: View, state: Tensors) -> float:
-        """On the validation set."""
+        """A model's accuracy on the validation set."""
         assert self.judged is not None
         x, y = self.judged
         return float((logits_of(reference.network(view, state), x).argmax(-1) == y).float().mean())

@@ -72,6 +72,7 @@ class FedET(PerArchitecture):
     # -- the networks ----------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Gives the tiers' networks and the server's features of one size, and all of them the same head."""
         if world.public is None:
             fix = "set it above 0, e.g. 0.01"
             raise InputError("Fed-ET distils on public data and there is none", field="split.public", fix=fix)
@@ -97,14 +98,17 @@ class FedET(PerArchitecture):
         return found
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The tier's tailored network, which does not shrink."""
         return self.pieces[device.tier]
 
     def global_model(self) -> Model:
+        """The server's large network."""
         return Model(self.server, self.server.full, self.weights[self.server.name])
 
     # -- the merge -------------------------------------------------------------------------------------------------------------
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Means within architectures; the server's network learns from the clients', and its head goes to all."""
         if not replies:
             return
         means, name = self.average(replies), self.server.name
@@ -116,6 +120,7 @@ class FedET(PerArchitecture):
         self.weights = {**{name: self._with_head(name, state, head) for name, state in means.items()}, name: taught}
 
     def weight(self, reply: Reply) -> float:
+        """Its number of samples, or 1 for every client."""
         return super().weight(reply) if self.weighting == "samples" else 1.0
 
     def _teach(self, start: State, replies: Replies, round: int) -> State:

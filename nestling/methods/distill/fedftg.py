@@ -39,7 +39,7 @@ class FedFTG(SharedAverage):
     weight and the mean cross-entropy (`compat = "code"`). Its mean over classes in the student's loss is kept as what it is, a step of
     lr / classes. It draws labels in exact proportion, here they are independent; the weight decay of its student is left out.
 
-    iterations:      times that a batch is drawn in a round: the generator takes a step a client on it, then the student its own.
+    iterations:      times that a batch is drawn in a round: the generator takes a step per client on it, then the student its own.
     student_steps:   steps of the student on each batch.
     lr, generator_lr: SGD of the student (for a loss that is a mean over classes) and Adam of the generator.
     decay:           what both are multiplied by every round.
@@ -70,10 +70,12 @@ class FedFTG(SharedAverage):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Shared-average's state, and a generator of inputs by class."""
         super().setup(world)
         self.network, self.generator = make_generator(world, self.nz, self.channels, world.classes)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Shared-average's merge, then the fine-tuning if clients counted any samples."""
         super().merge(replies, round)
         if not replies or not self.iterations:
             return
@@ -100,7 +102,7 @@ class FedFTG(SharedAverage):
     def _iterate(
         self, student: Student, maker: Student, teachers: Sequence[Asked], first: int, z: Tensor, labels: Tensor, weights: Tensor
     ) -> None:
-        """A batch of inputs: the generator takes a step a client on it, then the student its own, of which the first has a number."""
+        """A batch of inputs: the generator takes a step per client on it, then the student its own, numbered from `first`."""
         main, code = self.world.main, codes(z, labels, self.world.classes)
         pairs = list(zip(teachers, weights.unbind(), strict=True))
         for teacher, weight in pairs:

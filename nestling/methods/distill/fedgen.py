@@ -28,12 +28,11 @@ from nestling.training.optimisers import Optim
 
 _HEAD = Part(
     "head",
-    lambda method, device, piece, round: {} if method.full else method.weights,
-    lambda method, client, received: head_of(client.weights, client.reference.taps.head) if "head" in received else {},
+    lambda method, *_: {} if method.full else method.weights,
+    lambda _, client, received: head_of(client.weights, client.reference.taps.head) if "head" in received else {},
 )
-# Before anybody has answered the generator knows nothing.
-_GENERATOR = Part("generator", lambda method, device, piece, round: method.generator if method.seen.any() else {})
-_SEEN = Part("classes", lambda method, device, piece, round: {"seen": method.seen} if method.seen.any() else {})
+_GENERATOR = Part("generator", lambda method, *_: method.generator if method.seen.any() else {})  # at first it knows nothing
+_SEEN = Part("classes", lambda method, *_: {"seen": method.seen} if method.seen.any() else {})
 
 
 @dataclass
@@ -45,8 +44,7 @@ class FedGen(Personal):
     Loss: from the second round on, cross-entropy + β_t·KL(head(G(ε, y)) ‖ f(x)), the first held still, + (B_g/B)·α_t·cross-entropy
     of head(G(ε, ŷ)) against ŷ, drawn evenly from the classes that anybody holds; α_t and β_t fall by `decay` every round. G
     minimises Σ_k mean_i a_{k,y_i}·CE(head_k(G(ε_i, y_i)), y_i) + diversity, where a_{k,y} is the client's share of the class.
-    Travels: the client's part of the network, or its classifier alone, down and up; G down; numbers of samples by class up. Merge:
-    mean by n_k of what travels.
+    Travels: the client's part of the network, or its classifier alone, down and up; G down; class counts up. Merge: mean by n_k.
     Differs from the paper: there all networks are equal. Where devices hold parts of one network, a narrow classifier reads those of
     the generated features that its own inputs are; networks that have nothing in common have their features pooled to one
     number and a common classifier, the only thing that travels. Differs from the released code: it multiplies the mean loss by the mean
@@ -97,6 +95,7 @@ class FedGen(Personal):
 
     @property
     def as_set(self) -> Info:
+        """Group and models by what travels, which with "auto" is known only after `setup`."""
         if self.share == "auto" and not hasattr(self, "full"):
             return self.info  # the networks decide
         full = self.full if self.share == "auto" else self.share == "full"
@@ -104,12 +103,13 @@ class FedGen(Personal):
         return replace(self.info, group="E" if full else "F", global_model=full, personal=not full, own_networks=own)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
-        # A network of its own also where nothing is changed: its head is the common one, whatever it is a part of.
+        """A network of its own with the common number of features, even where nothing changes: its head is the common one."""
         return with_features(copy.deepcopy(module), taps, self.wide)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """The main network or a common head, an untrained generator, and no class seen yet."""
         alike = all(plan.piece.reference is world.main for plan in world.plans.values())
         self.full = self.share == "full" or (self.share == "auto" and alike)
         if self.full:
@@ -123,15 +123,19 @@ class FedGen(Personal):
         self.seen = torch.zeros(world.classes, dtype=torch.bool, device=world.place)
 
     def piece(self, device: Device, round: int) -> Piece:
+        """What fits the device now if parts of one network travel, else its tailored network."""
         return device.piece if self.full else super().piece(device, round)
 
     def alike(self, device: Device, piece: Piece) -> bytes:
+        """Holders of the same part get the same message; if heads travel, everybody does."""
         return piece.view.key() if self.full else b""
 
     def weights_for(self, piece: Piece) -> State:
+        """The piece's part of the main network; nothing if heads travel."""
         return piece.view.extract(self.weights) if self.full else {}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean by samples of what came back, then the generator's training on the clients' classifiers."""
         if not replies:
             return
         if self.full:
@@ -147,7 +151,6 @@ class FedGen(Personal):
                 self._teach([Classifier.of(reply) for reply in replies], shares(counts, self.compat))
 
     def _teach(self, classifiers: Sequence[Classifier], share: Tensor) -> None:
-        """G's steps of a round."""
         work, place = self.world.recorder, self.world.place
         optim = Optim("adam", self.generator_lr, weight_decay=self.weight_decay)
         student, held = learner(self.world, self.network, self.generator, optim), self.seen.nonzero()[:, 0].cpu()
@@ -163,6 +166,7 @@ class FedGen(Personal):
             self.generator = student.state()
 
     def model_for(self, device: Device) -> Model:
+        """The device's part of the main network, or its own network, which has the common head until it has trained."""
         if self.full:
             return Model(device.piece.reference, device.piece.view, self.weights_for(device.piece))
         own = super().model_for(device)
@@ -170,16 +174,19 @@ class FedGen(Personal):
         return own if known else replace(own, state=with_head(own.state, own.reference.taps.head, self.weights))
 
     def global_model(self) -> Model | None:
+        """The main network, if parts of it travel."""
         return Model(self.world.main, self.world.main.full, self.weights) if self.full else None
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """The received part, or the client's own network with the received head."""
         if "weights" in received:
             return received["weights"]
         return with_head(super().start(client, received), client.reference.taps.head, received["head"])
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Local training, with the two terms of generated features once a generator came."""
         if "generator" not in received:
             return [client.train.phase(client.round)]
         fallen, head = self.decay ** (client.round - 1), client.reference.taps.head
@@ -188,5 +195,6 @@ class FedGen(Personal):
         return [client.train.phase(client.round, objective=objective, given=given)]
 
     def keep(self, client: Client, received: Message) -> None:
+        """The client keeps its network if only heads travel."""
         if "head" in received:
             super().keep(client, received)

@@ -80,11 +80,13 @@ class FedHKD(ByClass):
 
     @property
     def as_set(self) -> Info:
+        """With weights it is a method of one network, which is the global model."""
         merged = replace(self.info, own_networks=False, personal=False, global_model=True, group="E")
         return merged if self.merges else self.info
 
     @property
     def fewest(self) -> int:
+        """The setting `least`."""
         return self.least
 
     @property
@@ -108,11 +110,13 @@ class FedHKD(ByClass):
         return gaussian.spent(self.sigma, self.delta, rounds * self._releases) if self.sigma else inf * rounds if rounds else 0.0
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """Per class, its mean features and its mean soft prediction."""
         return {"features": (self.wide,), "soft": (classes,)}
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """An empty table; with weights also the widths of one network, embedded if their features would differ in size."""
         self.weights = {}
         if not self.merges:
             super().setup(world)
@@ -127,15 +131,19 @@ class FedHKD(ByClass):
         self.weights = self._ladder.pieces[0].reference.initial.copy()
 
     def piece(self, device: Device, round: int) -> Piece:
+        """With weights the width that fits now, else the client's own network."""
         return self._ladder.of(device, round) if self.merges else super().piece(device, round)
 
     def alike(self, device: Device, piece: Piece) -> Hashable:
+        """With weights, holders of the same width get the same message."""
         return piece.view.key() if self.merges else super().alike(device, piece)
 
     def weights_for(self, piece: Piece) -> State:
+        """The piece's part of the averaged network."""
         return piece.view.extract(self.weights)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean per class by rows (in "code" the last client's word alone) and, with weights, the mean over views."""
         for some in [[reply] for reply in replies] if self.compat == "code" else [replies]:
             self.table = self.table.after(some)
         if self.merges:
@@ -143,10 +151,12 @@ class FedHKD(ByClass):
             self.weights = merge(self.weights, own)
 
     def model_for(self, device: Device) -> Model:
+        """With weights the device's part of the averaged network, else its own."""
         return self._model(self.piece(device, 0)) if self.merges else super().model_for(device)
 
     def global_model(self) -> Model | None:
-        # What no device can hold nobody has trained.
+        """With weights, the widest part that any device holds at rest."""
+        # Nobody has trained what no device can hold.
         return self._model(self._ladder.pieces[max(map(self._ladder.at_rest, self.world.plans))]) if self.merges else None
 
     def _model(self, piece: Piece) -> Model:
@@ -155,9 +165,11 @@ class FedHKD(ByClass):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """With weights the received ones, else the client's own."""
         return received["weights"] if self.merges else super().start(client, received)
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Local training, with both terms of hyper-knowledge once the server knows any."""
         if STATISTICS not in received:
             return [client.train.phase(client.round)]
         code, head = self.compat == "code", client.reference.taps.head
@@ -165,6 +177,7 @@ class FedHKD(ByClass):
         return [client.train.phase(client.round, objective=objective, given=spread(received, client.classes))]
 
     def statistics(self, client: Client) -> State:
+        """Mean features and soft predictions per class: clipped and noised, or as in the released code."""
         features, logits, y = outputs_of(client)
         if self.compat == "paper":
             features = clipped(features, self.clip)
@@ -177,5 +190,6 @@ class FedHKD(ByClass):
         return noised(means, soft, scale, self.clip, self.protect == "both", chance)
 
     def keep(self, client: Client, received: Message) -> None:
+        """The client keeps its own network if weights do not travel."""
         if not self.merges:
             super().keep(client, received)

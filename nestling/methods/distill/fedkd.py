@@ -1,5 +1,7 @@
 """FedKD: mutual distillation that trusts as far as both networks are right, and a shared network that travels in few factors."""
 
+# ruff: noqa: ARG001 (an objective's signature)
+
 from __future__ import annotations
 
 import copy
@@ -23,6 +25,7 @@ class Bridged(Pair):
     """A pair, and a linear layer from the shared network's features to the own one's."""
 
     def __init__(self, own: nn.Module, taps: Taps, meme: nn.Module, meme_taps: Taps) -> None:
+        """From two networks and where the features of each are; the bridge between these has no bias."""
         super().__init__(own, taps, meme, meme_taps.head)
         self.bridge = nn.Linear(meme_taps.features, taps.features, bias=False)
 
@@ -65,14 +68,17 @@ class FedKD(Pairs):
     info = INFO
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        """The tier's network, a copy of the shared one, and the bridge between their features."""
         return Bridged(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps)
 
     def shared_in(self, message: Message, like: Tensors) -> State:
+        """The message's factors, multiplied out."""
         return whole(message, like)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
+        """The shared network in factors that hold the round's share of energy; all devices get the same message."""
         energy = self.share(round)
         return self.once(round, MEME, lambda: factored(self.weights, energy, {"energy": energy}))
 
@@ -81,15 +87,18 @@ class FedKD(Pairs):
         return self.energy + min(1.0, (round - 1) / self.ramp) * (self.energy_end - self.energy)
 
     def returned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """The piece with the ranks in which the reply says that it sends the shared network."""
         return Ranked(piece.reference, piece.view, ranks_of(facts, self.weights))
 
     def expects(self, piece: Piece, sent: Message) -> Mapping[str, Tensors]:
+        """Factors of the shared network in the ranks that the reply names."""
         assert isinstance(piece, Ranked)
         return factors_like(self.weights, piece.ranks)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def objective(self, client: Client) -> Objective:
+        """Mutual learning by predictions and features; without `adaptive` nothing is divided."""
         module = client.reference.module
         assert isinstance(module, Bridged)
         floor = self.floor if self.adaptive else 0.0
@@ -97,6 +106,7 @@ class FedKD(Pairs):
         return partial(_mutual, floor=floor, hidden=self.hidden, soft=self.soft, head=head, meme_head=meme_head)
 
     def reply(self, client: Client, received: Message) -> Message:
+        """The shared network in factors that hold the share of energy which the server named."""
         told = super().reply(client, received)
         return factored(told[MEME], received.facts["energy"], told.facts)
 

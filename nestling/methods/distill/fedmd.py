@@ -18,8 +18,8 @@ from nestling.training.distiller import combine
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
 
-_CONSENSUS = Part("consensus", lambda method, device, piece, round: method.known)
-_LABELS = Part("labels", lambda method, device, piece, round: method.labels_for(device))
+_CONSENSUS = Part("consensus", lambda method, *_: method.known)
+_LABELS = Part("labels", lambda method, device, *_: method.labels_for(device))
 
 
 @dataclass
@@ -40,7 +40,7 @@ class FedMD(PublicExchange):
     pretrain:     epochs on the public labels in a client's first round; 0 leaves them out, and labels are not needed then.
     digest:       steps on the consensus (published: 20, an epoch of 5000 rows in batches of 256), however few rows there are; 0
                   leaves the consensus out: what the public labels do alone.
-    digest_batch: rows a batch there.
+    digest_batch: rows per batch there.
     digest_lr:    its learning rate (Adam).
     """
 
@@ -62,29 +62,33 @@ class FedMD(PublicExchange):
 
     @property
     def as_set(self) -> Info:
+        """Without pretraining the public inputs need no labels."""
         return self.info if self.pretrain else replace(self.info, auxiliary="public inputs on every client, unlabelled")
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Records of who has had the public labels, which must exist unless `pretrain` is 0."""
         super().setup(world)
         self.told = Records(world.store)
         there = world.public_labels is not None or not self.pretrain
         require(there, "FedMD starts from public labels, and there are none", "split.public", "set method.pretrain = 0")
 
     def alike(self, device: Device, piece: Piece) -> bool:
+        """Devices that may lack labels get one message, all others another."""
         return self._new(device)
 
     def _new(self, device: Device) -> bool:
-        """Whether it may lack labels: who has answered has had them and used them, a device that vanished may not have."""
+        """Whether a device may lack labels: one that has answered has had and used them, one that vanished may not have."""
         return bool(self.pretrain) and not self.told.get(device.id)
 
     def labels_for(self, device: Device) -> State:
-        """The public labels, as they travel to who is new."""
+        """The public labels, as they travel to a device that is new."""
         labels = self.world.public_labels if self._new(device) else None
         return {} if labels is None else {"labels": labels.to(torch.uint8 if self.world.classes <= 256 else torch.int32)}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Notes who has had the labels; the plain mean of the logits becomes the consensus."""
         for reply in replies:
             if "labels" in reply.sent:
                 self.told.put(reply.device.id, {"labels": torch.tensor(True)}, round)
@@ -95,6 +99,7 @@ class FedMD(PublicExchange):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """The public labels in a client's first round, the digest of the consensus, then its own data."""
         found = []
         if "labels" in received and not own_weights(client.memory):
             start = {"epochs": self.pretrain, "objective": _labelled, "given": received["labels"]}

@@ -73,19 +73,22 @@ class FedZKT(Method):
     info = Info(
         "data-free", "any: unlike networks and parts", "from memory", "E", "none (a generator)", own_networks=True, personal=True
     )
-    parts = (replace(WEIGHTS, down=lambda method, device, piece, round: method.weights_of(device, piece)),)
+    parts = (replace(WEIGHTS, down=lambda method, device, piece, _: method.weights_of(device, piece)),)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """The main network as the server's model, an untrained generator, and no device's model yet."""
         self.world, self.records = world, Records(world.store)
         self.weights = world.main.initial.copy()
         self.network, self.generator = make_generator(world, self.nz, self.channels)
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The tier's network at rest, in every round."""
         return self.world.plans[device.tier].piece
 
     def alike(self, device: Device, piece: Piece) -> str | None:
+        """Devices of a tier get the same message until they have taken part, then each its own."""
         return None if self.records.get(device.id) else device.tier
 
     def weights_of(self, device: Device, piece: Piece) -> State:
@@ -97,6 +100,7 @@ class FedZKT(Method):
         return {name: t.to(self.world.place) for name, t in self.records.get(device.id).items()}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Trains the generator and F against the received models, then F teaches these, which are recorded."""
         if not replies:
             return
         main, work = self.world.main, self.world.recorder
@@ -139,15 +143,18 @@ class FedZKT(Method):
         return self.world.recorder.student(name, reply.message["weights"], reference.parameters, forward, optim)
 
     def model_for(self, device: Device) -> Model:
+        """The server's copy of the device's model, or the network as it was built."""
         piece = self.piece(device, 0)
         return Model(piece.reference, piece.view, self._known(device) or piece.view.extract(piece.reference.initial))
 
     def global_model(self) -> Model:
+        """F, the server's model."""
         return Model(self.world.main, self.world.main.full, self.weights)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Local training, with a pull towards the received weights if `mu` is above 0."""
         if not self.mu:
             return [client.train.phase(client.round)]
         given = parameters_of(client, received["weights"])

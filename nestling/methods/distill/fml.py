@@ -40,10 +40,11 @@ class FML(Pairs):
     info = INFO
 
     def objective(self, client: Client) -> Objective:
+        """Mutual learning by predictions, weighted by α and β."""
         return partial(_mutual, alpha=self.alpha, beta=self.beta)
 
 
-def _mutual(net: Net, batch: Batch, given: Given, *, alpha: float, beta: float) -> Tensor:
+def _mutual(net: Net, batch: Batch, given: Given, *, alpha: float, beta: float) -> Tensor:  # noqa: ARG001 (an objective)
     own, meme = net(batch.x)
     mine, common = (F.cross_entropy(logits, batch.y, reduction="none") for logits in (own, meme))
     mine = alpha * mine + (1 - alpha) * divergence(meme.detach(), own)

@@ -38,7 +38,7 @@ def leaks(mu: float, epsilon: float) -> float:
 
 
 def _last(holds: Callable[[float], bool]) -> float:
-    """Up to where a condition holds that holds for small positive numbers and not for large ones."""
+    """The largest number for which a condition holds that is true of small positive numbers and false of large ones."""
     low, high = 1e-9, 1.0
     while holds(high):
         low, high = high, 2 * high

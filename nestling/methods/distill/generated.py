@@ -1,4 +1,4 @@
-"""What methods share whose server makes its own inputs: the generator, and networks that are only asked."""
+"""What is shared by methods whose server makes its own inputs: the generator, and networks that are only asked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Asked = Callable[[Tensor], Tensor]
 
 
 Several = Annotated[int, Bounds(2)]
-"""How many are made at a time: no fewer, since what is made is normalised over the batch."""
+"""How many are made at a time: at least two, since what is made is normalised over the batch."""
 
 
 def make_generator(world: World, nz: int, channels: int, classes: int = 0) -> tuple[nn.Module, State]:

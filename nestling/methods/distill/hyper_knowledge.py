@@ -23,8 +23,8 @@ def clipped(features: Tensor, most: float) -> Tensor:
 
 
 def noised(features: Tensor, soft: Tensor, scale: Tensor, clip: float, both: bool, chance: np.random.Generator) -> State:
-    """The means of every class with Gaussian noise of its own, of `scale` (one number a class) times what one row moves a sum by. Soft
-    predictions get theirs only where `both` do, and are probabilities again then."""
+    """The means of every class with Gaussian noise of its own, of `scale` (one number per class) times what one row moves a sum by.
+    Soft predictions get theirs only where `both` do, and are probabilities again then."""
     draws = [torch.from_numpy(chance.normal(size=tuple(t.shape))).to(t) for t in (features, soft)]
     features = features + 2 * clip * scale * draws[0]
     if both:
@@ -42,6 +42,7 @@ def noised_alike(features: Tensor, chance: np.random.Generator) -> Tensor:
 def taught(
     net: Net, batch: Batch, given: Given, *, lam: float, gamma: float, temperature: float, code: bool, head: str
 ) -> Tensor:
+    """Cross-entropy, how far features are from the received means of their class, and what the head says wrong of these means."""
     logits, features = forward_with_features(net, batch.x, head)
     said = net.module.get_submodule(head)(given["features"])
     if code:

@@ -19,11 +19,11 @@ from nestling.training.distiller import Distillation, Student, distil
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.optimisers import Optim
 
-_TARGET = Part("target", lambda method, device, piece, round: method.target(device))
+_TARGET = Part("target", lambda method, device, *_: method.target(device))
 _PREDICTIONS = Part(
     "predictions",
     up=lambda method, client, received: {"predictions": (method.said_of(client, received) / method.temperature).softmax(-1)},
-    like=lambda method, piece, sent: {"predictions": torch.empty(method.asked, method.world.classes)},
+    like=lambda method, *_: {"predictions": torch.empty(method.asked, method.world.classes)},
 )
 
 
@@ -32,7 +32,7 @@ class KTpFL(PublicExchange):
     """KT-pFL (Zhang et al., "Parameterized Knowledge Transfer for Personalized Federated Learning", NeurIPS 2021).
 
     Idea: clients exchange soft predictions q = softmax(logits/T) on public inputs, and each has a target of its own, Σ_l c_kl·q_l. The
-    server learns the coefficients c, one row of a simplex a client: near to what the client says itself, and not far from equal.
+    server learns the coefficients c, one row of a simplex per client: near to what the client says itself, and not far from equal.
     Loss: weight·T²·KL(target ‖ q) on public rows, then cross-entropy on the client's own. Server, per row k: MSE(q_k, Σ_l c_kl·q_l) +
     ρ·MSE(c_k, 1/K).
     Travels: predictions up, a target down (N_align × C each). Merge: the coefficients. There is no global model.
@@ -46,10 +46,10 @@ class KTpFL(PublicExchange):
     align:             N_align, the public rows of a round (published: 500 to 4000).
     temperature:       T.
     rho:               ρ, how much equal coefficients are wanted.
-    coefficient_steps: steps on the coefficients a round; 0 leaves them equal.
+    coefficient_steps: steps on the coefficients per round; 0 leaves them equal.
     coefficient_lr:    their learning rate (Adam on θ).
     distill:           epochs on the target.
-    distill_batch:     rows a batch there.
+    distill_batch:     rows per batch there.
     weight:            of T²·KL. The paper's plain KL at T = 10 is 0.01, whose gradient is below a hundredth of cross-entropy's: in
                        small networks it changes nothing, and 0.1 does.
     compat:            "paper" or "code".
@@ -75,23 +75,25 @@ class KTpFL(PublicExchange):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """A matrix of coefficients that are all 1/K, none of which is stored yet."""
         super().setup(world)
         self.coefficients = Coefficients(Records(world.store), world.fleet.size, world.place)
 
     def alike(self, device: Device, piece: Piece) -> None:
-        return None
+        """Every client has a target of its own."""
 
     def target(self, device: Device) -> State:
         """What a device is to learn from."""
         if not self.known:
             return {}
-        # In an order of its own: a checkpoint does not keep that of names, and sums are rounded by it.
+        # Sorted: a checkpoint does not keep the order of names, and how a sum is rounded depends on its order.
         clients = sorted(self.known, key=int)
         row = self.coefficients.row(device.id, [int(client) for client in clients])
         said = torch.stack([self.known[client] for client in clients])
         return {"target": torch.tensordot((row / row.sum()).to(said.dtype), said, 1)}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Learns the coefficients among those who answered, and keeps what they said for the next targets."""
         if not replies:
             return
         clients = [reply.device.id for reply in replies]
@@ -110,7 +112,7 @@ class KTpFL(PublicExchange):
         if self.compat == "code":
             return released_step(rows, products, loss)
         optim = Optim("adam", self.coefficient_lr, eps=1e-6)  # what is rounding only must not become a step
-        student = Student({"theta": rows.log()}, {"theta"}, lambda state, x, number: state["theta"].softmax(-1), optim)
+        student = Student({"theta": rows.log()}, {"theta"}, lambda state, *_: state["theta"].softmax(-1), optim)
         settings = Distillation(self.coefficient_steps, optim=optim)
         fitted = distil(student, repeat((products, products)), settings, self.world.seed, "coefficients", round, loss=loss)
         return fitted["theta"].softmax(-1)
@@ -118,6 +120,7 @@ class KTpFL(PublicExchange):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Epochs on the target once there is one, then local training."""
         usual = client.train.phase(client.round)
         if "target" not in received:
             return [usual]

@@ -10,8 +10,8 @@ from nestling.methods.part import Part
 
 COUNTS = Part(
     "counts",
-    up=lambda method, client, received: {"classes": client.class_counts().to(torch.int32)},
-    like=lambda method, piece, sent: {"classes": torch.zeros(method.world.classes, dtype=torch.int32)},
+    up=lambda _method, client, _: {"classes": client.class_counts().to(torch.int32)},
+    like=lambda method, *_: {"classes": torch.zeros(method.world.classes, dtype=torch.int32)},
 )
 """How many samples of every class a client has, up."""
 

@@ -29,7 +29,7 @@ class Classifier:
 
     @staticmethod
     def of(reply: Reply) -> Classifier:
-        """The one that came back, alone or with the rest of its network."""
+        """The classifier of a reply, which comes alone or with the rest of its network."""
         if "head" in reply.message:
             return Classifier(reply.message["head"])
         reference, head = reply.piece.reference, reply.piece.reference.taps.head
@@ -61,7 +61,7 @@ def weighted(logits: Tensor, labels: Tensor, share: Tensor, compat: str = "paper
 def step(
     network: nn.Module, student: Student, known: Sequence[tuple[Classifier, Tensor]], compat: str, noise: Tensor, labels: Tensor
 ) -> None:
-    """One of G's: towards features that the classifiers know, each with its client's share of every class."""
+    """One step of G: towards features that the classifiers know, each with its client's share of every class."""
     z = torch.func.functional_call(network.train(), dict(student.tensors), (noise, labels))
     lost = [weighted(classifier(z), labels, share[labels], compat) for classifier, share in known]
     student.update(torch.stack(lost).sum() + diversity(noise, z))

@@ -1,4 +1,4 @@
-"""Two networks a client: its own, which stays, and a small one that all share, which travels and teaches."""
+"""Two networks per client: its own, which stays, and a small one that all share, which travels and teaches."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Pair(nn.Module):
     """A client's own network and the shared one. In training it says what both say, (2, rows, classes); else what its own does."""
 
     def __init__(self, own: nn.Module, taps: Taps, meme: nn.Module, meme_head: str) -> None:
+        """From a client's own network, a copy of the shared one, and where the heads of both are."""
         super().__init__()
         self.own, self.meme = own, meme
         self.taps = {"head": f"own.{taps.head}"}
         self.meme_head = f"{_OURS}{meme_head}"
 
     def forward(self, x: Tensor) -> Tensor:
+        """In training the logits of both networks, stacked; otherwise those of the client's own."""
         return torch.stack([self.own(x), self.meme(x)]) if self.training else self.own(x)
 
 
-_SHARED = Part(
-    MEME, lambda method, device, piece, round: method.weights, lambda method, client, received: meme_of(client.weights)
-)
+_SHARED = Part(MEME, lambda method, *_: method.weights, lambda _method, client, _: meme_of(client.weights))
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Pairs(Personal):
         """What both networks of a client minimise together."""
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        """The tier's network and a copy of the shared one, as one module."""
         return Pair(module, taps, copy.deepcopy(self.shared.module).to("cpu"), self.shared.taps.head)
 
     def shared_in(self, message: Message, like: Tensors) -> Tensors:
@@ -82,6 +83,7 @@ class Pairs(Personal):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Cuts the shared network out of the main one, then pairs every tier's network with it."""
         view = ratio_view(world.main, self.ratio or _small(world))
         module = world.main.network(view, view.extract(world.main.initial))
         self.shared = world.add_network(MEME, copy.deepcopy(module).to("cpu"))
@@ -89,29 +91,36 @@ class Pairs(Personal):
         super().setup(world)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean of the shared network over clients, by samples or uniform."""
         shares = [float(reply.samples) if self.weighting == "samples" else 1.0 for reply in replies]
         states = [self.shared_in(reply.message, self.weights) for reply in replies]
         self.weights = merge(self.weights, [Contribution(self.shared.full, *own) for own in zip(states, shares, strict=True)])
 
     def model_for(self, device: Device) -> Model:
+        """The device's own network, paired with the shared one as it is now."""
         own = super().model_for(device)
         return Model(own.reference, own.view, with_meme(own.state, self.weights))
 
     def other_models(self, device: Device) -> dict[str, Model]:
+        """The shared network alone."""
         return {"by the shared network": self.global_model()}
 
     def global_model(self) -> Model:
+        """The shared network."""
         return Model(self.shared, self.shared.full, self.weights)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """The client's own network, paired with the received one."""
         return with_meme(super().start(client, received), self.shared_in(received, meme_of(client.reference.initial)))
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase for both networks together."""
         return [client.train.phase(client.round, objective=self.objective(client))]
 
     def keep(self, client: Client, received: Message) -> None:
+        """The client keeps all of its pair but the shared network."""
         client.memory = sectioned(weights={n: t for n, t in client.weights.items() if not n.startswith(_OURS)})
 
 

@@ -59,10 +59,12 @@ class SharedDistill(PerArchitecture):
     )
 
     def facts(self, device: Device, piece: Piece, round: int) -> Mapping[str, Any]:
+        """The smaller parts inside the device's own, unless `inner` is 0."""
         own, parts = piece.view, held_parts(self.world, piece.reference) if self.inner else []
         return {"smaller": [to_spec(part) for part in parts if part.key() != own.key() and own.contains(part)]}
 
     def phases(self, client: Client, received: Message) -> Iterable[Phase]:
+        """Local training, together with the smaller parts in turn if there are any."""
         smaller = [client.reference.view(spec) for spec in received.facts["smaller"]]
         if not smaller:
             return super().phases(client, received)
@@ -71,6 +73,7 @@ class SharedDistill(PerArchitecture):
         return [client.train.phase(client.round, objective=objective)]
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Distils what came back into the main network, and that into the networks which are no part of it."""
         if not replies:
             return
         public, main = self.world.public, self.world.main

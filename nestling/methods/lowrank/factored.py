@@ -45,6 +45,7 @@ class Factored(SharedWeights):
     form: ClassVar[str]
 
     def setup(self, world: World) -> None:
+        """Makes the network of factors and the ladder of its pieces, and finds the tiers that can train one of them."""
         super().setup(world)
         self._factors = None
         shapes = factorable(world.main.module, dense=self.dense, pointwise=self.pointwise, linear=self.linear)
@@ -69,9 +70,11 @@ class Factored(SharedWeights):
         return by_index(self.factors.axes, {f"{layer}.v": range(count) for layer, count in counts.items()})
 
     def choose(self, round: int, clients: int) -> list[int]:
+        """Reachable devices at random, of the tiers that can train a piece."""
         return choose_among(self.world, self.able, round, clients)
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The largest piece that fits; the smallest for devices of tiers that are left out."""
         return self.ladder.of(device, round) if device.tier in self.able else self.ladder.pieces[0]
 
     def factor_state(self) -> State:
@@ -86,10 +89,12 @@ class Factored(SharedWeights):
         return piece.view.extract(self.weights if piece.reference is self.world.main else self.factor_state())
 
     def model_for(self, device: Device) -> Model:
+        """The device's piece at rest, of the global weights or of their factors."""
         piece = self.piece(device, 0)
         return Model(piece.reference, piece.view, self.weights_for(piece))
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase; on factors the decay of their products replaces weight decay."""
         phase = client.train.phase(client.round)
         if client.reference.name != FACTORS:
             return [phase]
@@ -103,7 +108,7 @@ def key_of(piece: Piece) -> tuple[str, bytes]:
 
 
 def layers_of(reference: Reference) -> tuple[str, ...]:
-    """The layers of a network of factors that are two."""
+    """The layers that are a pair of factors in a network of factors."""
     names = reference.axes.shapes
     found = [name.removesuffix(".v.weight") for name in names if name.endswith(".v.weight")]
     return tuple(layer for layer in found if f"{layer}.u.weight" in names)
@@ -117,7 +122,7 @@ def able_tiers(ladders: Mapping[str, Ladder], leave_out: bool) -> frozenset[str]
         try:
             ladder.at_rest(tier)
             able.add(tier)
-        except InputError as error:
+        except InputError as error:  # noqa: PERF203 (each tier may fail by itself)
             refused = error
     if refused is not None and not (leave_out and able):
         raise refused
@@ -130,7 +135,7 @@ def choose_among(world: World, able: frozenset[str], round: int, clients: int) -
     possible = sum(fleet.count_of(tier) for tier in able)
     if possible == len(fleet):
         return fleet.choose(round, clients)
-    # Enough that after the others are left out so many remain, but for a rare round.
+    # So many that, except in a rare round, enough remain once the others are left out.
     asked = min(len(fleet), 2 * math.ceil(clients * len(fleet) / possible) + 8)
     found = [client for client in fleet.choose(round, asked) if fleet.tier_of(client).name in able]
     if len(found) <= clients:

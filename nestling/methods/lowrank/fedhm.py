@@ -21,9 +21,9 @@ class FedHM(Factored):
 
     Idea: a client's convolution O×I×k×k is the pair (k×1)·(1×k) of rank r = max(round(O/ρ), 1), the best such approximation of the
     global weight as a matrix (O·k)×(I·k). The server multiplies the factors back and averages there, where all clients have one shape.
-    Loss: cross-entropy, and λ/2·‖u·v‖² in place of weight decay on the factors. Travels: r(O·k+I·k) numbers a factorised layer, the
-    other tensors whole, down and up. Merge: uniform mean of the recomposed networks (which is not that of the factors), then a new
-    decomposition; where nobody trained at full rank, the last global network counts as one more client.
+    Loss: cross-entropy, and λ/2·‖u·v‖² in place of weight decay on the factors. Travels: r(O·k+I·k) numbers per factorised layer,
+    the other tensors whole, down and up. Merge: uniform mean of the recomposed networks (which is not that of the factors), then
+    a new decomposition; where nobody trained at full rank, the last global network counts as one more client.
     Differs from the paper: ρ = 1 is the dense network itself, so that it returns exactly; no norms of their own between the factors;
     ρ is the smallest that fits the device. A layer's rank is at most what its matrix has. The released code masks absent classes as
     HeteroFL does but sums the classifier's rows without counting who holds them (`compat = "code"`): they shrink. It keeps about the
@@ -54,16 +54,19 @@ class FedHM(Factored):
     parts = (WEIGHTS, replace(PRESENT, when=lambda method: method.compat == "code"))
 
     def __post_init__(self) -> None:
+        """Refuses an empty list of ratios."""
         super().__post_init__()
         require(bool(self.ratios), "at least one (1 is the dense network)", "method.ratios")
 
     def ranks(self, shapes: Shapes) -> dict[str, int]:
+        """The ranks at the smallest ρ above 1, which are the largest that a network of factors has."""
         return self._ranks(shapes, min((ratio for ratio in self.ratios if ratio > 1), default=2.0))
 
     def _ranks(self, shapes: Shapes, ratio: float) -> dict[str, int]:
         return {layer: min(max(round(s[0] / ratio), 1), full_rank(s, self.form)) for layer, s in shapes.items()}
 
     def pieces(self, shapes: Shapes) -> list[Piece]:
+        """One piece per ρ: the dense network for 1, otherwise the first components of every layer; remembers the ρ of each."""
         main = self.world.main
         found = {
             ratio: Piece(main, main.full) if ratio == 1 else Piece(self.factors, self.first(self._ranks(shapes, ratio)))
@@ -73,12 +76,14 @@ class FedHM(Factored):
         return list(found.values())
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean of the recomposed networks; with `virtual` the last global one counts too if nobody trained at full rank."""
         given = [self.contribution(reply) for reply in replies]
         if given and self.virtual and all(reply.piece.reference is self.factors for reply in replies):
             given.append(Contribution(self.world.main.full, self.weights, self._weight(1.0)))
         self.weights = pack(merge(self.weights, given))
 
     def contribution(self, reply: Reply) -> Contribution:
+        """The reply as a dense network; as in the released code, if so set, with zeros in the rows of absent classes."""
         state = reply.message["weights"]
         if reply.piece.reference is self.factors:
             state = to_dense(state, layers_of(self.factors))
@@ -92,6 +97,7 @@ class FedHM(Factored):
         return math.exp(-ratio / self.temperature) if self.dynamic else 1.0
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase; as in the released code, if so set, absent classes are masked in the loss."""
         phases = super().phases(client, received)
         if self.compat == "paper":
             return phases

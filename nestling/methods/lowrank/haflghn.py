@@ -25,9 +25,9 @@ class HAFLGHN(Method):
     client trains φ through its own network. The graph stays with the client, and architectures need have nothing in common.
     Loss: cross-entropy of the network that φ makes. Travels: φ down and up, whatever the client's size. Merge: mean of φ by n_k.
     Differs from the paper: φ is an implementation of our own after the abstract and the published GHN-2 code (one pass forward and one
-    back, one decoder a kind of layer, weights scaled by fan-in); its sizes are from memory. A device trains φ and its network at once,
-    which a microcontroller cannot: such devices do not take part and are handed what φ makes for them. Running statistics are not
-    made: batch norms use the batch at hand, also when tested. A device keeps its piece when its free memory changes.
+    back, one decoder per kind of layer, weights scaled by fan-in); its sizes are from memory. A device trains φ and its network
+    at once, which a microcontroller cannot: such devices do not take part and are handed what φ makes for them. Running statistics
+    are not made: batch norms use the batch at hand, also when tested. A device keeps its piece when its free memory changes.
 
     hidden:     width of a layer's state.
     basis:      how many patterns a decoder mixes.
@@ -54,14 +54,17 @@ class HAFLGHN(Method):
     )
 
     def __post_init__(self) -> None:
+        """Refuses a `max_shape` that is not three numbers."""
         super().__post_init__()
         require(len(self.max_shape) == 3, "outputs, inputs and kernel", "method.max_shape")
 
     @property
     def as_set(self) -> Info:
+        """Personal where clients fine-tune networks of their own."""
         return replace(self.info, personal=self.fine_tune > 0)
 
     def setup(self, world: World) -> None:
+        """Makes φ and, for every unlike piece, the network that φ generates; finds the tiers that can train theirs."""
         self.world = world
         with torch_seeded(world.seed, "hypernetwork"):
             generator = HyperNetwork(world.classes, self.hidden, self.basis, self.max_shape, self.max_inputs)
@@ -83,20 +86,25 @@ class HAFLGHN(Method):
         return Piece(reference, keep_private(reference.full, ["added"] if self.fine_tune else []))
 
     def choose(self, round: int, clients: int) -> list[int]:
+        """Reachable devices at random, of the tiers that can train φ."""
         return choose_among(self.world, self.able, round, clients)
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The generated network of the device's tier, whatever memory is free."""
         return self.pieces[device.tier]
 
     def weights_for(self, piece: Piece) -> State:
+        """φ, the same for every piece."""
         return self.weights
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean of φ, weighted by samples."""
         # φ is the same for everybody, so that any of its views stands for all.
         view = next(iter(self.pieces.values())).view
         self.weights = pack(merge(self.weights, [Contribution(view, r.message["weights"], float(r.samples)) for r in replies]))
 
     def model_for(self, device: Device) -> Model:
+        """The device's network with the weights that it fine-tuned, or else with those that φ makes."""
         own = self.world.plans[device.tier].piece
         tuned = {name: t.to(self.world.place) for name, t in self.world.store.get(device.id).items()} if self.fine_tune else {}
         piece = self.pieces[device.tier]
@@ -108,15 +116,18 @@ class HAFLGHN(Method):
         return Model(own.reference, own.view, weights)
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """φ as received; where clients fine-tune, together with additions to the generated weights that are zero."""
         return pack({**client.reference.initial, **received["weights"]}) if self.fine_tune else received["weights"]
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase of φ; where clients fine-tune, another of the additions alone."""
         if not self.fine_tune:
             return [client.train.phase(client.round)]
         shared = client.train.phase(client.round, freeze=("added",))
         return [shared, client.train.phase(client.round, freeze=("generator",), epochs=self.fine_tune)]
 
     def keep(self, client: Client, received: Message) -> None:
+        """Keeps the fine-tuned weights, where there are any."""
         if self.fine_tune:
             client.memory = weights_of(Piece(client.reference, client.view), client.weights)
 

@@ -25,9 +25,9 @@ class PriSM(Factored):
     Idea: a weight O×(I·k²) is a sum of R = min(O, I·k²) singular components; a client that can hold a share κ of them trains ⌈κR⌉,
     drawn anew every round without replacement with p ∝ σ^power. Over the rounds all components are trained, though no client ever
     holds them all.
-    Loss: cross-entropy, and λ/2·‖u·v‖² in place of weight decay on the factors. Travels: n(O+I·k²) numbers a factorised layer, the
-    other tensors whole, down and up; which components they are only the server needs to know. Merge: uniform mean of each component
-    over its holders, the others keep their value; dense tensors by n_k; then the product, and a new decomposition.
+    Loss: cross-entropy, and λ/2·‖u·v‖² in place of weight decay on the factors. Travels: n(O+I·k²) numbers per factorised layer,
+    the other tensors whole, down and up; which components they are only the server needs to know. Merge: uniform mean of each
+    component over its holders, the others keep their value; dense tensors by n_k; then the product, and a new decomposition.
     Differs from the released code: no momentum buffers travel (optimisers start afresh every round); the code's last version draws
     uniformly or by softmax(σ) (`sampling`) and fixes a part of the output channels, which is left out. A device's own model, where it
     is tested, has the largest components.
@@ -53,13 +53,16 @@ class PriSM(Factored):
     info = Info("low-rank", "rank: drawn singular components", "official code read", "A")
 
     def __post_init__(self) -> None:
+        """Refuses an empty list of shares."""
         super().__post_init__()
         require(bool(self.keeps), "at least one share", "method.keeps")
 
     def ranks(self, shapes: Shapes) -> dict[str, int]:
+        """All components that a layer has."""
         return {layer: full_rank(shape, self.form) for layer, shape in shapes.items()}
 
     def pieces(self, shapes: Shapes) -> list[Piece]:
+        """One piece per κ: the first ⌈κR⌉ components of every layer."""
         every = self.ranks(shapes)
         views = [self.first({layer: math.ceil(keep * n - 1e-9) for layer, n in every.items()}) for keep in self.keeps]
         return [Piece(self.factors, view) for view in views]
@@ -74,7 +77,7 @@ class PriSM(Factored):
         return Message({"weights": self._view(drawn).extract(state)}, {"components": drawn})
 
     def alike(self, device: Device, piece: Piece) -> None:
-        return None
+        """None: every client gets components drawn for it alone."""
 
     def draw(self, values: np.ndarray, count: int, chance: np.random.Generator) -> list[int]:
         """Which `count` components, given their singular values."""
@@ -90,15 +93,17 @@ class PriSM(Factored):
         return by_index(self.factors.axes, {f"{layer}.v": chosen for layer, chosen in drawn.items()})
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase on factors, clipped by `clip` where the experiment does not clip."""
         phases = super().phases(client, received)
         return [replace(p, optim=replace(p.optim, clip=p.optim.clip or self.clip)) for p in phases]
 
     def shares(self, replies: Replies) -> Mapping[str, Share]:
-        """Composed again from its components, every entry of a weight moves."""
+        """All weights: each is recomposed from its components, so every entry of it moves."""
         given = [Contribution(self.world.main.full, self.weights)] if replies else []
         return {"": Share(self.weights, self.world.main.parameters, given)}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The uniform mean of each component over its holders, of other tensors by samples; then recomposes the dense weights."""
         state = self.factor_state()
         components = {f"{layer}.{side}.weight" for layer in layers_of(self.factors) for side in ("u", "v")}
         parts, merged = [(self._view(r.sent.facts["components"]), r) for r in replies], {}

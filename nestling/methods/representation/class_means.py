@@ -1,8 +1,8 @@
-"""Statistics by class: what a client tells of its features (what the server makes of it stands in `class_table`).
+"""Statistics by class: what a client tells of its features (what the server makes of it is in `class_table`).
 
-A client tells of the classes it holds, one row of every statistic each, and of no others: rows of absent classes do not travel. Which
-classes they are stands in a message's facts, as names do. The server takes means over the clients that tell of a class, so that a class
-on one client alone is that client's statistic, and keeps what it knew of a class of which nobody told this time.
+A client tells of the classes it holds, one row of every statistic each, and of no others: rows of absent classes do not travel. A
+message's facts say which classes they are, as with names. The server takes means over the clients that tell of a class, so that a
+class on one client alone is that client's statistic, and keeps what it knew of a class of which nobody told this time.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class Told(Piece):
     classes: tuple[int, ...] = ()
 
 
-def _told(method: TellsByClass, client: Client, received: Message) -> State:
+def _told(method: TellsByClass, client: Client, _received: Message) -> State:
     statistics, classes = method.statistics(client), method.told_of(client)
     return {name: rows[classes] for name, rows in statistics.items()}
 
 
-def _told_like(method: TellsByClass, piece: Piece, sent: Message) -> State:
+def _told_like(method: TellsByClass, piece: Piece, _sent: Message) -> State:
     assert isinstance(piece, Told)
     shapes = method.shapes(method.world.classes)
     return {name: torch.empty(len(piece.classes), *shape, device="meta") for name, shape in shapes.items()}
 
 
-def _counted(method: TellsByClass, client: Client, received: Message) -> State:
+def _counted(method: TellsByClass, client: Client, _received: Message) -> State:
     return {"rows": client.class_counts()[method.told_of(client)].to(torch.int32)}
 
 
-def _counted_like(method: TellsByClass, piece: Piece, sent: Message) -> State:
+def _counted_like(_method: TellsByClass, piece: Piece, _sent: Message) -> State:
     assert isinstance(piece, Told)
     return {"rows": torch.empty(len(piece.classes), dtype=torch.int32, device="meta")}
 
 
-def _rising(method: TellsByClass, sent: Message, said: Any) -> bool:
+def _rising(method: TellsByClass, _sent: Message, said: Any) -> bool:
     most = method.world.classes
     return isinstance(said, list) and all(type(c) is int and 0 <= c < most for c in said) and sorted(set(said)) == said
 
@@ -64,7 +64,7 @@ TOLD = Part(STATISTICS, up=_told, like=_told_like)
 _COUNTED = Part(COUNTS, up=_counted, like=_counted_like, when=lambda method: method.counted)
 _CLASSES = Fact(
     "classes",
-    lambda method, client, received: method.told_of(client).tolist(),
+    lambda method, client, _: method.told_of(client).tolist(),
     _rising,
     "the classes told of, rising numbers below that of all classes,",
 )
@@ -94,12 +94,13 @@ class TellsByClass(Personal):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """The piece with the classes that the reply tells of."""
         return Told(piece.reference, piece.view, tuple(facts["classes"]))
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def statistics(self, client: Client) -> State:
-        """The client's statistics now, one row a class each; what rows of absent classes hold does not matter."""
+        """The client's statistics now, each with one row per class; what rows of absent classes hold does not matter."""
         raise NotImplementedError
 
     def told_of(self, client: Client) -> Tensor:
@@ -123,9 +124,11 @@ class ByClass(TellsByClass):
     parts: ClassVar[Parts] = (replace(TOLD, down=lambda method, *_: method.table.of(method.table.classes())), _COUNTED)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        """The network with its features pooled to the common number."""
         return with_features(module, taps, self.wide)
 
     def setup(self, world: World) -> None:
+        """Settles the common number of features, tailors the networks to it, and starts with an empty table."""
         self.wide = common_features(world, self.size)
         super().setup(world)
         self.know_nothing(world)
@@ -135,9 +138,11 @@ class ByClass(TellsByClass):
         self.table = ClassTable.empty(self.shapes(world.classes), world.classes, world.place)
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        """The classes that the table knows of."""
         return {"classes": self.table.classes().tolist()}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean per class over the clients that tell of it, weighted by their rows."""
         self.table = self.table.after(replies)
 
 

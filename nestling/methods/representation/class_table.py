@@ -15,7 +15,7 @@ STATISTICS, COUNTS = "statistics", "counts"
 
 @dataclass(eq=False)
 class ClassTable:
-    """What the server knows by class: statistics with one row a class (zero where nothing is known), and which classes it knows of."""
+    """What the server knows by class: statistics with one row per class (zero where nothing is known), and which classes are known."""
 
     rows: State
     known: Tensor
@@ -42,12 +42,12 @@ class ClassTable:
         return self.known.nonzero().flatten()
 
     def of(self, classes: Tensor) -> State:
-        """What it knows of some classes, a row each; nothing of none."""
+        """What it knows of some classes, one row each; nothing if there are none."""
         return {name: rows[classes] for name, rows in self.rows.items()} if len(classes) else {}
 
 
 def _class_mean(replies: Replies, name: str, like: Tensor, weighting: str) -> tuple[Tensor, Tensor]:
-    """Per class Σ weight·statistic / Σ weight over the clients that tell of it, and of which classes anybody does."""
+    """Per class Σ weight·statistic / Σ weight over the clients that tell of it, and which classes anybody tells of."""
     total = torch.zeros_like(like, dtype=torch.float64)
     weight = torch.zeros(len(like), dtype=torch.float64, device=like.device)
     for reply in replies:

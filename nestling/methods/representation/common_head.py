@@ -1,4 +1,4 @@
-"""What methods share whose clients have bodies of their own under one common classifier."""
+"""What is shared by methods whose clients have bodies of their own under one common classifier."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ INFO = Info.of_own_networks(
 
 CLASSIFIER = Part(
     HEAD,
-    lambda method, device, piece, round: method.head,
-    lambda method, client, received: head_of(client.weights, client.reference.taps.head),
+    lambda method, *_: method.head,
+    lambda _method, client, _: head_of(client.weights, client.reference.taps.head),
 )
 """The common classifier, down and up."""
 
@@ -52,19 +52,23 @@ class CommonHead(Personal):
     parts: ClassVar[Parts] = (CLASSIFIER,)
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        """The network with its features pooled to the common number."""
         return with_features(module, taps, self.wide)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Settles the common number of features, tailors the networks to it, and takes one classifier for all."""
         self.wide = common_features(world, self.size)
         super().setup(world)
         self.head = common_head(self.pieces.values())
 
     def model_for(self, device: Device) -> Model:
+        """The device's network with the classifier that `predict` names."""
         return self._deciding_by(self.predict, device)
 
     def other_models(self, device: Device) -> dict[str, Model]:
+        """The device's network with the other one of the two classifiers."""
         other = "own" if self.predict == "common" else "common"
         return {f"by {other} head": self._deciding_by(other, device)}
 
@@ -77,4 +81,5 @@ class CommonHead(Personal):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """The client's own network with the received classifier on top."""
         return with_head(super().start(client, received), client.reference.taps.head, received[HEAD])

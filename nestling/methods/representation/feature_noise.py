@@ -16,13 +16,14 @@ from nestling.views.middle import changed
 
 @dataclass
 class FeatureNoise:
-    """Adds normal draws of one key to what it is given, others every time; `number` is how many it has taken."""
+    """Adds normal draws of one key to what it is given, new ones every time; `number` is how many it has taken."""
 
     key: Tensor
     number: int | Tensor
     amount: float
 
     def __call__(self, given: Tensor) -> Tensor:
+        """What is given plus noise of `amount` times its standard deviation."""
         self.number = self.number + 1
         return given + self.amount * given.detach().std() * normal(self.key, self.number, given.shape)
 

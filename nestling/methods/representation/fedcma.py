@@ -22,7 +22,7 @@ from nestling.training.objectives import Batch, Given, Net, forward_with_feature
 _CODE = 0.9  # the released code's EMA keeps 1 − 0.9·λ
 
 
-def _head_like(method: FedCMA, piece: Piece, sent: Message) -> State:
+def _head_like(method: FedCMA, _piece: Piece, _sent: Message) -> State:
     classes = method.world.classes
     return {"weight": torch.empty(classes, method.wide, device="meta"), "bias": torch.empty(classes, device="meta")}
 
@@ -34,7 +34,7 @@ class FedCMA(ByClass):
     Idea: bounded features have moments that describe their distribution, so clients align the moments of every class with the common
     ones, and keep their last linear layer, which all of them have in the same form, near the common one.
     Loss: cross-entropy + λ_m·Σ_c [mean square of (z − M¹_c) over the batch's rows of class c + Σ_{q≥2} mean square of (the class's q-th
-    central moment in the batch − M^q_c)] + λ_c·‖θ − θ̄‖². Travels: Q rows of d numbers a class, up for those the client holds (and its
+    central moment in the batch − M^q_c)] + λ_c·‖θ − θ̄‖². Travels: Q rows of d numbers per class, up for those the client holds (and its
     rows of them), down for those the server knows, and the classifier: at most C·d·Q + C·(d + 1). Merge: per class, the mean weighted
     by the clients' rows of it; the classifiers' mean; both move the server's value by `rate`, except the first, which is taken as
     it is.
@@ -70,18 +70,22 @@ class FedCMA(ByClass):
     parts = (*ByClass.parts, replace(CLASSIFIER, like=_head_like))
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """Per class, one row of features for each moment."""
         return {"moments": (self.moments, self.wide)}
 
     def tailor(self, module: nn.Module, taps: Taps) -> nn.Module:
+        """The network with the common number of features, bounded as `bound` says."""
         return with_features(module, taps, self.wide, self.bound)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """An empty table, and no common classifier yet."""
         super().setup(world)
         self.head = {}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Moves the table and the common classifier towards this round's means."""
         if not replies:
             return
         self.table, old, new = self.table.after(replies, rate=self._rate(self.lam)), self.head, {}
@@ -98,6 +102,7 @@ class FedCMA(ByClass):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Local training, with the terms of moments and classifier once both came."""
         if STATISTICS not in received or HEAD not in received:
             return [client.train.phase(client.round)]
         given = {**spread(received, client.classes), **{f"{HEAD}/{name}": t for name, t in received[HEAD].items()}}
@@ -105,6 +110,7 @@ class FedCMA(ByClass):
         return [client.train.phase(client.round, objective=objective, given=given)]
 
     def statistics(self, client: Client) -> State:
+        """Per class, the mean of the features and their central moments, over all rows or ("code") the first batch."""
         z, _, y = outputs_of(client, client.train.batch if self.compat == "code" else None)
         first = class_means(z, y, client.classes)
         central = [class_means((z - first[y]) ** q, y, client.classes) for q in range(2, self.moments + 1)]

@@ -19,9 +19,9 @@ from nestling.training.objectives import Batch, Given, Net, cross_entropy
 
 _KERNEL = Part(
     "kernel",
-    lambda method, device, piece, round: method.known,
+    lambda method, *_: method.known,
     lambda method, client, received: {"kernel": method.kernel(client, received)},
-    lambda method, piece, sent: {"kernel": torch.empty(method.asked, method.asked)},
+    lambda method, *_: {"kernel": torch.empty(method.asked, method.asked)},
 )
 
 
@@ -55,6 +55,7 @@ class FedHeNN(PublicExchange):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The plain mean of the clients' kernels."""
         if replies:
             first, *others = (reply.message["kernel"]["kernel"] for reply in replies)
             self.know({"kernel": sum(others, first) / len(replies)}, round)
@@ -62,6 +63,7 @@ class FedHeNN(PublicExchange):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Local training, with the distance of kernels once there is a mean kernel."""
         if "kernel" not in received:
             return [client.train.phase(client.round)]
         assert client.public is not None

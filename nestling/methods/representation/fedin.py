@@ -24,8 +24,8 @@ from nestling.views.middle import Middle, features, middle_of, through
 _PAIRS = Part(
     "pairs",
     lambda method, device, piece, round: method.drawn(device, piece, round),
-    lambda method, client, received: method.own_pairs(client),
-    lambda method, piece, sent: method.pairs_like(piece),
+    lambda method, client, _: method.own_pairs(client),
+    lambda method, piece, _: method.pairs_like(piece),
     lambda method: method.exchange,
 )
 
@@ -76,6 +76,7 @@ class FedIN(Averaged):
     parts = (WEIGHTS, _PAIRS)
 
     def __post_init__(self) -> None:
+        """Checks the settings; pairs cannot pass between unequal widths."""
         super().__post_init__()
         fix = 'use cut = "depth", or averaging = "group"'
         shared = self.cut == "depth" or self.averaging == "group" or not self.exchange
@@ -84,6 +85,7 @@ class FedIN(Averaged):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """HeteroAvg's state and an empty pool of pairs, whose features must have one shape unless averaged by group."""
         super().setup(world)
         self.pairs = []
         if not self.exchange:
@@ -101,10 +103,11 @@ class FedIN(Averaged):
         return middle_of(of.reference, of.view, self.entry)
 
     def alike(self, device: Device, piece: Piece) -> Hashable | None:
+        """Once there are pairs, every device draws its own."""
         return None if self.pairs else super().alike(device, piece)
 
     def drawn(self, device: Device, piece: Piece, round: int) -> State:
-        """Somebody's pairs, another's where there are any, that fit the piece."""
+        """Pairs that fit the piece, of another client if there are any."""
         wanted = self.pairs_like(piece)
         fitting = [(owner, pair) for owner, pair in self.pairs if all(pair[n].shape == t.shape for n, t in wanted.items())]
         chosen = [pair for owner, pair in fitting if owner != device.id] or [pair for _, pair in fitting]
@@ -116,6 +119,7 @@ class FedIN(Averaged):
         return {n: torch.empty(self.batch, *s, device="meta") for n, s in (("in", middle.before), ("out", middle.after))}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """HeteroAvg's merge; the newest pairs of each client that answered go to the end of the pool."""
         super().merge(replies, round)
         if self.exchange:
             heard = {reply.device.id: {n: t.clone() for n, t in reply.message["pairs"].items()} for reply in replies}
@@ -123,10 +127,12 @@ class FedIN(Averaged):
             self.pairs = [*older, *heard.items()][-self.pool :]
 
     def state(self) -> dict[str, State]:
+        """HeteroAvg's state, and the pool of pairs."""
         # By number: pairs are drawn by their order, and a checkpoint does not keep that of names.
         return {**super().state(), **{f"pairs {number} {owner}": pair for number, (owner, pair) in enumerate(self.pairs)}}
 
     def restore(self, state: Mapping[str, State]) -> None:
+        """Puts HeteroAvg's state back, and the pool of pairs in its order."""
         super().restore(state)
         found = {name: [int(n) for n in name.split()[1:]] for name in state if name.startswith("pairs ")}
         self.pairs = [(found[name][1], dict(state[name])) for name in sorted(found, key=found.__getitem__)]
@@ -134,6 +140,7 @@ class FedIN(Averaged):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Local training, with proximal term and noise as set, and the term of the received pairs if there are any."""
         objective: Objective = partial(proximal, mu=2 * self.mu) if self.mu else cross_entropy
         given = parameters_of(client, received["weights"]) if self.mu else {}
         changes: dict[str, object] = {}
@@ -165,12 +172,12 @@ class FedIN(Averaged):
         return {"in": pair[0].clone(), "out": pair[1].clone()}
 
 
-def _matching(net: Net, batch: Batch, given: Given, *, entry: str, head: str, shape: tuple[int, ...]) -> Tensor:
+def _matching(net: Net, _batch: Batch, given: Given, *, entry: str, head: str, shape: tuple[int, ...]) -> Tensor:
     """How far the middle is from turning the given s_in into the given s_out."""
     return F.mse_loss(through(net.module, entry, head, given["pairs/in"], shape), given["pairs/out"])
 
 
-def _joined(params: Tensors, grads: Tensors, given: Given, *, along: float | None, middle: tuple[str, ...]) -> Tensors:
+def _joined(_params: Tensors, grads: Tensors, given: Given, *, along: float | None, middle: tuple[str, ...]) -> Tensors:
     """Z = G_IN + along·G_local for the middle's parameters; without `along` it is found as eq. 12 says."""
     inner = {name: given[f"also/{name}"] for name in middle if name in grads}
     share: Tensor | float = _against(inner, grads) if along is None else along

@@ -45,19 +45,24 @@ class FedProto(ByClass):
     info = Info.of_own_networks("representation", "any: networks never meet, features have one size", "official code read", "F")
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
+        """One prototype per class."""
         return {"features": (self.wide,)}
 
     @property
     def counted(self) -> bool:
+        """Only if means are weighted by rows."""
         return self.weighting == "samples"
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean prototype per class over the clients that tell of it, weighted as set."""
         self.table = self.table.after(replies, self.weighting)
 
     def model_for(self, device: Device) -> Model:
+        """The device's network, deciding by prototypes or by its head as `predict` says."""
         return self._deciding_by(self.predict, device)
 
     def other_models(self, device: Device) -> dict[str, Model]:
+        """The device's network, deciding in the other way."""
         other = "head" if self.predict == "prototype" else "prototype"
         return {f"by {other}": self._deciding_by(other, device)}
 
@@ -70,12 +75,14 @@ class FedProto(ByClass):
         return Model(model.reference, model.view, {**model.state, **layer})
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """Local training, with the pull towards common prototypes once any are known."""
         if STATISTICS not in received:
             return [client.train.phase(client.round)]
         objective = partial(_near_prototypes, lam=self.lam, head=client.reference.taps.head)
         return [client.train.phase(client.round, objective=objective, given=spread(received, client.classes))]
 
     def statistics(self, client: Client) -> State:
+        """The client's prototypes: its mean features per class."""
         features, _, y = outputs_of(client)
         return {"features": class_means(features, y, client.classes)}
 

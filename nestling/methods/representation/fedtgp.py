@@ -23,7 +23,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
     """FedTGP (Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data and Model
     Heterogeneity in Federated Learning", AAAI 2024).
 
-    Idea: means of prototypes of unlike clients lie close to one another. The server instead trains common prototypes (a vector a
+    Idea: means of prototypes of unlike clients lie close to one another. The server instead trains common prototypes (a vector per
     class, through two layers) to be near the clients' own of the class and, by a margin, far from those of other classes.
     Loss: the client's is FedProto's: cross-entropy + λ·mean square of (features − the class's common prototype). The server's, for a
     client's prototype p of class c: cross-entropy of −|p − g_k| − [k = c]·δ over the classes k, with the margin
@@ -39,7 +39,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
     threshold:    τ.
     epochs:       passes of the server over the prototypes of a round.
     server_lr:    its learning rate, of plain steps.
-    server_batch: prototypes a step.
+    server_batch: prototypes per step.
     hidden:       width between the two layers (0: d).
     """
 
@@ -58,6 +58,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
     )
 
     def setup(self, world: World) -> None:
+        """FedProto's state, and common prototypes that are not trained yet."""
         super().setup(world)
         with torch_seeded(world.seed, "prototypes"):
             network = Prototypes(world.classes, self.wide, self.hidden or self.wide)
@@ -65,6 +66,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
         self.trained = {name: t.detach().clone() for name, t in self.network.state_dict().items()}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Trains the common prototypes on those of the round, with the margin that these give."""
         if not any(reply.message.facts["classes"] for reply in replies):
             return
         nothing = ClassTable.empty(self.shapes(self.world.classes), self.world.classes, self.world.place)
@@ -83,13 +85,13 @@ class FedTGP(TrainsOnPrototypes, FedProto):
 
 
 def margin(centres: Tensor, known: Tensor, threshold: float) -> Tensor:
-    """How far a class is at most from its nearest other one, among those that are known, and no more than a threshold."""
+    """The largest distance of a known class from its nearest other one, and no more than a threshold."""
     own = centres[known]
     far = (own[:, None] - own[None]).square().sum(-1).sqrt().fill_diagonal_(torch.inf)
     return far.amin(1).amax().clamp(max=threshold)
 
 
 def contrast(x: Tensor, y: Tensor, prototypes: Tensor, apart: Tensor) -> Tensor:
-    """Of every row, the cross-entropy by which its class's prototype is to be the nearest one, by a margin."""
+    """For every row, the cross-entropy that makes the prototype of its class the nearest one, by a margin."""
     far = (x[:, None] - prototypes[None]).square().sum(-1).add(1e-12).sqrt()
     return F.cross_entropy(-far - apart * F.one_hot(y, len(prototypes)), y, reduction="none")

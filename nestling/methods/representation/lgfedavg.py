@@ -22,7 +22,7 @@ class LGFedAvg(CommonHead):
     trained; here the classifier alone is shared, since it is all that unlike networks have in common, and bodies start as they
     are made. The auxiliary and adversarial losses of the paper's further experiments are left out. Networks with different numbers of
     features have them pooled to the fewest. The paper is from memory; the order of steps was read in HtFLlib.
-    In our tests it is above the same networks alone, at the same learning rate, for bodies of one kind with few classes a client, and
+    In our tests it is above the same networks alone, at the same learning rate, for bodies of one kind with few classes per client, and
     below them for bodies as unlike as an MLP, a CNN and a depth-wise CNN, whose features mean different things to one classifier.
 
     size:      d, the number of features (0: as many as the network with the fewest has).
@@ -38,6 +38,7 @@ class LGFedAvg(CommonHead):
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean of the classifiers, by samples or uniform."""
         if replies:
             weights = [float(r.samples) if self.weighting == "samples" else 1.0 for r in replies]
             self.head = mean_head([r.message[HEAD] for r in replies], weights)

@@ -1,4 +1,4 @@
-"""What servers share that train on the prototypes of a round: clients' rows by class as a small data set."""
+"""What is shared by servers that train on the prototypes of a round: clients' rows by class as a small data set."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainsOnPrototypes(TellsByClass):
 
     epochs:       passes of the server over the prototypes of a round.
     server_lr:    its learning rate, of plain steps.
-    server_batch: prototypes a step.
+    server_batch: prototypes per step.
     """
 
     epochs: Whole = 100

@@ -71,8 +71,8 @@ def trained_part(piece: Piece) -> View:
 
 
 def weight_seconds(world: World, steps: int) -> dict[str, float]:
-    """Seconds a round for one weight of every prunable tensor, on the devices that take longest for the whole network: it travels down
-    and up once, and takes three multiplications for each place and sample that it is used at."""
+    """Seconds per round for one weight of every prunable tensor, on the devices that take longest for the whole network: it travels
+    down and up once, and takes three multiplications for each place and sample that it is used at."""
     samples = steps * world.train.batch if steps else world.train.epochs * world.plans[next(iter(world.plans))].budget.samples
     uses = weight_uses(world.main)
     every = [{name: _seconds(plan, samples * uses[name]) for name in uses} for plan in world.plans.values()]

@@ -28,7 +28,7 @@ PRUNINGS = "prunings"
 _FIRST = "first row in use"
 _PRUNED = Fact(
     PRUNINGS,
-    lambda method, client, received: int(client.memory.get(PRUNINGS, 0)),
+    lambda _method, client, _: int(client.memory.get(PRUNINGS, 0)),
     lambda method, sent, said: method.can_be(int(sent.facts[PRUNINGS]), said),
     "the number of prunings",
 )
@@ -53,6 +53,7 @@ class PrunesItself(SharedWeights):
     said: ClassVar[Facts] = (_PRUNED,)
 
     def setup(self, world: World) -> None:
+        """The shared weights, and records of what clients have pruned."""
         super().setup(world)
         self.records = Records(world.store)
 
@@ -70,6 +71,7 @@ class PrunesItself(SharedWeights):
         return int(self.records.get(device.id).get(PRUNINGS, 0))
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        """How often the client has pruned, as the server knows it."""
         return {PRUNINGS: self.prunings_of(device)}
 
     def can_be(self, known: int, said: Any) -> bool:
@@ -77,11 +79,12 @@ class PrunesItself(SharedWeights):
         return type(said) is int and (said == known or (said == known + 1 and self.may_prune(known)))
 
     def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """The piece as it was sent, or what one more pruning leaves of it."""
         return piece if facts[PRUNINGS] == sent.facts[PRUNINGS] else self.pruned(piece, sent, facts)
 
     @abstractmethod
     def pruned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
-        """What a client is left with that has pruned once more."""
+        """What a client is left with after one more pruning."""
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 

@@ -20,14 +20,14 @@ from nestling.views.sparse import channel_norms, inside_of, overwritten, stronge
 _CHANNELS = "channels"
 _PERSONAL = replace(
     WEIGHTS,
-    down=lambda method, device, piece, round: method.model_for(device).state,
-    up=lambda method, client, received: {name: client.weights[name] for name in client.view.names},
-    like=lambda method, piece, sent: {n: method.weights[n].new_empty(shape) for n, shape in piece.view.shapes.items()},
+    down=lambda method, device, *_: method.model_for(device).state,
+    up=lambda _method, client, _: {name: client.weights[name] for name in client.view.names},
+    like=lambda method, piece, _: {n: method.weights[n].new_empty(shape) for n, shape in piece.view.shapes.items()},
 )
 _KEPT = Fact(
     "index",
-    lambda method, client, received: to_spec(client.view)["index"],
-    lambda method, sent, said: isinstance(said, dict),
+    lambda _method, client, _: to_spec(client.view)["index"],
+    lambda _method, _sent, said: isinstance(said, dict),
     "the channels kept",
 )
 
@@ -66,18 +66,21 @@ class Hermes(PrunesItself):
     said = (*PrunesItself.said, _KEPT)
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The channels that the client has kept; before its first reply, what fits its device at rest."""
         known = self.records.get(device.id)
         if not known:
             return self.world.device(device.id).piece
         return Piece(self.world.main, View(self.world.main.axes, known[_CHANNELS].cpu().numpy()))
 
     def alike(self, device: Device, piece: Piece) -> None:
-        return None
+        """Every client has a model of its own."""
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        """The number of prunings, and the widths that they start from."""
         return {**super().facts(device, piece, round), "of": _widths(self.world.device(device.id).piece.view)}
 
     def pruned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """The channels that the client says it kept; refused unless they are as many as a pruning leaves."""
         view = _read(piece.view, facts["index"])
         wanted = whole_widths(piece.view, self._widths(sent, facts[PRUNINGS]))
         if not piece.view.contains(view) or _widths(view) != wanted:
@@ -85,6 +88,7 @@ class Hermes(PrunesItself):
         return Piece(piece.reference, view)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean over holders, written into the participants' own models: where all overlap, or everywhere."""
         super().merge(replies, round)
         if not replies:
             return
@@ -97,6 +101,7 @@ class Hermes(PrunesItself):
             self.records.put(reply.device.id, {**known, **sectioned(weights=model)}, round)
 
     def model_for(self, device: Device) -> Model:
+        """The client's recorded model; for a new one, its part of the mean over holders."""
         known = self.records.get(device.id)
         if not known:
             return super().model_for(device)
@@ -116,6 +121,7 @@ class Hermes(PrunesItself):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """The received model, or what a pruning leaves of it, if the client prunes now."""
         known, weights, outer = int(received.facts[PRUNINGS]), received["weights"], client.view
         pruning = self.opens(client, weights, known)
         client.memory = {PRUNINGS: torch.tensor(known + pruning)}
@@ -125,9 +131,11 @@ class Hermes(PrunesItself):
         return client.view.extract(client.reference.initial) if self.rewind else inside_of(client.view, outer, weights)
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase on the rows that are not held out."""
         return [self.training(client)]
 
     def keep(self, client: Client, received: Message) -> None:
+        """Nothing stays on the client."""
         client.memory = {}  # the server keeps everything, also how often the client has pruned; the memory only led here from `start`
 
 

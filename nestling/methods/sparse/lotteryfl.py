@@ -59,12 +59,14 @@ class LotteryFL(PrunesItself):
     parts = (SURVIVORS, _MASKS)
 
     def piece(self, device: Device, round: int) -> Piece:
+        """What fits the device now, under the client's recorded mask."""
         known = self._here(self.records.get(device.id))
         if not known:
             return device.piece
         return Piece(device.piece.reference, masked(device.piece.view, section(known, "mask")))
 
     def weights_for(self, piece: Piece) -> Tensors:
+        """The weights that the mask keeps; all of them before the first pruning."""
         whole = super().weights_for(piece)
         return survivors(piece.view, whole) if piece.view.masks else whole
 
@@ -73,9 +75,11 @@ class LotteryFL(PrunesItself):
         return masks_of(of.view) if self.send_mask and of.view.masks else {}
 
     def pruned(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """The next ticket, worked out from the weights that were sent."""
         return Piece(piece.reference, self._ticket(piece, restored(piece.view, sent["weights"])))
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The uniform mean over who keeps an entry; records the masks of those that have pruned."""
         super().merge(replies, round)
         for reply in replies:
             prunings = int(reply.message.facts[PRUNINGS])
@@ -83,9 +87,11 @@ class LotteryFL(PrunesItself):
                 self.records.put(reply.device.id, _remembered(prunings, reply.piece.view.masks), round)
 
     def contribution(self, reply: Reply) -> Contribution:
+        """The reply's weights back in their places, with the same weight for every client."""
         return Contribution(reply.piece.view, restored(reply.piece.view, reply.message["weights"]), 1.0)
 
     def model_for(self, device: Device) -> Model:
+        """The client's own trained model if it keeps one, else the global weights under its mask."""
         memory = self._here(self.world.store.get(device.id))
         own = section(memory, "own")
         if not own:
@@ -103,6 +109,7 @@ class LotteryFL(PrunesItself):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """The received weights; a client that prunes now rewinds what its new ticket keeps."""
         known, memory = int(received.facts[PRUNINGS]), client.memory
         masks = section(memory, "mask" if int(memory.get(PRUNINGS, 0)) == known else "before")
         client.view = masked(client.view, masks)
@@ -115,6 +122,7 @@ class LotteryFL(PrunesItself):
         return weights
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase under the mask, of at least `recover` epochs after a rewind."""
         masks = {name: mask.float() for name, mask in masks_of(client.view).items()}
         rule = frozen_near_zero if self.compat == "code" else masked_gradients
         rewound = int(client.memory.get(PRUNINGS, 0)) > received.facts[PRUNINGS]
@@ -122,6 +130,7 @@ class LotteryFL(PrunesItself):
         return [self.training(client, masks, rule if masks else None, epochs)]
 
     def keep(self, client: Client, received: Message) -> None:
+        """With `personal` "trained" the client also keeps its weights and channels."""
         if self.personal == "trained":
             own = sectioned(own=survivors(client.view, client.weights))
             client.memory = {**client.memory, **own, _CHANNELS: torch.from_numpy(client.view.keep.copy())}

@@ -21,7 +21,7 @@ from nestling.views import Contribution, State, masked, merge
 from nestling.views.sparse import flagged, like_survivors, masks_of, prunable, restored, survivors
 from nestling.world import Device, Piece, World
 
-_MASK = Part("mask", lambda method, device, piece, round: masks_of(piece.view))
+_MASK = Part("mask", lambda _method, _device, piece, _: masks_of(piece.view))
 _SQUARES = Part(
     "squares",
     up=lambda method, client, received: method.squares(client, received),
@@ -52,7 +52,7 @@ class PruneFL(SharedWeights):
     stage_one:  the most rounds of the first stage (0: none).
     proxy:      rows of the public data that the first stage trains on.
     settled:    the first stage ends after this many adjustments in a row that change the size by at most a tenth.
-    seconds:    seconds a round for one weight of a tensor, by its name; others follow from the fleet.
+    seconds:    seconds per round for one weight of a tensor, by its name; others follow from the fleet.
     constant:   seconds of a round that pruning cannot save.
     """
 
@@ -75,14 +75,17 @@ class PruneFL(SharedWeights):
     parts = (SURVIVORS, _MASK, _SQUARES)
 
     def __post_init__(self) -> None:
+        """Checks the settings; given seconds must be above 0."""
         super().__post_init__()
         require(all(t > 0 for t in self.seconds.values()), "every entry must be above 0", "method.seconds")
 
     @property
     def as_set(self) -> Info:
+        """Without the first stage no auxiliary data is needed."""
         return self.info if self.stage_one else replace(self.info, auxiliary="none")
 
     def setup(self, world: World) -> None:
+        """A mask that keeps everything, and the seconds that one weight of every tensor takes."""
         super().setup(world)
         names = prunable(world.main)
         unknown = sorted(set(self.seconds) - set(names))
@@ -93,6 +96,7 @@ class PruneFL(SharedWeights):
         self._seconds = {**weight_seconds(world, self.steps), **self.seconds}
 
     def piece(self, device: Device, round: int) -> Piece:
+        """What fits the device, under the common mask; the first stage runs before the first round's pieces."""
         if round and not self.started:
             self._first_stage()
         base, key = device.piece, device.piece.view.key()
@@ -101,18 +105,22 @@ class PruneFL(SharedWeights):
         return self._pieces[1].setdefault(key, Piece(base.reference, masked(base.view, self.masks)))
 
     def alike(self, device: Device, piece: Piece) -> bytes:
+        """Holders of the same part get the same message."""
         return piece.view.key()  # the mask is everybody's
 
     def weights_for(self, piece: Piece) -> State:
+        """What the mask keeps of the piece's weights."""
         return survivors(piece.view, piece.view.extract(self.weights))
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, bool]:
+        """Whether this round adjusts the mask."""
         return {"adjust": self._adjusts(round)}
 
     def _adjusts(self, round: int) -> bool:
         return round % in_rounds(self.every, self.world.rounds) == 0
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean under the mask; in rounds that adjust, also a new mask by the mean squared gradients."""
         super().merge(replies, round)
         if replies and self._adjusts(round):
             nothing = {name: torch.zeros_like(self.weights[name]) for name in self.weights if name in self.world.main.parameters}
@@ -121,6 +129,7 @@ class PruneFL(SharedWeights):
             self._adjust(merge(nothing, given), round)
 
     def contribution(self, reply: Reply) -> Contribution:
+        """The reply's weights back in their places, weighted by samples."""
         return Contribution(reply.piece.view, restored(reply.piece.view, reply.message["weights"]), float(reply.samples))
 
     def _adjust(self, squares: Tensors, round: int) -> None:
@@ -158,10 +167,12 @@ class PruneFL(SharedWeights):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def start(self, client: Client, received: Message) -> Tensors:
+        """The received weights in their places under the received mask."""
         client.view = flagged(client.view, received["mask"])
         return restored(client.view, received["weights"])
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase under the received mask."""
         return [_phase(client.train, client.round, received["mask"], self.steps)]
 
     def squares(self, client: Client, received: Message) -> State:

@@ -1,4 +1,4 @@
-"""Weights of which a mask keeps some: only these travel."""
+"""Weights under a mask: only those that it keeps travel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nestling.views.sparse import like_survivors, survivors
 
 SURVIVORS = replace(
     WEIGHTS,
-    up=lambda method, client, received: survivors(client.view, client.weights),
-    like=lambda method, piece, sent: like_survivors(piece.view, method.weights),
+    up=lambda _method, client, _: survivors(client.view, client.weights),
+    like=lambda method, piece, _: like_survivors(piece.view, method.weights),
 )
 """What a piece's mask keeps of its weights, down and up."""

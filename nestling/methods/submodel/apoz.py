@@ -1,7 +1,7 @@
 """How much of each part of a network is idle, and the widths that follow from it.
 
 The share of zeros behind a ReLU (APoZ, "average percentage of zeros") says how much of a unit is redundant. `measure` finds it,
-`Scale` turns it into widths: one number scales the widths of all units, so that all networks of one scale are nested.
+`WidthScale` turns it into widths: one number scales the widths of all units, so that all networks of one scale are nested.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ class ByDepth(SharedWeights):
     ladder: Ladder = made()
 
     def setup(self, world: World) -> None:
+        """Sorts the views to choose from into a ladder."""
         super().setup(world)
         self.ladder = ladder(world, world.main, self.views(world.main))
 
@@ -31,9 +32,11 @@ class ByDepth(SharedWeights):
         return depth_views(reference)
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The largest of the views that fits the device."""
         return self.ladder.of(device, round)
 
     def contribution(self, reply: Reply) -> Contribution:
+        """The reply's weights; all clients count the same."""
         return Contribution(reply.piece.view, reply.message["weights"])
 
 

@@ -53,6 +53,7 @@ class DepthFL(ByDepth):
     info = Info("depth", "depth: the first stages, an exit each", "author-contributed code read", "B", model="tinyexits")
 
     def setup(self, world: World) -> None:
+        """Makes the network that answers with the mean of its exits and, for FedDyn, a server state of zeros."""
         network = need_exits(world.main, self.info.title)
         super().setup(world)
         self.ensemble = Reference(world.main.name, network.answering("mean"), world.main.shape)
@@ -60,9 +61,11 @@ class DepthFL(ByDepth):
         self.dynamics = {name: torch.zeros_like(t) for name, t in self.weights.items() if name in trained}
 
     def views(self, reference: Reference) -> list[View]:
+        """The first stages, with all their exits or only the last."""
         return depth_views(reference, exits=self.exits)
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, float]:
+        """The round's weight of distillation, λₜ."""
         return {"kd": self.ramped(round, self.world.rounds)} if self.kd else {}
 
     def ramped(self, round: int, rounds: int) -> float:
@@ -71,6 +74,7 @@ class DepthFL(ByDepth):
         return math.exp(-5 * (1 - min(round, ramp) / ramp) ** 2)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The uniform mean over holders, then FedDyn's step for every tensor that somebody held."""
         before = self.weights
         super().merge(replies, round)
         if not self.feddyn:
@@ -84,13 +88,16 @@ class DepthFL(ByDepth):
         self.weights, self.dynamics = pack(merged), past
 
     def model_for(self, device: Device) -> Model:
+        """The device's stages at rest, which answer with the mean of their exits."""
         return replace(super().model_for(device), reference=self.ensemble)
 
     def global_model(self) -> Model:
+        """The deepest view, which answers with the mean of its exits."""
         view = self.ladder.pieces[-1].view
         return Model(self.ensemble, view, view.extract(self.weights))
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase in which exits teach each other, with FedDyn's terms in the gradient; each where it is on."""
         given = {"kd": torch.tensor(float(received.facts["kd"]), device=client.place)} if self.kd else {}
         rule = None
         if self.feddyn:
@@ -101,6 +108,7 @@ class DepthFL(ByDepth):
         return [client.train.phase(client.round, objective=_mutual, given=given, rule=rule)]
 
     def keep(self, client: Client, received: Message) -> None:
+        """Moves the client's FedDyn state by -α times what its weights moved."""
         if self.feddyn:
             moved = {n: h - self.alpha * (client.weights[n] - received["weights"][n]) for n, h in _past(client, received).items()}
             client.memory = {**client.memory, **moved}

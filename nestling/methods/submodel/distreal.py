@@ -18,7 +18,7 @@ from nestling.store import Records
 from nestling.views.picked import picker
 from nestling.world import Device, Piece, World
 
-_PARETO = Part("pareto", lambda method, device, piece, round: method.table_for(device))
+_PARETO = Part("pareto", lambda method, device, *_: method.table_for(device))
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Distreal(SharedWeights):
     steps: Count = 32
     rescale: bool = False
 
-    rates: Tensor = kept()  # a row a vector, in single precision; none before the search
+    rates: Tensor = kept()  # one row per vector, in single precision; none before the search
     told: Records = made()
 
     info = Info("width", "arithmetic: random filters for every batch", "from memory", "A", PROXY_FIRST)
@@ -58,11 +58,13 @@ class Distreal(SharedWeights):
 
     @property
     def as_set(self) -> Info:
+        """Without auxiliary data where the vectors are given."""
         return replace(self.info, auxiliary="none") if self.pareto else self.info
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 
     def setup(self, world: World) -> None:
+        """Checks vectors that are given and the network; where a search is needed, that pymoo and a proxy are there."""
         super().setup(world)
         axes, self.told = world.main.axes, Records(world.store)
         length, fix = len(axes.names), f"one rate for each of: {', '.join(axes.names)}"
@@ -108,22 +110,26 @@ class Distreal(SharedWeights):
         return self.world.cost(piece).train_macs / full
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The full network for every device: only arithmetic is saved."""
         return Piece(self.world.main, self.world.main.full)
 
     def alike(self, device: Device, piece: Piece) -> tuple[float, bool]:
+        """The device's budget, and whether it has the list of vectors already."""
         return self._share(device.piece), bool(self.told.get(device.id))
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, float]:
+        """The device's budget: the arithmetic of what fits it, as a share of the full network's."""
         return {"budget": self._share(device.piece)}
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The mean by samples; writes down which devices have got the list of vectors."""
         super().merge(replies, round)
         for reply in replies:
             if "pareto" in reply.sent:
                 self.told.put(reply.device.id, {"pareto": torch.tensor(True)}, round)
 
     def table_for(self, device: Device) -> State:
-        """One row a vector: its cost, then its rates. A device keeps the list, so that it travels until the device has answered."""
+        """One row per vector: its cost, then its rates. A device keeps the list, so it travels until the device has answered."""
         if self.told.get(device.id):
             return {}
         if not len(self.rates):
@@ -133,6 +139,7 @@ class Distreal(SharedWeights):
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One phase of random filters by the costliest vector within the budget; stores the list of vectors when it arrives."""
         if "pareto" in received:
             client.memory["pareto"] = received["pareto"]["pareto"]
         vector = affordable(client.memory["pareto"].tolist(), float(received.facts["budget"]))

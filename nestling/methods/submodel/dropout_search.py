@@ -69,7 +69,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def single(vectors: Sequence[Sequence[float]]) -> list[Vector]:
-    """The vectors in single precision: what devices are told, and the server must not know better."""
+    """The vectors in single precision, as devices are told them: the server must not know them better."""
     return [tuple(np.asarray(vector, dtype=np.float32).tolist()) for vector in vectors]
 
 

@@ -15,7 +15,7 @@ class FedRolex(HeteroFL):
     """FedRolex (Alam, Liu, Yan, Zhang, "FedRolex: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction",
     NeurIPS 2022).
 
-    Idea: a client of ratio r trains a window of ⌈r·K⌉ channels of every hidden layer, and the window moves on by one channel a round,
+    Idea: a client of ratio r trains a window of ⌈r·K⌉ channels of every hidden layer, and the window moves on by one channel per round,
     around the end. All channels are trained equally often, so that the server's network may be larger than every client's.
     Loss, Travels, Merge: those of HeteroFL, for the window of the round. Round 1 is HeteroFL's: the first channels.
     Differs from the paper: where a group norm has groups the window moves by whole groups. Differs from the released code: its options
@@ -36,17 +36,21 @@ class FedRolex(HeteroFL):
     info = Info("width", "width: rolling windows", "official code read", "A")
 
     def setup(self, world: World) -> None:
+        """Starts with windows that have not moved."""
         super().setup(world)
         self.steps, self._windows = 0, (0, {})
 
     def piece(self, device: Device, round: int) -> Piece:
+        """HeteroFL's piece, moved on by one step for every round after the first."""
         return self._window(super().piece(device, round), max(round - 1, 0))
 
     def merge(self, replies: Replies, round: int) -> None:
+        """HeteroFL's merge; remembers how far the windows of the round had moved."""
         super().merge(replies, round)
         self.steps = max(round - 1, 0)
 
     def model_for(self, device: Device) -> Model:
+        """The window that was trained last, with HeteroFL's scaler."""
         view = self._window(super().piece(device, 0), self.steps).view
         return self.as_trained(Model(self.world.main, view, view.extract(self.weights)))
 

@@ -54,11 +54,13 @@ class FjORD(SharedWeights):
     )
 
     def __post_init__(self) -> None:
+        """Refuses widths that do not rise."""
         super().__post_init__()
         rising = bool(self.levels) and list(self.levels) == sorted(set(self.levels))
         require(rising, f"{list(self.levels)} are not widths", "method.levels", "list them from small to large")
 
     def setup(self, world: World) -> None:
+        """Makes the ladder of widths; statistics per width must be kept for the same widths."""
         super().setup(world)
         for layer in world.main.module.modules():
             if isinstance(layer, WidthNorm):
@@ -77,12 +79,15 @@ class FjORD(SharedWeights):
         return found
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The part of the largest width that fits the device."""
         return self.rungs.of(device, round)
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        """The widths inside the piece, its own among them, as views."""
         return {"levels": [level.spec() for level in self.rungs.pieces if piece.view.contains(level.view)]}
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase with a width drawn for every batch; plain training where there is only one width."""
         views = tuple(client.reference.view(spec) for spec in received.facts["levels"])
         if len(views) == 1:
             return [client.train.phase(client.round)]
@@ -91,10 +96,12 @@ class FjORD(SharedWeights):
         return [client.train.phase(client.round, objective=objective, given=given)]
 
     def contribution(self, reply: Reply) -> Contribution:
+        """The reply's weights by samples; of statistics per width only those of widths inside its piece."""
         present = used_rows(reply.piece.reference.network(reply.piece.view)) if self.world.main.by_width else {}
         return replace(super().contribution(reply), present=present)
 
     def global_model(self) -> Model:
+        """The widest part that any tier trains at rest."""
         piece = self.rungs.pieces[max(self.rungs.at_rest(tier) for tier in self.world.plans)]
         return Model(self.world.main, piece.view, piece.view.extract(self.weights))
 

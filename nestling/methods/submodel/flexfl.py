@@ -25,13 +25,13 @@ LEVELS = (0.25, 0.5, 1.0)
 _DISPATCHED = replace(
     WEIGHTS,
     down=lambda method, device, piece, round: method.dispatched(device, piece, round),
-    like=lambda method, piece, sent: piece.reference.network(piece.view).state_dict(),
+    like=lambda _method, piece, *_: piece.reference.network(piece.view).state_dict(),
 )
-_IDLE = Part("apoz", lambda method, device, piece, round: method.idle)
+_IDLE = Part("apoz", lambda method, *_: method.idle)
 _TRAINED = Fact(
     "trained",
-    lambda method, client, received: received.facts["fits"],
-    lambda method, sent, said: type(said) is int and 0 <= said < len(sent.facts["pool"]),
+    lambda _method, _client, received: received.facts["fits"],
+    lambda _method, sent, said: type(said) is int and 0 <= said < len(sent.facts["pool"]),
     "the model trained, one up to the dispatched,",
 )
 
@@ -48,17 +48,15 @@ class FlexFL(SharedWeights):
     Merge: mean weighted by n_k over the views that hold an entry; the others keep their value.
     Selection: every slot draws a level, then a device whose tier can hold it.
     Differs from the released code: the proxy is the server's share of the training data (the code takes the test set), all models
-    are slices of one initial network, teachers run in evaluation mode in every round. `compat = "code"` takes the code's search for
-    sizes (which ends above the nominal ones), counts the little smaller models among the teachers, and draws every model anew for the
-    first round; the first merge makes one network of them.
+    are slices of one initial network, teachers always run in evaluation mode. `compat = "code"` takes the code's search for sizes
+    (which ends above the nominal), lets the little smaller models teach, and draws all anew for round 1, whose merge joins them.
 
-    levels:      sizes of the models as shares of the whole; empty: one a tier, the largest that the tier can train (paper: 0.25,
-                 0.5, 1, for tiers of ratio 1 of which `memory_mean` says how much of the model they hold; a smaller ratio is a
-                 width, whose parameters they are then held to as well).
+    levels:      sizes of the models as shares of the whole; empty: one per tier, the largest that it trains (paper: 0.25, 0.5, 1,
+                 for tiers of ratio 1 that hold `memory_mean` of the model; a smaller ratio limits them to its width's size too).
     adapt:       how much smaller, as a share of the whole, the model beside a level is; 0 leaves those models out.
     ratios:      "apoz", or "uniform" for one width everywhere.
     units:       "stages" (blocks, as published) or "axes": what has a width of its own.
-    apoz:        the shares of zeros, one a unit, instead of measuring them; no proxy is needed then.
+    apoz:        the shares of zeros, one per unit, instead of measuring them; no proxy is needed then.
     pretrain:    epochs on the proxy before zeros are counted.
     proxy:       the share of the public rows that is used as the proxy.
     tolerance:   by how much, as a share of the whole, a model may exceed its level.
@@ -82,17 +80,16 @@ class FlexFL(SharedWeights):
     temperature: Positive = 3.0
     selection: Literal["levels", "fleet"] = "levels"
     compat: Compat = "paper"
-
     idle: State = kept()  # the APoZ vector, as it travels
     scale: WidthScale = made()
     pool: ModelPool = made()
     _dispatched: tuple[int, dict[int, int]] = made()
-
     info = Info("width", "width: nested, a ratio a unit; cut further on the device", "official code read", "A", PROXY_FIRST)
     parts = (_DISPATCHED, _IDLE)
     said = (_TRAINED,)
 
     def __post_init__(self) -> None:
+        """Refuses levels that do not rise."""
         super().__post_init__()
         require(all(a < b for a, b in pairwise(self.levels)), "sizes from small to large", "method.levels")
 
@@ -100,16 +97,17 @@ class FlexFL(SharedWeights):
 
     @property
     def as_set(self) -> Info:
+        """Without auxiliary data where the zeros are given or not needed."""
         return replace(self.info, auxiliary="none") if self.apoz or self.ratios == "uniform" else self.info
 
     def setup(self, world: World) -> None:
+        """Makes the pool of models from how idle the units are; with uniform ratios nothing is measured."""
         super().setup(world)
         units = units_of(world.main.axes, self.units)
         self._use(units, () if self.ratios == "uniform" else self._zeros(units))
 
     def _use(self, units: tuple[str, ...], apoz: Sequence[float]) -> None:
-        # Devices know the vector in single precision, so the server must not know it better.
-        vector = torch.tensor(apoz, dtype=torch.float32, device=self.world.place)
+        vector = torch.tensor(apoz, dtype=torch.float32, device=self.world.place)  # single precision, as devices know it
         self.idle, self._dispatched = {"apoz": vector} if apoz else {}, (0, {})
         self.scale = WidthScale(self.world.main, units, tuple(vector.tolist()))
         asked = self.levels or (LEVELS if self.compat == "code" else ())
@@ -131,12 +129,14 @@ class FlexFL(SharedWeights):
         return Rung(size, Piece(main, view))
 
     def choose(self, round: int, clients: int) -> list[int]:
+        """The devices that the pool's slots draw, each with its model; for the whole fleet, reachable ones at random."""
         if self.selection == "fleet":
             return super().choose(round, clients)
         self._dispatched = (round, self.pool.slots(round, clients))
         return sorted(self._dispatched[1])
 
     def piece(self, device: Device, round: int) -> Piece:
+        """The model that is dispatched to the device."""
         return self.pool.rungs[self._number(device, round)].piece
 
     def _number(self, device: Device, round: int) -> int:
@@ -145,7 +145,7 @@ class FlexFL(SharedWeights):
         return drawn[device.id] if device.id in drawn else self.pool.most(device.tier)
 
     def alike(self, device: Device, piece: Piece) -> None:
-        return None
+        """None: what a device is told depends on its memory."""
 
     def dispatched(self, device: Device, piece: Piece, round: int) -> Tensors:
         """The weights of the model that a device gets; in the released code's first round all but the whole are drawn anew."""
@@ -155,23 +155,26 @@ class FlexFL(SharedWeights):
         return self.once(round, number, lambda: anew(self.pool.rungs[number].piece, self.world.seed, number))
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        """The pool up to the dispatched model, and which of it fits: a device would read off its memory what the fleet knows."""
         number = self._number(device, round)
         rungs = self.pool.rungs[: number + 1]
         return {
             "pool": [rung.piece.spec() for rung in rungs],
             "levels": [rung.level for rung in rungs],
-            # What the device would read off its own memory; in a simulation the fleet knows it.
             "fits": min(number, self.pool.held(device.tier, device, round)),
         }
 
     def cut_to(self, piece: Piece, sent: Message, facts: Mapping[str, Any]) -> Piece:
+        """The model of the pool that the client says it has trained."""
         return self.pool.rungs[facts["trained"]].piece
 
     def global_model(self) -> Model:
+        """The largest model of the pool."""
         view = self.pool.rungs[-1].piece.view
         return Model(self.world.main, view, view.extract(self.weights))
 
     def restore(self, state: Mapping[str, State]) -> None:
+        """Makes the pool again where the checkpoint has another APoZ vector."""
         super().restore(state)
         apoz = self.idle["apoz"].tolist() if self.idle else []
         if tuple(apoz) != self.scale.apoz:
@@ -188,6 +191,7 @@ class FlexFL(SharedWeights):
         return {name: take(received["weights"][name], within(own, sent, name)) for name in own.names}
 
     def phases(self, client: Client, received: Message) -> Iterable[Phase]:
+        """One training phase, taught by the smaller models inside; plain where there are none or nothing is distilled."""
         facts = received.facts
         smaller = zip(facts["pool"][: facts["fits"]], facts["levels"], strict=False)
         teachers = [client.reference.view(spec) for spec, level in smaller if level or self.compat == "code"]

@@ -44,13 +44,16 @@ class HeteroFL(SharedWeights):
 
     @property
     def blocks(self) -> tuple[str, ...]:
+        """Room for the flags of the classes held, where the label mask is on."""
         return ("present",) if self.mask_labels else ()
 
     def setup(self, world: World) -> None:
+        """Finds the output layer, whose rows the label mask leaves out of the merge."""
         super().setup(world)
         self.output = output_layer(world.main, world.classes) if self.mask_labels else ()
 
     def piece(self, device: Device, round: int) -> Piece:
+        """What fits the device; with `dynamic`, the piece of a tier drawn by the tiers' numbers of devices."""
         if not self.dynamic or round == 0:
             return device.piece
         plans = list(self.world.plans.values())
@@ -59,6 +62,7 @@ class HeteroFL(SharedWeights):
         return plans[drawn].piece
 
     def model_for(self, device: Device) -> Model:
+        """The device's part at rest, with the scaler in its weights."""
         return self.as_trained(super().model_for(device))
 
     def as_trained(self, model: Model) -> Model:
@@ -66,12 +70,14 @@ class HeteroFL(SharedWeights):
         return scaled(model, narrowed(model.reference, model.view)) if self.scaler else model
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase with the scaler and the label mask, where they are on."""
         hooks = dividing(client.reference, client.view) if self.scaler else ()
         given = {"present": held_classes(client).float()} if self.mask_labels else {}
         objective = present_cross_entropy if self.mask_labels else cross_entropy
         return [client.train.phase(client.round, objective=objective, given=given, hooks=hooks)]
 
     def contribution(self, reply: Reply) -> Contribution:
+        """The reply's weights, all clients alike; with the label mask, output rows only of classes that the client holds."""
         weights = reply.message["weights"]
         present = counted_rows(reply.message["present"]["classes"], weights, self.output) if self.mask_labels else {}
         return Contribution(reply.piece.view, weights, 1.0, present)

@@ -45,6 +45,7 @@ class InclusiveFL(ByDepth):
     info = Info("depth", "depth: the first layers, a classifier a group", "official code read", "B", model="tinyresnet")
 
     def setup(self, world: World) -> None:
+        """Finds what every group shares and what it keeps to itself, all with initial weights."""
         super().setup(world)
         self.columns = columns(world.main)
         views = [piece.view for piece in self.ladder.pieces]
@@ -53,6 +54,7 @@ class InclusiveFL(ByDepth):
         self.own = [{n: self.weights[n] for n in view.names if n not in shared.shapes} for view, shared in both]
 
     def views(self, reference: Reference) -> list[View]:
+        """The first layers at every depth, with the last exit only where there are exits."""
         return depth_views(reference, exits="last")
 
     def _kept_in_group(self, view: View) -> list[str]:
@@ -66,12 +68,15 @@ class InclusiveFL(ByDepth):
         return next(g for g, piece in enumerate(self.ladder.pieces) if piece.view.key() == view.key())
 
     def weights_for(self, piece: Piece) -> State:
+        """The shared weights of the piece, with what its group keeps to itself."""
         return pack(self._model(self._group(piece.view)).state)
 
     def contribution(self, reply: Reply) -> Contribution:
+        """The reply's weights, by samples."""
         return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
 
     def merge(self, replies: Replies, round: int) -> None:
+        """Momentum distillation from each group to the next shallower one, then the mean over groups and within each."""
         groups: dict[int, list[Reply]] = {}
         for reply in replies:
             groups.setdefault(self._group(reply.piece.view), []).append(reply)
@@ -85,9 +90,11 @@ class InclusiveFL(ByDepth):
         self.weights = merge(self.weights, [replace(c, view=self.shared[g]) for g, own in given.items() for c in own])
 
     def shared_weights(self) -> dict[str, State]:
+        """The weights that all groups share, and by number what each keeps to itself."""
         return {**super().shared_weights(), **{f"group{number}": own for number, own in enumerate(self.own)}}
 
     def take_weights(self, weights: Mapping[str, State]) -> None:
+        """Replaces the shared weights, and those of the groups that are given."""
         super().take_weights(weights)
         self.own = [weights.get(f"group{number}", own) for number, own in enumerate(self.own)]
 
@@ -105,9 +112,11 @@ class InclusiveFL(ByDepth):
         return taught
 
     def model_for(self, device: Device) -> Model:
+        """The model of the group that the device belongs to at rest."""
         return self._model(self.ladder.rung(device))
 
     def global_model(self) -> Model:
+        """The model of the deepest group."""
         return self._model(len(self.ladder.pieces) - 1)
 
     def _model(self, group: int) -> Model:

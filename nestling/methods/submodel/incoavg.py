@@ -44,10 +44,12 @@ class InCoAvg(ByDepth):
     info = Info("depth", "depth: the first blocks of every stage", "official code read", "B", model="tinyresnet")
 
     def setup(self, world: World) -> None:
+        """Finds which convolution of a first block corrects which ones of later blocks."""
         super().setup(world)
         self.pairs = correcting(world.main)
 
     def merge(self, replies: Replies, round: int) -> None:
+        """The uniform mean, in which updates of later blocks are then corrected and held in [-clip, clip]."""
         before, most = self.weights, self.most if self.compat == "code" else None
         super().merge(replies, round)
         updates = {name: self.weights[name] - before[name] for pair in self.pairs.items() for name in pair}

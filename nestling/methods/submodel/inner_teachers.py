@@ -27,7 +27,7 @@ def taught(client: Client, teachers: Sequence[View], lam: float, temperature: fl
 def self_distilled(
     net: Net,
     batch: Batch,
-    given: Given,
+    _given: Given,
     *,
     reference: Reference,
     own: View,

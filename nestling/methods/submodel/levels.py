@@ -1,4 +1,4 @@
-"""The models of a pool: one of every level, little smaller ones beside them, and what they begin with."""
+"""The models of a pool: one of every level, slightly smaller ones beside them, and what they begin with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_smaller(levels: Sequence[Rung], adapt: float, of_size: Callable[[float]
 
 
 def fitted(world: World, scale: WidthScale) -> list[Rung]:
-    """One model a tier, the largest that it trains."""
+    """One model per tier, the largest that it trains."""
     views = [scale.largest(partial(trains, world, plan)) for plan in world.plans.values()]
     pieces = [Piece(world.main, view) for view in {view.key(): view for view in views}.values()]
     return [Rung(params(piece) / whole(world), piece) for piece in sorted(pieces, key=params)]

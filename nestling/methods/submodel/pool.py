@@ -1,4 +1,4 @@
-"""A pool of nested models: which of them a device holds, now or at rest, and whom the server gives which."""
+"""A pool of nested models: which of them a device holds, now or at rest, and which one the server gives to whom."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class ModelPool:
     rungs: Sequence[Rung]
 
     def __post_init__(self) -> None:
+        """Refuses at once a device that cannot train even the smallest model."""
         for tier, plan in self.world.plans.items():
             if plan.fit is not None:
-                self._ladder.at_rest(tier)  # says so at once where a device cannot train even the smallest model
+                self._ladder.at_rest(tier)
 
     @cached_property
     def _ladder(self) -> Ladder:
@@ -78,7 +79,7 @@ class ModelPool:
         return chosen
 
     def _draw(self, urns: Mapping[str, _Urn], rng: np.random.Generator, round: int) -> int | None:
-        """A reachable device from any of the urns, each that is left in them as likely as another."""
+        """A reachable device from any of the urns; all that are left in them are equally likely."""
         fleet = self.world.fleet
         while left := sum(urn.left for urn in urns.values()):
             place = int(rng.integers(left))

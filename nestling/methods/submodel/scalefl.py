@@ -54,6 +54,7 @@ class ScaleFL(ByDepth):
     info = Info("depth", "width and depth: prefixes of channels and exits", "official code read", "A", model="tinyexits")
 
     def __post_init__(self) -> None:
+        """Refuses widths and depths that fall or differ in number, and a last level without all channels."""
         super().__post_init__()
         require(list(self.widths) == sorted(self.widths), "must rise", "method.widths")
         require(1 in self.widths[-1:], "the last level must have all channels", "method.widths", "end with 1")
@@ -61,6 +62,7 @@ class ScaleFL(ByDepth):
         require(list(self.depths) == sorted(self.depths), "must not fall", "method.depths")
 
     def setup(self, world: World) -> None:
+        """Checks that the last level has every stage, and remembers the width of each level."""
         stages = len(need_exits(world.main, self.info.title).stages)
         message = f"the network has {stages} stages, and the last level must have them all"
         require(not self.depths or self.depths[-1] == stages, message, "method.depths")
@@ -68,17 +70,20 @@ class ScaleFL(ByDepth):
         self.width_of = {view.key(): width for view, width in zip(self.views(world.main), self.widths, strict=True)}
 
     def views(self, reference: Reference) -> list[View]:
+        """One view per level: its first stages and exits, with a prefix of every layer's channels."""
         every = depth_views(reference)
         depths = self.depths or [math.ceil((n + 1) * len(every) / len(self.widths)) for n in range(len(self.widths))]
         levels = zip(self.widths, depths, strict=True)
         return [replace(every[depth - 1], keep=prefix(reference.axes, width).keep) for width, depth in levels]
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, float]:
+        """The width of the piece, and the weight of distillation, 0 until it begins."""
         late = round > math.ceil(self.kd_start * self.world.rounds)
         kd = self.gamma / self.world.classes if late else 0.0
         return {"width": self.width_of[piece.view.key()], "kd": kd}
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase over all exits, with convolutions divided by the width where that is on."""
         width = float(received.facts["width"])
         hooks = (Hook((nn.Conv2d,), partial(divide, by=width)),) if self.scaler and width < 1 else ()
         given = {"kd": torch.tensor(float(received.facts["kd"]), device=client.place)} if self.gamma else {}
@@ -86,6 +91,7 @@ class ScaleFL(ByDepth):
         return [client.train.phase(client.round, objective=objective, given=given, hooks=hooks)]
 
     def model_for(self, device: Device) -> Model:
+        """The device's level at rest, with the division by its width in the weights."""
         model = super().model_for(device)
         width = self.width_of[model.view.key()] if self.scaler else 1.0
         layers = [name for name, layer in model.reference.module.named_modules() if isinstance(layer, nn.Conv2d)]

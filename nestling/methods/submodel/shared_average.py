@@ -51,27 +51,33 @@ class SharedAverage(SharedWeights):
 
     @property
     def blocks(self) -> tuple[str, ...]:
+        """Room for the mask of what a part may read, where parts are nested."""
         return ("mask",) if self.nested else ()
 
     @property
     def nests(self) -> bool:
+        """True where parts read only themselves."""
         return self.nested
 
     def setup(self, world: World) -> None:
+        """Makes the masks of the nesting, and sets to zero what they leave out."""
         super().setup(world)
         self.masks = nested_masks(world.main.axes, self._levels(), world.place) if self.nested else {}
         self.weights.update({name: self.weights[name] * mask for name, mask in self.masks.items()})
 
     def zeros(self, piece: Piece) -> int:
+        """How many of the piece's weights the masks leave out."""
         return sum(int((~piece.view.cut(name, mask)).sum()) for name, mask in self.masks.items() if name in piece.view.members)
 
     def _levels(self) -> list[View]:
         return list({p.piece.view.key(): p.piece.view for p in self.world.plans.values()}.values())
 
     def facts(self, device: Device, piece: Piece, round: int) -> dict[str, Any]:
+        """The tiers' parts that lie inside the piece."""
         return {"levels": [to_spec(view) for view in self._levels() if piece.view.contains(view)]}
 
     def phases(self, client: Client, received: Message) -> Phases:
+        """One training phase with masked gradients, in which smaller parts inside the client's own are trained in turn."""
         levels = [client.reference.view(spec) for spec in received.facts["levels"]]
         masks = own_masks(client.reference, client.view, tuple(levels), client.place) if self.nested else {}
         smaller = [view for view in levels if view.key() != client.view.key()] if self.inner else []

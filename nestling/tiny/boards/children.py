@@ -31,6 +31,7 @@ class Child(subprocess.Popen[bytes]):
     owner = 0
 
     def __del__(self) -> None:
+        """Kills the child when the last reference to it goes."""
         # Only its own parent may: after a fork the other process has a copy of this object.
         if self.owner == os.getpid():
             kill(self)

@@ -17,6 +17,7 @@ class Emulator(ABC):
     """A board that runs in a process of its own. Its link is the Unix socket `socket`; `log` holds what the emulator says."""
 
     def __init__(self, image: Firmware, blob: bytes, socket: str | Path) -> None:
+        """Writes the client's data beside the socket for the emulator to load; data that do not fit the flash are refused."""
         if len(blob) > image.blob_bytes:
             raise InputError(
                 f"{len(blob)} bytes of data do not fit the {image.blob_bytes} bytes of flash behind the firmware of {image.board.name}",
@@ -44,12 +45,14 @@ class Emulator(ABC):
 
     @property
     def pid(self) -> int:
+        """The number of the emulator's process."""
         if self.process is None:
             raise RuntimeError(f"{self.image.board.name} has not been started")
         return self.process.pid
 
     @property
     def alive(self) -> bool:
+        """Whether the process was started and still runs."""
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> Emulator:
@@ -77,9 +80,11 @@ class Emulator(ABC):
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
 
     def __enter__(self) -> Emulator:
+        """Starts the board unless it is on already."""
         return self if self.alive else self.start()
 
     def __exit__(self, *_: object) -> None:
+        """Cuts the power."""
         self.kill()
 
 

@@ -16,15 +16,18 @@ class QemuBoard(Emulator):
     count instructions; None: the clock is the host's."""
 
     def __init__(self, image: Firmware, blob: bytes, socket: str | Path, shift: int | None = None) -> None:
+        """Needs QEMU installed, and says how to get it where it is not."""
         toolchain.need(QEMU)
         super().__init__(image, blob, socket)
         self.shift = shift
 
     def flash_data(self, blob: bytes) -> bytes:
+        """The data as an ELF file at their place in flash."""
         # Raw data are refused beyond the size of the machine's main memory, which STM32 machines do not have in newer versions.
         return elf.wrap(blob, self.image.blob) if blob else b""
 
     def command(self) -> list[str]:
+        """QEMU with the firmware, the data and the serial port on the socket."""
         machine = self.image.board.machine
         assert machine is not None
         clock = [] if self.shift is None else ["-icount", f"shift={self.shift},sleep=off"]

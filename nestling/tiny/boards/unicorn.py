@@ -28,10 +28,12 @@ class UnicornBoard(Emulator):
     """A board in Unicorn. It has no clock: its ticks stay at 0."""
 
     def __init__(self, image: Firmware, blob: bytes, socket: str | Path) -> None:
+        """Needs the package `unicorn`, and says how to get it where it is missing."""
         toolchain.need("unicorn")
         super().__init__(image, blob, socket)
 
     def command(self) -> list[str]:
+        """This module as a process, told the board's memory map, core and UART."""
         board = self.image.board
         maps = ["--ram", f"{board.ram}:{board.ram_bytes}", "--flash", f"{board.flash}:{board.flash_bytes}"]
         data = ["--data", str(self.data), "--data-at", str(self.image.blob)]
@@ -47,6 +49,7 @@ class Machine:
     """The core, its memory and its UART."""
 
     def __init__(self, core: str, uart: int, ram: tuple[int, int], flash: tuple[int, int]) -> None:
+        """Maps exactly this RAM and flash, and the windows of the UART and of the system registers."""
         import unicorn
         from unicorn import arm_const
 
@@ -71,7 +74,7 @@ class Machine:
             raise Fault(f"{len(data)} bytes at {address:#010x} do not lie in the flash") from None
 
     def reset(self) -> None:
-        """To where the vector table says."""
+        """Sets stack and program counter to what the vector table says."""
         stack, start = (int.from_bytes(self.core.mem_read(self._vectors + at, 4), "little") for at in (0, 4))
         self.core.reg_write(self._registers.UC_ARM_REG_SP, stack)
         self.core.reg_write(self._registers.UC_ARM_REG_PC, start)
@@ -87,23 +90,23 @@ class Machine:
             raise Fault(self.fault)
         self._at = self.core.reg_read(self._registers.UC_ARM_REG_PC)
 
-    def _uart_read(self, uc: Any, offset: int, size: int, _: object) -> int:
+    def _uart_read(self, _uc: Any, offset: int, _size: int, _: object) -> int:
         if offset == STATE:
             return FULL_IN if self.received else 0
         return self.received.pop(0) if offset == DATA and self.received else 0
 
-    def _uart_write(self, uc: Any, offset: int, size: int, value: int, _: object) -> None:
+    def _uart_write(self, uc: Any, offset: int, _size: int, value: int, _: object) -> None:
         if offset == DATA:
             self.unsent.append(value & 0xFF)
             if len(self.unsent) >= MOST_UNSENT:
                 uc.emu_stop()
 
-    def _system_write(self, uc: Any, offset: int, size: int, value: int, _: object) -> None:
+    def _system_write(self, uc: Any, offset: int, _size: int, _value: int, _: object) -> None:
         if offset == AIRCR:
             self.fault = "the board reset itself"
             uc.emu_stop()
 
-    def _invalid(self, uc: Any, access: int, address: int, size: int, value: int, _: object) -> bool:
+    def _invalid(self, _uc: Any, _access: int, address: int, _size: int, _value: int, _: object) -> bool:
         self.fault = f"there is no such memory: {address:#010x}"
         return False
 

@@ -107,9 +107,11 @@ class Reader:
     """Takes a stream in pieces and gives its frames; None stands for a damaged one."""
 
     def __init__(self) -> None:
+        """Starts at the beginning of a frame."""
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Frame | None]:
+        """The frames that these bytes complete; an unfinished rest waits for more."""
         *whole, rest = (self._rest + data).split(b"\0")
         # Without a zero for longer than any frame it is noise: keep enough to know that it was damaged.
         self._rest = rest[: _LONGEST_ENCODED + 1]

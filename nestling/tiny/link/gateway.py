@@ -92,12 +92,14 @@ def _made(kind: Callable[..., Any], where: str, values: Mapping[str, Any]) -> An
 
 
 class Log:
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def __init__(self, file: IO[str]) -> None:
+        """Writes to an open file, from any thread."""
         self._file, self._lock = file, threading.Lock()
 
     def __call__(self, event: str, **facts: Any) -> None:
+        """Writes one event with its time and its facts."""
         line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})
         with self._lock:
             print(line, file=self._file, flush=True)
@@ -115,6 +117,7 @@ class Gateway:
     """Runs jobs on boards and keeps the journal."""
 
     def __init__(self, boards: Mapping[str, BoardConfig], journal: Path, log: Log) -> None:
+        """Makes a session for every board; none is spoken to yet."""
         self._journal, self._log = journal, log
         self._desks = {name: _Desk(self._session(name, board)) for name, board in boards.items()}
 
@@ -274,6 +277,7 @@ class GatewayClient:
     """Asks a gateway. May be used from many threads; a gateway that is gone is waited for (`patience` seconds) and asked again."""
 
     def __init__(self, path: str | Path, patience: float = 60.0) -> None:
+        """Asks the gateway whose socket is at `path`; every request opens a connection of its own."""
         self._path, self._patience = str(path), patience
 
     def run(self, board: str, job: Job | Orders) -> Done:
@@ -339,6 +343,7 @@ def _error(told: Mapping[str, Any]) -> Exception:
 
 
 def main(words: list[str] | None = None) -> int:
+    """Serves until told to stop; gives 0, or 2 where the configuration is wrong."""
     parser = argparse.ArgumentParser(prog="python -m nestling.tiny.link.gateway", description="Speaks for many boards.")
     parser.add_argument("--config", type=Path, required=True, help="JSON file that names the boards")
     parser.add_argument("--socket", type=Path, required=True, help="where it is asked")

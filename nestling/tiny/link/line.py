@@ -40,7 +40,7 @@ class Lost(ConnectionError):
 
 
 class Gone(Lost):
-    """And it did not come back either."""
+    """The board was lost and did not come back."""
 
 
 class BoardRefused(InputError):
@@ -149,12 +149,13 @@ class BoardLine:
         return answer
 
     def close(self) -> None:
+        """Closes the stream; `hello` opens it again."""
         if self._stream is not None:
             self._stream.close()
         self._stream = None
 
     def _wait(self) -> float:
-        """Seconds after which a request counts as lost; as TCP reckons it."""
+        """Seconds after which a request counts as lost, computed as TCP does."""
         return min(self.timing.answer, max(_SHORTEST, self._usual + 4 * self._spread)) if self._spread else self.timing.answer
 
     def _learn(self, seconds: float) -> None:

@@ -41,6 +41,7 @@ class Orders:
 
     @cached_property
     def header(self) -> Header:
+        """The header of the job's descriptor."""
         return from_bytes(self.descriptor.tobytes())[0]
 
     @cached_property
@@ -71,9 +72,11 @@ class Orders:
         return int(self.digest[:8], 16) or 1
 
     def to_bytes(self) -> bytes:
+        """The arrays as a bundle."""
         return bundle.pack({}, self.arrays())
 
     def arrays(self) -> dict[str, np.ndarray]:
+        """The fields that are given, by name."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: array for name, array in found.items() if array is not None}
 

@@ -110,6 +110,7 @@ class Session:
         return info
 
     def close(self) -> None:
+        """Closes the line to the board."""
         self.line.close()
 
     def run(
@@ -129,7 +130,7 @@ class Session:
         while True:
             try:
                 return work.go()
-            except Gone:
+            except Gone:  # noqa: PERF203 (a lost board is tried again)
                 raise
             except Lost as error:
                 if self.on_lost is not None:
@@ -187,7 +188,7 @@ class _Work:
     on_step: Callable[[int, float], None] | None
 
     def go(self) -> Done:
-        """To the end, if the board stays."""
+        """Runs the job to its end, if the board stays."""
         info = self.session.hello()
         self._check(info)
         first = info.samples if self._goes_on(info) else self._restore(info)

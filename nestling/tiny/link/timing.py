@@ -18,14 +18,14 @@ from nestling.tiny.link.session import Session, connect
 from nestling.tiny.runtime.job import Job
 
 PLAIN = 1.82
-"""Cycles an instruction of the training loops on a Cortex-M4F: 1.76 to 1.87 over three networks, by the costs of ARM's manual for each
-class of instruction. The same is taken for the cores without an FPU."""
+"""Cycles per instruction of the training loops on a Cortex-M4F: 1.76 to 1.87 over three networks, by the costs of ARM's manual
+for each class of instruction. The same is taken for the cores without an FPU."""
 
 CYCLES_PER_INSTRUCTION = {
     "cortex-m0": PLAIN,
     "cortex-m3": PLAIN,
     "cortex-m4": PLAIN,
-    # Two instructions at a time where that is possible: MLPerf Tiny measured 0.36 fp32 MACs a cycle on a Cortex-M7, 0.17 on an M4F.
+    # Two instructions at a time where possible: MLPerf Tiny measured 0.36 fp32 MACs per cycle on a Cortex-M7, 0.17 on an M4F.
     "cortex-m7": PLAIN * 0.17 / 0.36,
 }
 NANOSECOND = 1e-9

@@ -23,9 +23,11 @@ class Stream(Protocol):
     def read(self, timeout: float) -> bytes:
         """What has arrived, after at most `timeout` seconds; nothing is b"". Raises `Broken` at the end of the stream."""
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes) -> None:
+        """Sends all of `data`; raises `Broken` when the other side is gone."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Gives the stream back."""
 
 
 def open_stream(address: str, timeout: float = 5.0) -> Stream:
@@ -138,6 +140,7 @@ class Noisy:
     """A stream with `noise` on it. The faults depend on the seed, how often it was opened before, and the order of the frames."""
 
     def __init__(self, stream: Stream, noise: Noise, opened: int = 0) -> None:
+        """Each way has a generator of its own, seeded by the noise's seed and `opened`."""
         self._stream = stream
         self._rate = noise.rate
         self._up, self._down = (random.Random(f"{noise.seed}/{opened}/{way}") for way in ("up", "down"))
@@ -145,15 +148,18 @@ class Noisy:
         self.spoilt = 0
 
     def read(self, timeout: float) -> bytes:
+        """Whole frames only, some of them spoilt; what is left of the last one waits for the rest."""
         *frames, self._rest = (self._rest + self._stream.read(timeout)).split(b"\0")
         return b"".join(self._spoil(frame, self._down) for frame in frames if frame)
 
     def write(self, data: bytes) -> None:
+        """Sends the frames, some of them spoilt or left out."""
         spoilt = b"".join(self._spoil(frame, self._up) for frame in data.split(b"\0") if frame)
         if spoilt:
             self._stream.write(spoilt)
 
     def close(self) -> None:
+        """Closes the stream underneath."""
         self._stream.close()
 
     def _spoil(self, frame: bytes, draw: random.Random) -> bytes:

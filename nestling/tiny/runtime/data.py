@@ -1,7 +1,7 @@
 """A client's data as it lies in a board's flash.
 
 Little-endian: magic, rows, channels, height, width, kind (0: float32, 1: uint8), scale, offset, bytes of everything, CRC-32 of what
-follows; then the labels, 16 bits a row, padded to 4 bytes; then the samples. Of uint8, x = q · scale + offset in float32.
+follows; then the labels, 16 bits per row, padded to 4 bytes; then the samples. Of uint8, x = q · scale + offset in float32.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _HEADER = struct.Struct("<6I2f2I")
 
 
 def pack(x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> bytes:
-    """Samples (rows, and their shape: one to three dimensions) and labels as one blob; of a byte an entry where that gives back the
-    same floats, else of four."""
+    """Samples (rows, and their shape: one to three dimensions) and labels as one blob; of a byte per entry where that gives back
+    the same floats, else of four."""
     samples, labels = _samples(x), _labels(y)
     if len(samples) != len(labels) or not len(samples):
         raise InputError(f"{len(samples)} samples and {len(labels)} labels", field="data", fix="one label a sample, at least one")

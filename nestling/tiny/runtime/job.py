@@ -29,7 +29,7 @@ class Job:
     """All that a board needs beside its firmware and its data.
 
     weights: float32, in the order of the plan. anchor: the trained part of what the proximal term pulls towards.
-    mask: flags, one for each trained parameter. present: one float a class. targets: (rows of the board's data, classes) float32.
+    mask: flags, one per trained parameter. present: one float per class. targets: (rows of the board's data, classes) float32.
     """
 
     plan: MemoryPlan

@@ -51,6 +51,7 @@ class RuntimeRefused(InputError):
     """The runtime refused; `code` is its reason."""
 
     def __init__(self, code: int, what: str, op: int = NONE) -> None:
+        """Words the error from the runtime's code and, where one is to blame, the operation's number."""
         reason = REASONS[code] if 0 <= code < len(REASONS) else f"code {code}"
         place = "" if op == NONE else f" (operation {op})"
         super().__init__(f"the C runtime refused {what}: {reason}{place}", field="tiny")
@@ -113,12 +114,14 @@ class FlashData:
     """A client's data, opened and checked. Many engines may read it."""
 
     def __init__(self, blob: bytes) -> None:
+        """Has the runtime check a copy of the blob."""
         self._kept = _aligned(blob)  # the view points into it
         self.view = _Blob()
         _check(library().nst_blob_open(byref(self.view), self._kept.ctypes.data, len(blob)), "the data")
 
     @property
     def rows(self) -> int:
+        """How many rows the data has."""
         return int(self.view.rows)
 
 
@@ -126,6 +129,7 @@ class CRuntime:
     """One training engine with an arena of its own: exactly as many bytes as the plan says, or as many as given."""
 
     def __init__(self, descriptor: bytes, arena: int) -> None:
+        """Has the runtime check the plan and lay it out in a fresh arena of `arena` bytes."""
         self._library, self._engine = library(), _Engine()
         self._descriptor, self._arena = _aligned(descriptor), np.zeros(max(arena + 3, 4) // 4, np.uint32)
         code = self._library.nst_attach(
@@ -143,6 +147,7 @@ class CRuntime:
         return self._arena[first : first + size.value // 4].view(np.uint32 if which == MASK else np.float32)
 
     def write(self, which: int, values: np.ndarray, what: str) -> None:
+        """Fills a block of the arena; another number of values than the plan has is refused."""
         block = self.block(which)
         if block.shape != values.shape:
             fix = f"the plan has {block.size} of them"
@@ -150,6 +155,7 @@ class CRuntime:
         block[:] = values
 
     def begin(self, settings: bytes) -> None:
+        """Starts a job with these settings (`DescriptorSettings.to_bytes`)."""
         _check(self._library.nst_begin(byref(self._engine), byref(_Settings.from_buffer_copy(settings))), "the settings")
 
     def batch(
@@ -177,6 +183,7 @@ class CRuntime:
 
     @property
     def steps(self) -> int:
+        """How many steps the engine has done."""
         return int(self._engine.steps)
 
 

@@ -57,6 +57,7 @@ def zig() -> list[str] | None:
 
 
 def is_zig(compiler: Sequence[str]) -> bool:
+    """Whether the command is zig's compiler from the package `ziglang`."""
     return "ziglang" in compiler
 
 

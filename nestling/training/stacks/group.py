@@ -31,6 +31,7 @@ class Group:
 
     @property
     def phase(self) -> Phase:
+        """The first client's phase; those of the others differ in `given` only."""
         return self.phases[0]
 
     @cached_property
@@ -43,6 +44,7 @@ class Group:
 
     @property
     def site(self) -> Site:
+        """The site that all clients share."""
         return self.clients[0].site
 
     @cached_property
@@ -70,6 +72,7 @@ class Group:
 
     @property
     def sizes(self) -> list[int]:
+        """How many rows each client trains on."""
         if self.phase.source == "private":
             return [c.samples for c in self.clients]
         rows = public_of(self.site) if self.phase.rows is None else self.phase.rows

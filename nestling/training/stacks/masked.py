@@ -44,10 +44,12 @@ class masked_statistics(TorchFunctionMode):
     and not on layers, so that teachers, networks inside networks and layers of the user's own are covered too."""
 
     def __init__(self, mask: Tensor) -> None:
+        """Takes one flag per row of the batch."""
         super().__init__()
         self.mask = mask
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Normalises inputs of that many rows in training by the flagged ones; every other call runs as it is."""
         if func is F.batch_norm:
             given = _SIGNATURE.bind(*args, **(kwargs or {}))
             given.apply_defaults()

@@ -231,10 +231,11 @@ class Feed:
     x: Tensor
     y: Tensor | None
     places: np.ndarray  # (clients, steps, batch) rows in `x`
-    draws: np.ndarray | None  # what the augmentation drew, one entry a place
+    draws: np.ndarray | None  # what the augmentation drew, one entry per place
 
     @staticmethod
     def of(group: Group) -> Feed:
+        """The feed of a group: the private data of all clients, or the public data where the phase trains on that."""
         plan, site, phase = group.schedule, group.site, group.phase
         if phase.source == "private":
             x, y = site.x, site.y

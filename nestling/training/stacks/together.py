@@ -22,7 +22,7 @@ Blame = Callable[[Task, Exception], Exception]
 
 @dataclass(eq=False)
 class Losses:
-    """What came of a group's phase, one entry a client: loss summed over samples, steps, samples."""
+    """What came of a group's phase, one entry per client: loss summed over samples, steps, samples."""
 
     total: Tensor
     steps: list[int]
@@ -30,6 +30,7 @@ class Losses:
     fetched: Fetched | FetchedRow | None = None  # the totals on their way to the host, where somebody has sent them already
 
     def __post_init__(self) -> None:
+        """Sends the totals to the host unless that has happened already."""
         self.fetched = self.fetched or Fetched(self.total)
 
     @cached_property
@@ -46,6 +47,7 @@ class Loss:
     parts: list[tuple[Losses, int]] = field(default_factory=list)
 
     def __float__(self) -> float:
+        """The mean over the samples of all its phases; waits for the device where it must."""
         if len(self.parts) == 1:
             part, k = self.parts[0]
             return part.values[k] / (part.samples[k] or 1)
@@ -65,7 +67,7 @@ class _Seat:
     loss: Loss = field(default_factory=Loss)
 
 
-def _as_it_is(task: Task, error: Exception) -> Exception:
+def _as_it_is(_task: Task, error: Exception) -> Exception:
     return error
 
 
