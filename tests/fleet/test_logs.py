@@ -189,9 +189,9 @@ def test_what_a_child_prints_is_told_with_what_it_is_about(tmp_path: Path) -> No
     refusal = proxy.ClosedDoor(403, proxy.REVOKED_KEY, "the key of d2 is revoked", "SHA256:H2jUDEWxWW7kzngy")
     words = (refusal.status, refusal.code, refusal.reason, refusal.who)
     code = (
-        "import logging, sys; from nestling.fleet.server.proxy import Config, Proxy, Refusal\n"
+        "import logging, sys; from nestling.fleet.server.proxy import ClosedDoor, Config, Proxy\n"
         "logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')\n"
-        f"Proxy(Config('127.0.0.1', 1, 2))._tell(Refusal(*{words!r}), '10.0.0.9')\n"
+        f"Proxy(Config('127.0.0.1', 1, 2))._tell(ClosedDoor(*{words!r}), '10.0.0.9')\n"
         f"print('the token is {token}', file=sys.stderr); import time; time.sleep(600)"
     )
     path = tmp_path / "log.jsonl"

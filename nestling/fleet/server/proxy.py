@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import ssl
 import sys
 import time
@@ -27,16 +26,18 @@ from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from pathlib import Path
 
+import h11
+
 from nestling.fleet.care import certs
+from nestling.fleet.server.http1 import CHUNK, HEAD_LIMIT, HEAD_SECONDS, BadHead, Head, HttpLine, headers_of
 
 log = logging.getLogger("nestling.fleet.server.proxy")
 
-HEAD_LIMIT, CHUNK = 16 * 1024, 64 * 1024
 SWALLOWED = 256 * 1024
 BODY_LIMIT = 16 * 1024 * 1024
 """Flower cuts what it sends into pieces of 5 MB."""
-IDLE, HEAD_SECONDS, PIECE_SECONDS, ANSWER_SECONDS, ALL_SECONDS = 90.0, 20.0, 60.0, 120.0, 900.0
-"""Patience: between requests, for a head, for the next piece of a body, for the SuperLink to answer, for all of a request."""
+IDLE, ANSWER_SECONDS, ALL_SECONDS = 90.0, 120.0, 900.0
+"""Patience: between requests, for the SuperLink to answer, for all of a request."""
 FRESH = 3.0
 """A connection to the SuperLink idle for longer is not used again: its server ends it after 5 s, perhaps just then."""
 PER_ADDRESS, CONNECTIONS = 256, 4096
@@ -59,13 +60,11 @@ CALLS = frozenset(
 SELF_REGISTERING = frozenset({"register-node", "unregister-node"})  # only where keys are not asked for
 ENTRIES = frozenset({"register-node", "activate-node"})
 PASSED_ON = ("content-type", "accept", "user-agent", "traceparent", "tracestate")
+HOP_BY_HOP = ("connection", "keep-alive", "server")
 KEY = "flwr-public-key"
 
 NO_KEY, UNKNOWN_KEY, REVOKED_KEY, NO_PATH = 9401, 9403, 9410, 9404
 """Codes in the refusals, in the form Flower's nodes print."""
-
-TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-PEER = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True)
@@ -95,23 +94,6 @@ class ClosedDoor(Exception):
         """Takes the HTTP status, the code and reason that the node prints, and who it was, where known."""
         super().__init__(reason)
         self.status, self.code, self.reason, self.who = status, code, reason, who
-
-
-@dataclass
-class Head:
-    """The first lines of a request or an answer."""
-
-    first: str
-    headers: dict[str, str]
-
-    def length(self) -> int:
-        """The announced size of the body; a body of unknown size is refused."""
-        if "transfer-encoding" in self.headers:
-            raise ClosedDoor(411, NO_PATH, "a body must announce its length")
-        text = self.headers.get("content-length", "0")
-        if not re.fullmatch(r"[0-9]{1,15}", text):
-            raise ClosedDoor(400, NO_PATH, "bad content-length")
-        return int(text)
 
 
 @dataclass
@@ -175,7 +157,7 @@ class Proxy:
         self.config = config
         self.keys = Keys(Path(config.devices), Path(config.revoked)) if config.devices else None
         self.quiet = Quiet()
-        self._idle: list[tuple[PEER, float]] = []
+        self._idle: list[tuple[HttpLine, float]] = []
         self._open: Counter[str] = Counter()
         self._inner = _client_context(config.upstream_ca)
 
@@ -200,47 +182,51 @@ class Proxy:
                 self.quiet.say(f"cannot read the keys: {error}")
 
     async def _guarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = str((writer.get_extra_info("peername") or ["?"])[0])
+        line, address = HttpLine(reader, writer, h11.SERVER), str((writer.get_extra_info("peername") or ["?"])[0])
         self._open[address] += 1
         try:
-            if self._open[address] > PER_ADDRESS or self._open.total() > CONNECTIONS:
-                raise ClosedDoor(503, NO_PATH, "too many connections")
-            while await self._one(reader, writer, address):
-                pass
+            await self._serve(line, address)
         except ClosedDoor as refusal:
             self._tell(refusal, address)
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await _answer(writer, refusal)
-        except (OSError, EOFError, asyncio.TimeoutError, ssl.SSLError):
+            with contextlib.suppress(OSError, asyncio.TimeoutError, h11.LocalProtocolError):
+                await _refuse(line, refusal)
+        except (OSError, EOFError, asyncio.TimeoutError, ssl.SSLError, h11.LocalProtocolError):
             pass  # the other side went away, or stood still for too long
         finally:
             self._open[address] -= 1
             if not self._open[address]:
                 del self._open[address]
-            await _close(writer)
+            await line.close()
 
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> bool:
-        """One request and its answer; False where the connection ends."""
-        head = await _read_head(reader, IDLE)
-        if head is None:
-            return False
+    async def _serve(self, line: HttpLine, address: str) -> None:
+        """Requests of one connection, one after the other."""
+        if self._open[address] > PER_ADDRESS or self._open.total() > CONNECTIONS:
+            raise ClosedDoor(503, NO_PATH, "too many connections")
+        while (request := await _head(line, IDLE)) is not None:
+            await self._one(request, line, address)
+            if not line.again():
+                return
+
+    async def _one(self, request: Head, line: HttpLine, address: str) -> None:
+        """One request and its answer."""
+        assert isinstance(request, h11.Request)  # noqa: S101 (what h11 gives a server)
+        headers = headers_of(request)
         try:
-            call, device = self._admit(head)
-            size = head.length()
+            call, device = self._admit(request, headers)
+            size = _length(headers)
             if size > self.config.body_limit:
                 raise ClosedDoor(413, NO_PATH, f"{size:,} bytes are too many", device)
         except ClosedDoor:
-            await _swallow(reader, head)
+            await _swallow(line, headers)
             raise
-        status, keep = await asyncio.wait_for(self._forward(head, size, reader, writer, address), ALL_SECONDS)
+        status = await asyncio.wait_for(self._forward(request, headers, line, address), ALL_SECONDS)
         if call == "activate-node":
             log.info("%s: %s from %s", "joined" if status == 200 else f"not let in ({status})", device, address)
-        return keep and head.headers.get("connection", "").lower() != "close"
 
-    def _admit(self, head: Head) -> tuple[str, str]:
+    def _admit(self, request: h11.Request, headers: dict[str, str]) -> tuple[str, str]:
         """What is called, and by which device; or a refusal."""
-        method, path, version = [*head.first.split(" "), "", ""][:3]
-        if version != "HTTP/1.1" or head.first.count(" ") != 2:
+        method, path = request.method.decode(), request.target.decode()
+        if request.http_version != b"1.1":
             raise ClosedDoor(400, NO_PATH, "not a request of HTTP/1.1")
         if (method, path) == ("GET", "/health"):
             return "health", "-"
@@ -250,143 +236,99 @@ class Proxy:
         if self.keys is None:
             return call, "a device"
         # A node prints the reason of a 400 and ends, where it is about to enter; later on it is a 401 that makes it end, and begin
-        # again. It takes a 403 for the end of the run.
+        # again. A 403 it takes for the end of the run.
         status = 400 if call in ENTRIES else 401
         if call in SELF_REGISTERING:
             raise ClosedDoor(status, NO_KEY, "a device brings a key that is registered here; none registers itself")
-        return call, self.keys.check(head.headers.get(KEY), status)
+        return call, self.keys.check(headers.get(KEY), status)
 
-    async def _forward(
-        self, head: Head, size: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
-    ) -> tuple[int, bool]:
+    async def _forward(self, request: h11.Request, headers: dict[str, str], line: HttpLine, address: str) -> int:
+        """Passes a request on and its answer back; the answer's status."""
         try:
-            up_reader, up_writer = await self._connect()
+            up = await self._connect()
         except OSError:
             raise ClosedDoor(503, NO_PATH, "the server is starting or gone; try again") from None
         try:
-            kept = {k: v for k, v in head.headers.items() if k in PASSED_ON or k.startswith("flwr-")}
-            kept |= {"host": f"127.0.0.1:{self.config.upstream}", "content-length": str(size), "x-forwarded-for": address}
-            up_writer.write(_head_bytes(head.first, kept))
-            await _copy(reader, up_writer, size, PIECE_SECONDS)
-            answer = await _read_head(up_reader, ANSWER_SECONDS)
+            kept = {k: v for k, v in headers.items() if k in PASSED_ON or k.startswith("flwr-")}
+            kept |= {"host": f"127.0.0.1:{self.config.upstream}", "x-forwarded-for": address}
+            kept |= {"content-length": headers.get("content-length", "0")}
+            await up.send(h11.Request(method=request.method, target=request.target, headers=_encoded(kept)))
+            await _copy(line, up)
+            answer = await _head(up, ANSWER_SECONDS)
             if answer is None:
                 raise ClosedDoor(502, NO_PATH, "the server went away; try again")
-            again = await _relay(answer, up_reader, writer)
+            assert isinstance(answer, h11.Response)  # noqa: S101 (what h11 gives a client)
+            passed = {k: v for k, v in headers_of(answer).items() if k not in HOP_BY_HOP}
+            await line.send(h11.Response(status_code=answer.status_code, headers=_encoded(passed), reason=answer.reason))
+            await _copy(up, line)
         except BaseException:
-            up_writer.close()
+            up.writer.close()
             raise
-        if again:
-            self._idle.append(((up_reader, up_writer), time.monotonic()))
+        if up.again():
+            self._idle.append((up, time.monotonic()))
         else:
-            await _close(up_writer)
-        return int(answer.first.split(" ")[1]), again
+            await up.close()
+        return answer.status_code
 
-    async def _connect(self) -> PEER:
+    async def _connect(self) -> HttpLine:
         """A connection to the SuperLink: one that was just used, or a new one."""
         now, stale = time.monotonic(), []
         while self._idle:
-            (reader, writer), since = self._idle.pop()
-            if now - since < FRESH and not reader.at_eof() and not writer.is_closing():
-                return reader, writer
-            stale.append(writer)
-        for writer in stale:
-            writer.close()
-        return await asyncio.open_connection("127.0.0.1", self.config.upstream, ssl=self._inner, limit=CHUNK)
+            line, since = self._idle.pop()
+            if now - since < FRESH and line.usable():
+                return line
+            stale.append(line)
+        for line in stale:
+            line.writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.config.upstream, ssl=self._inner, limit=CHUNK)
+        return HttpLine(reader, writer, h11.CLIENT)
 
     def _tell(self, refusal: ClosedDoor, address: str) -> None:
         who = f" {refusal.who}" if refusal.who else ""
         self.quiet.say(f"refused {address}{who}: {refusal.reason} ({refusal.status})")
 
 
-async def _read_head(reader: asyncio.StreamReader, patience: float) -> Head | None:
-    """The head of what comes next; None at the end of the connection. Whatever two readers might understand differently is refused."""
+async def _head(line: HttpLine, patience: float) -> Head | None:
+    """The head of what comes next; None at the end of the connection."""
     try:
-        first = await asyncio.wait_for(reader.readexactly(1), patience)
-        raw = first + await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEAD_SECONDS)
-    except asyncio.IncompleteReadError:
-        return None
-    except asyncio.LimitOverrunError:
-        raise ClosedDoor(431, NO_PATH, "the head of the request is too long") from None
-    lines = raw[:-4].split(b"\r\n")
-    if any(b"\n" in line or b"\r" in line or b"\0" in line for line in lines):
-        raise ClosedDoor(400, NO_PATH, "bad line ends")
-    headers: dict[str, str] = {}
-    for line in lines[1:]:
-        name, colon, value = line.partition(b":")
-        if not colon or not TOKEN.fullmatch(name):
-            raise ClosedDoor(400, NO_PATH, "bad header")
-        word = name.decode().lower()
-        if word in headers and word != "set-cookie":
-            raise ClosedDoor(400, NO_PATH, f"the header {word} comes twice")
-        headers[word] = value.strip(b" \t").decode("latin-1")
-    return Head(lines[0].decode("latin-1"), headers)
+        return await line.head(patience)
+    except BadHead as bad:
+        raise ClosedDoor(bad.status, NO_PATH, bad.reason) from None
 
 
-async def _relay(answer: Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """Passes an answer on; whether both connections may be used again."""
-    chunked = answer.headers.get("transfer-encoding", "").lower() == "chunked"
-    size = answer.headers.get("content-length", "")
-    again = (chunked or size.isdigit()) and answer.headers.get("connection", "").lower() != "close"
-    dropped = ("connection", "keep-alive", "server")
-    kept = {k: v for k, v in answer.headers.items() if k not in dropped} | {"connection": "keep-alive" if again else "close"}
-    writer.write(_head_bytes(answer.first, kept))
-    if chunked:
-        await _copy_chunks(reader, writer)
-    elif size.isdigit():
-        await _copy(reader, writer, int(size), PIECE_SECONDS)
-    else:
-        while piece := await reader.read(CHUNK):
-            writer.write(piece)
-            await writer.drain()
-    await writer.drain()
-    return again
+def _length(headers: dict[str, str]) -> int:
+    """The announced size of the body; a body of unknown size is refused."""
+    if "transfer-encoding" in headers:
+        raise ClosedDoor(411, NO_PATH, "a body must announce its length")
+    return int(headers.get("content-length", "0"))
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, size: int, patience: float) -> None:
-    """`size` bytes, as they come: `patience` is for each piece, not for the whole."""
-    while size:
-        piece = await asyncio.wait_for(reader.read(min(CHUNK, size)), patience)
-        if not piece:
-            raise ConnectionError("ended in the middle")
-        writer.write(piece)
-        await asyncio.wait_for(writer.drain(), patience)
-        size -= len(piece)
+async def _copy(source: HttpLine, sink: HttpLine) -> None:
+    """A body, as it comes, and its end."""
+    async for piece in source.body():
+        await sink.send(h11.Data(data=piece))
+    await sink.send(h11.EndOfMessage())
 
 
-async def _swallow(reader: asyncio.StreamReader, head: Head) -> None:
+async def _swallow(line: HttpLine, headers: dict[str, str]) -> None:
     """Reads the start of a refused body: a connection that ends with bytes unread may take the refusal with it."""
-    size = head.headers.get("content-length", "")
+    size = headers.get("content-length", "")
     with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
-        await asyncio.wait_for(reader.readexactly(min(int(size) if size.isdigit() else 0, SWALLOWED)), 2)
+        await asyncio.wait_for(line.reader.readexactly(min(int(size) if size.isdigit() else 0, SWALLOWED)), 2)
 
 
-async def _copy_chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A body in chunks, up to the last one, which is empty."""
-    while True:
-        line = await reader.readuntil(b"\r\n")
-        size = int(line.split(b";")[0], 16)
-        writer.write(line)
-        await _copy(reader, writer, size + 2, PIECE_SECONDS)
-        if size == 0:
-            return
-
-
-async def _answer(writer: asyncio.StreamWriter, refusal: ClosedDoor) -> None:
+async def _refuse(line: HttpLine, refusal: ClosedDoor) -> None:
     """Says no in the form that Flower's nodes know how to print."""
     body = json.dumps({"code": refusal.code, "detail": refusal.reason}).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-    writer.write(_head_bytes(f"HTTP/1.1 {refusal.status} Refused", headers | {"date": formatdate(usegmt=True)}) + body)
-    await asyncio.wait_for(writer.drain(), HEAD_SECONDS)
+    headers["date"] = formatdate(usegmt=True)
+    await line.send(h11.Response(status_code=refusal.status, headers=_encoded(headers), reason=b"Refused"))
+    await line.send(h11.Data(data=body))
+    await line.send(h11.EndOfMessage())
 
 
-def _head_bytes(first: str, headers: dict[str, str]) -> bytes:
-    return "\r\n".join([first, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode("latin-1")
-
-
-async def _close(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with contextlib.suppress(OSError, asyncio.TimeoutError, ssl.SSLError):
-        await asyncio.wait_for(writer.wait_closed(), 5)
+def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
 def _server_context(config: Config) -> ssl.SSLContext | None:
