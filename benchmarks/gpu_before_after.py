@@ -1,58 +1,87 @@
-"""Whether a change made a method slower on a GPU: rounds of two source trees, in turn, in one run.
+"""Whether a change made a method slower on a GPU: two source trees play the same rounds in turn, on the same cores, in one run.
 
-    python benchmarks/gpu_before_after.py BEFORE [--after TREE] [--lines a,b] [--turns 2] [--chunk 8] [--minutes 9] [--out FILE]
+    python benchmarks/gpu_before_after.py BEFORE [--after TREE] [--lines a,b] [--blocks 6] [--minutes 9] [--device cuda] [--out FILE]
 
-BEFORE is the folder of another checkout (`git worktree add`). Milliseconds of one pass move by a third with what else the host does,
-so that two tables that were made one after the other say nothing of a few percent: here some methods at a time are played by the one
-tree and the other, before-after-after-before, in processes of their own. What counts is the fastest round of each, and their
-ratio. Settings and networks are those of `gpu_table.py` on the embedded digits, the cohort engine alone. Ends with 1 if a
-method's ratio is above 1.03.
+BEFORE is the folder of another checkout (`git worktree add`). Milliseconds of one process move by a third with the cores it got and
+with what else the host does, so that two tables made one after the other say nothing of a few percent. Here each tree has one process,
+both stand at the same round of the same method, and play a few rounds in turn, pinned to the same cores, while the other waits.
+A method's ratio is the median over such pairs; beside it stands the ratio of the fastest. Settings and networks are those of
+`gpu_table.py` on the embedded digits, the cohort engine alone. Ends with 1 if a method has both ratios above 1.03.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 SLOWER = 1.03
-ROUNDS = {"parts": 22, "exchange": 16}
-LAST = 12
-"""Of so many last rounds the fastest is taken; the last two test."""
+WARM = {"parts": 10, "exchange": 4}
+BLOCK = {"parts": 4, "exchange": 2}
+"""Rounds before the first block, and of one."""
+CORES = 4
+
+
+class Enough(Exception):
+    """What is left of a run is not measured."""
+
+
+class Tree:
+    """A process that plays rounds of one source tree when it is told to."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != HERE]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "benchmarks"), *paths])}
+        command = [sys.executable, __file__, "--child", str(folder), "--blocks", str(options.blocks), "--device", options.device]
+        self.process = subprocess.Popen(
+            [*command, "--lines", options.lines], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def said(self) -> str:
+        """Its next line: the name of a method that is warm, the milliseconds of a block, or "end"."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip() or "end"
+
+    def block(self) -> float:
+        """Milliseconds of the next block."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return float(self.said())
 
 
 def main() -> int:
     options = _options()
     if options.child:
-        _play(options.child, options.lines.split(","))
+        _play(options)
         return 0
-    began, found = time.monotonic(), defaultdict[str, dict[str, list[float]]](dict)
-    trees = {"before": options.before.resolve(), "after": options.after.resolve()}
-    names = options.lines.split(",") if options.lines else _names()
-    for chunk in [names[k : k + options.chunk] for k in range(0, len(names), options.chunk)]:
-        for which in ["before", "after", "after", "before"] * (options.turns // 2):
-            if time.monotonic() - began > 60 * options.minutes:
+    began, found = time.monotonic(), dict[str, dict[str, list[float]]]()
+    trees = {"before": Tree(options.before.resolve(), options), "after": Tree(options.after.resolve(), options)}
+    try:
+        while time.monotonic() - began < 60 * options.minutes:
+            names = {which: tree.said() for which, tree in trees.items()}
+            assert len({*names.values()}) == 1, f"the trees play different methods: {names}"
+            if (name := names["before"]) == "end":
                 break
-            for line, rounds in _asked(trees[which], chunk).items():
-                found[line].setdefault(which, []).extend(rounds)
-        for line in list(found):
-            print(_line(line, found[line]), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1))
-    ratios = {line: _ratio(own) for line, own in found.items() if len(own) == 2}
-    slower = {line: ratio for line, ratio in ratios.items() if ratio > SLOWER}
-    print(
-        f"\n{len(ratios)} lines, the slowest {max(ratios.values(), default=0):.3f} of before; above {SLOWER}: {slower or 'none'}"
-    )
-    return 1 if slower else 0
+            found[name] = {"before": [], "after": []}
+            for number in range(options.blocks):
+                for which in ("before", "after") if number % 2 == 0 else ("after", "before"):
+                    found[name][which].append(trees[which].block())
+            print(_line(name, found[name]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1))
+    finally:
+        for tree in trees.values():
+            tree.process.kill()
+    return _verdict(found)
 
 
 def _options() -> argparse.Namespace:
@@ -60,58 +89,87 @@ def _options() -> argparse.Namespace:
     parser.add_argument("before", type=Path, nargs="?", default=HERE, help="the folder of the source as it was")
     parser.add_argument("--after", type=Path, default=HERE, help="the folder of the source as it is (default: this one)")
     parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
-    parser.add_argument("--turns", type=int, default=2, help="how often each tree plays a method")
-    parser.add_argument("--chunk", type=int, default=8, help="methods a turn: fewer are fairer, and start more processes")
+    parser.add_argument("--blocks", type=int, default=6, help="how often each tree plays a few rounds of a method")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after so many")
-    parser.add_argument("--out", type=Path, help="a JSON file of all rounds")
+    parser.add_argument("--device", default="cuda", help="where it is played")
+    parser.add_argument("--out", type=Path, help="a JSON file of all blocks")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _names() -> list[str]:
-    sys.path[:0] = [str(HERE), str(HERE / "benchmarks")]
-    from nestling.methods import METHODS
-
-    return list(METHODS)
-
-
-def _asked(tree: Path, names: Sequence[str]) -> dict[str, list[float]]:
-    """The milliseconds of rounds of some methods, played by a tree in a process of its own."""
-    rest = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != HERE]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "benchmarks"), *rest])}
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", str(tree), "--lines", ",".join(names)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    told: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return told
+def _ratios(own: dict[str, list[float]]) -> tuple[float, float]:
+    """After over before: the median of the pairs, and of the fastest blocks."""
+    pairs = [after / before for before, after in zip(own["before"], own["after"], strict=True)]
+    return statistics.median(pairs), min(own["after"]) / min(own["before"])
 
 
-def _play(tree: Path, names: Sequence[str]) -> None:
+def _line(name: str, own: dict[str, list[float]]) -> str:
+    rounds = BLOCK[name.split()[0]]
+    before, after = (min(own[which]) / rounds for which in ("before", "after"))
+    median, fastest = _ratios(own)
+    return f"{name}: {before:.1f} ms a round before, {after:.1f} after; pairs {median:.3f}, fastest {fastest:.3f}"
+
+
+def _verdict(found: dict[str, dict[str, list[float]]]) -> int:
+    ratios = {name: _ratios(own) for name, own in found.items()}
+    slower = [name for name, both in ratios.items() if min(both) > SLOWER]
+    middle = statistics.median(median for median, _ in ratios.values()) if ratios else 0.0
+    print(f"\n{len(ratios)} methods, the median of all pairs' ratios {middle:.3f}; slower by both: {', '.join(slower) or 'none'}")
+    return 1 if slower or not ratios else 0
+
+
+# -- in a tree's process -----------------------------------------------------------------------------------------------------------
+
+
+def _play(options: argparse.Namespace) -> None:
+    tree = options.child
     sys.path[:] = [str(tree), str(tree / "benchmarks"), *[p for p in sys.path if p != str(HERE / "benchmarks")]]
-    sys.argv = [sys.argv[0], "--data", "embedded", "--lines", ",".join(names)]
+    sys.argv = [sys.argv[0], "--data", "embedded", *(["--lines", options.lines] if options.lines else [])]
     import gpu_table
 
     import nestling
+    from nestling import EngineConfig, Evaluation
 
     assert Path(nestling.__file__).is_relative_to(tree), f"{nestling.__file__} is not of {tree}"
-    told = {}
     for setting, name, experiment in gpu_table._experiments(gpu_table._options()):
-        ends: list[float] = []
-        watcher = nestling.Watcher(round=lambda _, ends=ends: ends.append(time.perf_counter()))
-        rounds = max(ROUNDS[setting], gpu_table.LONG.get(name, 0))
-        nestling.run(gpu_table._on_the_gpu(experiment, "cohort", rounds), watcher=watcher)
-        steps = [1e3 * (after - before) for before, after in pairwise(ends)]
-        told[f"{setting} {name}"] = steps[-LAST:-2]
-    print(json.dumps(told))
+        warm = max(WARM[setting], gpu_table.LONG.get(name, 0))
+        rounds = warm + options.blocks * BLOCK[setting] + 1
+        tested = Evaluation(every=rounds, clients=2)
+        asked = experiment.with_changes(rounds=rounds, engine=EngineConfig("cohort", device=options.device), evaluate=tested)
+        stopper = _stopper(f"{setting} {name}", warm, BLOCK[setting], options.blocks)
+        with contextlib.suppress(Enough):
+            nestling.run(asked, watcher=nestling.Watcher(round=stopper))
+    print("end", flush=True)
 
 
-def _ratio(own: dict[str, list[float]]) -> float:
-    return min(own["after"]) / min(own["before"])
+def _stopper(name: str, warm: int, block: int, blocks: int) -> Any:
+    """What is called after every round: it waits where a block begins, and tells the milliseconds where one ends."""
+    everywhere = os.sched_getaffinity(0)
+    state = {"round": 0, "began": 0.0}
+
+    def after_round(_: Any) -> None:
+        done = state["round"] = state["round"] + 1
+        if done < warm or (done - warm) % block:
+            return
+        if done == warm:
+            _pin(set(sorted(everywhere)[:CORES]))
+            print(name, flush=True)
+        else:
+            print(1e3 * (time.perf_counter() - state["began"]), flush=True)
+        if done == warm + blocks * block:
+            _pin(everywhere)
+            raise Enough
+        sys.stdin.readline()
+        state["began"] = time.perf_counter()
+
+    return after_round
 
 
-def _line(line: str, own: dict[str, list[float]]) -> str:
-    if len(own) < 2:
-        return f"{line}: only {', '.join(own)}"
-    return f"{line}: {min(own['before']):.1f} ms before, {min(own['after']):.1f} after, {_ratio(own):.3f}"
+def _pin(cores: set[int]) -> None:
+    """All threads of this process, whoever began them."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,17 @@
-"""One torch thread a test process, as in every engine: sums then run in the same order everywhere. And which slow tests run."""
+"""One torch thread per test process, as in every engine: sums then run in the same order everywhere. Chance is seeded by a test's name.
+And which slow tests run."""
 
+import random
+import zlib
+
+import hypothesis
+import numpy as np
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("seeded", derandomize=True)
+hypothesis.settings.load_profile("seeded")
 
 PART = 10
 
@@ -34,6 +42,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out |= {item for item in items if item.get_closest_marker("minutes")}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """The same draws in every run, alone or among others."""
+    seed = zlib.crc32(request.node.name.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture

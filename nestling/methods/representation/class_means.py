@@ -36,7 +36,7 @@ class Told(Piece):
 
 
 def _told(method: TellsByClass, client: Client, _received: Message) -> State:
-    statistics, classes = method.statistics(client), method.told_of(client)
+    statistics, classes = method.statistics(client), torch.from_numpy(method.told_of(client)).to(client.place)
     return {name: rows[classes] for name, rows in statistics.items()}
 
 
@@ -47,7 +47,8 @@ def _told_like(method: TellsByClass, piece: Piece, _sent: Message) -> State:
 
 
 def _counted(method: TellsByClass, client: Client, _received: Message) -> State:
-    return {"rows": client.class_counts()[method.told_of(client)].to(torch.int32)}
+    rows = client.counts[method.told_of(client)].astype(np.int32)
+    return {"rows": torch.from_numpy(rows).to(client.place)}
 
 
 def _counted_like(_method: TellsByClass, piece: Piece, _sent: Message) -> State:
@@ -103,9 +104,9 @@ class TellsByClass(Personal):
         """The client's statistics now, each with one row per class; what rows of absent classes hold does not matter."""
         raise NotImplementedError
 
-    def told_of(self, client: Client) -> Tensor:
-        """The classes of which a client has enough rows."""
-        return torch.from_numpy(np.flatnonzero(client.counts >= self.fewest)).to(client.place)
+    def told_of(self, client: Client) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The classes of which a client has enough rows; not on the client's place, where asking would wait for its training."""
+        return np.flatnonzero(client.counts >= self.fewest)
 
 
 @dataclass
