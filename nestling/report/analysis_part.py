@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from nestling.report.fleet_parts import group_legend, tier_groups
+from markupsafe import Markup
+
+from nestling.report.fleet_parts import tier_groups
 from nestling.report.folder import Run, listed, mapping
-from nestling.report.markup import Cell, Column, empty, esc, figure, note, section, table
+from nestling.report.markup import Cell, Column, empty, figure, fill, scrolling, section, table
 from nestling.report.svg import INK, MARKERS, Dot, SvgGroup, dot_key, pair_map, point_map
 from nestling.report.words import DASH, decimal, number, percent, plural, whole
 
@@ -37,12 +39,12 @@ class _Clients:
     groups: list[SvgGroup]
 
 
-def analysis_part(run: Run, rows: Sequence[Row]) -> str:
+def analysis_part(run: Run, rows: Sequence[Row]) -> Markup:
     """How alike the clients' models are; nothing where there is no analysis."""
     found = run.analysis
     entries = listed(found, "clients")
     if not entries:
-        return ""
+        return Markup("")
     order = {row["tier"]: index for index, row in enumerate(rows)}
     labels = {row["tier"]: row["label"] for row in rows}
     clients = _Clients(
@@ -51,13 +53,18 @@ def analysis_part(run: Run, rows: Sequence[Row]) -> str:
         [order.get(str(entry.get("tier")), INK) for entry in entries],
         tier_groups(entries, order, labels),
     )
-    heats = "".join(_heat_maps(found, clients))
-    maps = "".join(_point_maps(found, clients))
-    body = f'<div class="pair">{heats}</div><figure class="card">{group_legend(clients.groups)}</figure>' if heats else ""
-    body += f'<div class="pair">{maps}</div>{_keys(found, clients)}' if maps else ""
-    told = "".join(note(str(remark)) for remark in _list(found.get("notes")))
-    title = "The clients' models compared"
-    return section("analysis", title, _lead(run), body + _client_table(found, entries, clients) + told)
+    body = fill(
+        "analysis.html",
+        heats=list(_heat_maps(found, clients)),
+        groups=clients.groups,
+        maps=list(_point_maps(found, clients)),
+        classes=_class_keys(found, clients),
+        clients=[(dot_key(INK, index), *who) for index, who in enumerate(zip(clients.names, clients.tiers, strict=True))],
+        shapes_again=len(clients.names) > len(MARKERS),
+        table=_client_table(found, entries, clients),
+        remarks=_list(found.get("notes")),
+    )
+    return section("analysis", "The clients' models compared", _lead(run), body)
 
 
 def _lead(run: Run) -> str:
@@ -71,7 +78,7 @@ def _lead(run: Run) -> str:
     return ", ".join(parts) + "."
 
 
-def _heat_maps(found: Row, clients: _Clients) -> Iterator[str]:
+def _heat_maps(found: Row, clients: _Clients) -> Iterator[Markup]:
     said = mapping(found, "agreement")
     yield from _heat(
         said.get("equal"), clients, "Same answer", "Share of rows that two clients give the same class.", "equal", percent
@@ -89,7 +96,9 @@ def _heat_maps(found: Row, clients: _Clients) -> Iterator[str]:
         yield from _heat(stages.get(stage), clients, f"CKA, {name}", _CKA, f"cka-{stage}", decimal)
 
 
-def _heat(values: object, clients: _Clients, title: str, remark: str, ident: str, tell: Callable[[object], str]) -> Iterator[str]:
+def _heat(
+    values: object, clients: _Clients, title: str, remark: str, ident: str, tell: Callable[[object], str]
+) -> Iterator[Markup]:
     """The figure of one matrix, where there is one."""
     square = _square(values, len(clients.names))
     pairs = [(value, a, b) for a, row in enumerate(square) for b, value in enumerate(row) if value is not None and a < b]
@@ -103,10 +112,10 @@ def _heat(values: object, clients: _Clients, title: str, remark: str, ident: str
         f"highest {tell(high[0])}, clients {names[high[1]]} and {names[high[2]]}."
     )
     image = pair_map(square, names=names, groups=clients.groups, tell=tell, title=title, desc=desc, ident=f"c-{ident}")
-    yield figure(title, remark, (), f'<div class="scroll" tabindex="0" role="region" aria-label="{esc(title)}">{image}</div>')
+    yield figure(title, remark, (), scrolling(title, image))
 
 
-def _point_maps(found: Row, clients: _Clients) -> Iterator[str]:
+def _point_maps(found: Row, clients: _Clients) -> Iterator[Markup]:
     for one in listed(found, "maps"):
         stage = str(one.get("stage"))
         dots, labels = _dots(one, found, clients)
@@ -145,23 +154,14 @@ def _middle(dots: Sequence[Dot]) -> tuple[float, float]:
     return nearest.x, nearest.y
 
 
-def _keys(found: Row, clients: _Clients) -> str:
-    """What colours and shapes stand for, once for all maps."""
+def _class_keys(found: Row, clients: _Clients) -> list[tuple[Markup, str]]:
+    """What the colours stand for, once for all maps."""
     drawn = sorted({dot.colour for one in listed(found, "maps") for dot in _dots(one, found, clients)[0]})
     names = _list(found.get("class_names"))
-    colours = "".join(f'<li>{dot_key(label, 0)}<span class="who">{esc(_name(names, label))}</span></li>' for label in drawn)
-    shapes = "".join(
-        f'<li>{dot_key(INK, index)}<span class="who">client {esc(name)} ({esc(tier)})</span></li>'
-        for index, (name, tier) in enumerate(zip(clients.names, clients.tiers, strict=True))
-    )
-    again = note("More clients than shapes: shapes come again; the pointer tells which is which.")
-    return (
-        f'<figure class="card"><ul class="legend"><li>Class:</li>{colours}</ul><ul class="legend"><li>Client:</li>{shapes}</ul>'
-        f"{again if len(clients.names) > len(MARKERS) else ''}</figure>"
-    )
+    return [(dot_key(label, 0), _name(names, label)) for label in drawn]
 
 
-def _client_table(found: Row, entries: Sequence[Row], clients: _Clients) -> str:
+def _client_table(found: Row, entries: Sequence[Row], clients: _Clients) -> Markup:
     said, size = mapping(found, "agreement"), len(entries)
     right = [number(value) for value in _list(said.get("right"))]
     columns = [Column("Client", numeric=False), Column("Tier", numeric=False), Column("Parameters"), Column("Right")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from nestling.report.folder import Run
 from nestling.report.markup import Cell, Column, note, section, table
 from nestling.report.words import duration, energy, memory, number, plural, short, whole
@@ -24,13 +26,13 @@ _COLUMNS = (
 _LINK = ("frames", "sent again", "restarts")
 
 
-def boards_part(run: Run) -> str:
+def boards_part(run: Run) -> Markup:
     """A line for every board; nothing where there are none."""
     clients: dict[object, list[Row]] = {}
     for row in run.boards:
         clients.setdefault(row.get("client"), []).append(row)
     if not clients:
-        return ""
+        return Markup("")
     columns = [
         Column("Board", numeric=False),
         *(Column(name) for name in _COLUMNS),

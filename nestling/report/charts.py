@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from nestling.report.markup import empty, figure
 from nestling.report.svg import Axis, Series, line_chart
 from nestling.report.words import decimal, percent, traffic, whole
@@ -14,7 +16,7 @@ ACCURACY = Axis("accuracy", lambda value: f"{100 * value:.4g}%", lambda value: p
 LOSS = Axis("loss", decimal, decimal, floor=0)
 
 
-def chart(series: Sequence[Series], *, title: str, note: str, x: Axis, y: Axis, ident: str, nothing: str) -> str:
+def chart(series: Sequence[Series], *, title: str, note: str, x: Axis, y: Axis, ident: str, nothing: str) -> Markup:
     """A figure of the series that have points, or the sentence `nothing` where none has."""
     drawn = [one for one in series if one.points]
     if not drawn:

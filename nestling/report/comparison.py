@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from nestling.fair import unfair
 from nestling.report.charts import ACCURACY, BYTES, ROUNDS, chart
 from nestling.report.folder import Run, last_best, summarise, traffic_totals
-from nestling.report.markup import Cell, Column, esc, note, section, table
+from nestling.report.markup import Cell, Column, fill, joined, note, section, side_by_side, table
 from nestling.report.svg import Axis, Series
 from nestling.report.tables import tier_rows
 from nestling.report.words import DASH, duration, energy, number, percent, plural, traffic, whole
@@ -45,13 +47,11 @@ def comparison_title(runs: Sequence[Run]) -> str:
     return f"{plural(len(runs), 'run')} compared · Nestling"
 
 
-def comparison_body(runs: Sequence[Run]) -> str:
+def comparison_body(runs: Sequence[Run]) -> Markup:
     """Everything between the page's top and its end."""
     entries = [ComparedRun(run, summarise(run)) for run in runs]
     settings = settings_of(entries)
-    return "".join(
-        [_header(entries, settings), _results(settings), _curves(settings), _tiers(settings), _runs(entries, settings)]
-    )
+    return joined([_header(entries, settings), _results(settings), _curves(settings), _tiers(settings), _runs(entries, settings)])
 
 
 def settings_of(entries: Sequence[ComparedRun]) -> list[Setting]:
@@ -77,12 +77,9 @@ def spread(values: Sequence[object], form: Callable[[float], str] | None = None)
     return Cell(f"{100 * mean:.2f} ± {100 * statistics.stdev(known):.2f}%", mean)
 
 
-def _header(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> str:
+def _header(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup:
     facts = [plural(len(entries), "run"), *_words(entries, "data"), *_words(entries, "model")]
-    line = "".join(f"<li>{esc(fact)}</li>" for fact in facts)
-    warning = "".join(f'<p class="warning card">{esc(text)}</p>' for text in cautions(entries))
-    title = f'<p class="eyebrow">Comparison</p><h1>{esc(_heading(settings))}</h1>'
-    return f'<header class="top">{title}<ul class="facts">{line}</ul></header>{warning}'
+    return fill("comparison_header.html", heading=_heading(settings), facts=facts, cautions=cautions(entries))
 
 
 def cautions(entries: Sequence[ComparedRun]) -> list[str]:
@@ -102,7 +99,7 @@ def comparison_rows(entries: Sequence[ComparedRun]) -> list[list[str]]:
     return rows
 
 
-def _results(settings: Sequence[Setting]) -> str:
+def _results(settings: Sequence[Setting]) -> Markup:
     columns = [Column("Method", numeric=False), Column("Seeds")]
     columns += [Column(label, group=group) for group in ("Global accuracy", "Personal accuracy") for label in ("last", "best")]
     columns += [Column("Sent up"), Column("Sent down"), Column("Virtual time"), Column("Fleet energy")]
@@ -123,14 +120,14 @@ def _results(settings: Sequence[Setting]) -> str:
         ]
         for index, setting in enumerate(settings)
     ]
-    several = any(len(setting.entries) > 1 for setting in settings)
-    remark = note("Mean ± standard deviation (n − 1) over seeds; traffic, time and energy are means.") if several else ""
-    return section(
-        "results",
-        "Results",
-        "Last is the last evaluated round, best the best of all rounds.",
-        table(columns, rows, label="Results") + remark,
-    )
+    body = table(columns, rows, label="Results")
+    if _several_seeds(settings):
+        body += note("Mean ± standard deviation (n − 1) over seeds; traffic, time and energy are means.")
+    return section("results", "Results", "Last is the last evaluated round, best the best of all rounds.", body)
+
+
+def _several_seeds(settings: Sequence[Setting]) -> bool:
+    return any(len(setting.entries) > 1 for setting in settings)
 
 
 def _accuracies(entries: Sequence[ComparedRun]) -> list[Cell]:
@@ -141,7 +138,7 @@ def _accuracies(entries: Sequence[ComparedRun]) -> list[Cell]:
     ]
 
 
-def _curves(settings: Sequence[Setting]) -> str:
+def _curves(settings: Sequence[Setting]) -> Markup:
     charts = []
     for kind, nothing in (
         ("global", "no run has a global model that was evaluated."),
@@ -161,9 +158,10 @@ def _curves(settings: Sequence[Setting]) -> str:
                         nothing=nothing,
                     )
                 )
-    several = any(len(setting.entries) > 1 for setting in settings)
-    remark = note("Lines are means over seeds; the band is one standard deviation either side.") if several else ""
-    return section("curves", "Accuracy over rounds and bytes", "", f'<div class="pair">{"".join(charts)}</div>{remark}')
+    body = side_by_side(charts)
+    if _several_seeds(settings):
+        body += note("Lines are means over seeds; the band is one standard deviation either side.")
+    return section("curves", "Accuracy over rounds and bytes", "", body)
 
 
 def _mean_line(setting: Setting, key: str, x: Axis, index: int) -> Series:
@@ -190,13 +188,13 @@ def _trace(run: Run, key: str, x: Axis) -> dict[int, tuple[float, float]]:
     }
 
 
-def _tiers(settings: Sequence[Setting]) -> str:
+def _tiers(settings: Sequence[Setting]) -> Markup:
     tiers: dict[str, str] = {}
     for setting in settings:
         for entry in setting.entries:
             tiers = {row["tier"]: row["label"] for row in tier_rows(entry.summary, entry.run.federation)} | tiers
     if not tiers:
-        return ""
+        return Markup("")
     columns = [Column("Method", numeric=False)]
     columns += [
         Column(label, group=group) for group in ("Global accuracy, last", "Personal accuracy, last") for label in tiers.values()
@@ -215,7 +213,7 @@ def _tier_cell(setting: Setting, tier: str, kind: str) -> Cell:
     return spread([last_best(tier_block(entry.summary, tier).get(f"{kind}_accuracy"))[0] for entry in setting.entries])
 
 
-def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> str:
+def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup:
     columns = [
         Column("Run", numeric=False),
         Column("Method", numeric=False),
@@ -232,16 +230,13 @@ def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> str:
         _run_cells(entry, styles.get(id(entry)), entry.run.name if names[entry.run.name] == 1 else str(entry.run.folder))
         for entry in entries
     ]
-    twice = len(entries) - len(styles)
-    remark = (
-        note(
-            f"{plural(twice, 'run')} without a line key repeat{'s' if twice == 1 else ''} a seed of the same setting and "
-            f"{'is' if twice == 1 else 'are'} left out of the means."
+    body = table(columns, rows, label="Runs")
+    if twice := len(entries) - len(styles):
+        repeat, are = ("repeats", "is") if twice == 1 else ("repeat", "are")
+        body += note(
+            f"{plural(twice, 'run')} without a line key {repeat} a seed of the same setting and {are} left out of the means."
         )
-        if twice
-        else ""
-    )
-    return section("runs", "Runs", "", table(columns, rows, label="Runs") + remark)
+    return section("runs", "Runs", "", body)
 
 
 def _run_cells(entry: ComparedRun, style: int | None, name: str) -> list[Cell]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from nestling.report.folder import Run, listed, mapping
-from nestling.report.markup import Cell, Column, empty, esc, note, pairs, section, table
-from nestling.report.svg import INK, Bar, SvgGroup, bars, heat_map, shade, style_class, swatch
+from nestling.report.markup import Cell, Column, empty, fill, note, section, table
+from nestling.report.svg import INK, Bar, SvgGroup, bars, heat_map, shade
 from nestling.report.tables import binding_word, marked
 from nestling.report.words import DASH, decimal, duration, energy, memory, number, percent, plural, short, whole
 
@@ -17,7 +19,7 @@ _ESTIMATES = "~ marks an estimate; the other device figures come from datasheets
 _MEMORY = "KB, MB and GB of RAM and flash are powers of 1024; traffic is counted in powers of 1000."
 
 
-def fit_part(run: Run, rows: Sequence[Row]) -> str:
+def fit_part(run: Run, rows: Sequence[Row]) -> Markup:
     """What each tier trains, what that needs, what the device has, and what bound the choice."""
     model = mapping(run.federation, "model")
     title = "What each device trains and why it fits"
@@ -25,29 +27,29 @@ def fit_part(run: Run, rows: Sequence[Row]) -> str:
         return section("fit", title, "", empty("The run folder does not say which tiers there are."))
     full = f"The full model, {model['name']}, has {whole(model.get('params'))} parameters. " if model.get("name") else ""
     lead = full + "Bars show what training needs against what the device has."
-    cards = "".join(_fit_card(row, index) for index, row in enumerate(rows))
-    return section("fit", title, lead, f'<div class="fits card">{cards}</div>')
+    cards = [_fit_card(row, index) for index, row in enumerate(rows)]
+    return section("fit", title, lead, fill("fit.html", cards=cards))
 
 
-def _fit_card(row: Row, index: int) -> str:
+def _fit_card(row: Row, index: int) -> Row:
     about = [plural(row["count"], "device") if row["count"] is not None else None, row["kind"], row["core"], _board(row)]
-    facts = [
-        ("Parameters", whole(row["params"])),
-        *([("Of them always zero", percent(row["zeros"] / row["params"]))] if row["zeros"] and row["params"] else []),
-        ("Of full model", percent(row["share"])),
-        ("Network" if row["own_model"] else "Width", _width(row)),
-        ("MACs a sample", short(row["macs"])),
-    ]
-    lines = "".join(f"<li>{esc(part)}</li>" for part in about if part)
-    reasons = f"<ul>{''.join(f'<li>{esc(reason)}</li>' for reason in row['reasons'])}</ul>" if row["reasons"] else ""
-    beside, below = (
-        (reasons, "") if len(row["reasons"]) <= _MOST_REASONS_BESIDE else ("", f'<div class="reasons">{reasons}</div>')
-    )
-    return (
-        f'<article class="fit"><div class="who"><h3>{swatch(index)}{esc(row["label"])}</h3><ul>{lines}</ul></div>'
-        f'{pairs(facts, "figures")}<div class="needs">{_need_bars(row, index)}</div>'
-        f'<div class="why"><p>{_bound(row)}</p>{beside}</div>{below}</article>'
-    )
+    return {
+        "label": row["label"],
+        "about": [part for part in about if part],
+        "facts": [
+            ("Parameters", whole(row["params"])),
+            *([("Of them always zero", percent(row["zeros"] / row["params"]))] if row["zeros"] and row["params"] else []),
+            ("Of full model", percent(row["share"])),
+            ("Network" if row["own_model"] else "Width", _width(row)),
+            ("MACs a sample", short(row["macs"])),
+        ],
+        "bars": _need_bars(row, index),
+        "without_bars": "No piece fits." if row["ram_limit"] is not None else "No device profile: nothing limits this tier.",
+        "bound": _bound(row),
+        "binding": binding_word(row) if row["binding"] else None,
+        "reasons": row["reasons"],
+        "reasons_below": len(row["reasons"]) > _MOST_REASONS_BESIDE,
+    }
 
 
 def _board(row: Row) -> str | None:
@@ -62,14 +64,14 @@ def _width(row: Row) -> str:
     return DASH if row["ratio"] is None else f"×{decimal(row['ratio'])}"
 
 
-def _need_bars(row: Row, index: int) -> str:
+def _need_bars(row: Row, index: int) -> Markup | None:
     known = [
         _need_bar(row, key, label, form)
         for key, label, form in (("ram", "RAM", memory), ("flash", "Flash", memory), ("seconds", "Time", duration))
     ]
     drawn = [bar for bar in known if bar is not None]
     if not drawn:
-        return "<p>No device profile: nothing limits this tier.</p>" if row["ram_limit"] is None else "<p>No piece fits.</p>"
+        return None
     desc = "; ".join(f"{bar.label}: {bar.text}" for bar in drawn)
     return bars(drawn, title=f"What {row['label']} needs against what it has", desc=desc, ident=f"fit-{index}")
 
@@ -92,11 +94,11 @@ def _share(share: float) -> str:
 
 def _bound(row: Row) -> str:
     if row["binding"]:
-        return f"{'Nothing fits, for lack of' if row['ratio'] == 0 else 'Bound by'} <b>{esc(binding_word(row))}</b>"
+        return "Nothing fits, for lack of" if row["ratio"] == 0 else "Bound by"
     return "Nothing binds: it trains the whole model" if row["ratio"] == 1 else "No limit binds"
 
 
-def split_part(run: Run, rows: Sequence[Row]) -> str:
+def split_part(run: Run, rows: Sequence[Row]) -> Markup:
     """How the data lies: a map of classes by clients, grouped by tier."""
     split = mapping(run.federation, "split")
     clients = [client for client in listed(split, "clients") if isinstance(client.get("counts"), list)]
@@ -119,10 +121,7 @@ def split_part(run: Run, rows: Sequence[Row]) -> str:
         "the stronger a cell's colour, the more samples.",
         ident="c-split",
     )
-    body = (
-        f'<figure class="card"><div class="scroll plot" tabindex="0" role="region" aria-label="{title}">{image}</div>'
-        f"{group_legend(groups)}{_shades(counts)}</figure>"
-    )
+    body = fill("split.html", title=title, image=image, groups=groups, shades=_shades(counts))
     return section("split", "Data split", _split_lead(split, len(clients)), body)
 
 
@@ -158,32 +157,18 @@ def tier_groups(clients: Sequence[Row], order: Mapping[str, int], labels: Mappin
     return groups
 
 
-def group_legend(groups: Sequence[SvgGroup]) -> str:
-    """Which colour marks which tier."""
-    keys = "".join(
-        f'<li><span class="block {style_class(group.style)}"></span><span class="who">{esc(group.label)}</span> '
-        f"<b>{plural(group.columns, 'client')}</b></li>"
-        for group in groups
-    )
-    return f'<ul class="legend">{keys}</ul>'
-
-
-def _shades(counts: Sequence[Sequence[float]]) -> str:
+def _shades(counts: Sequence[Sequence[float]]) -> list[tuple[str, str]]:
+    """Some numbers of samples, and how strong the colour of their cells is."""
     most = max((value for row in counts for value in row), default=0)
     steps = sorted({round(most * share) for share in (1 / 25, 4 / 25, 9 / 25, 16 / 25, 1)} - {0})
-    keys = "".join(
-        '<li><svg class="shade" viewBox="0 0 14 14" width="14" height="14" aria-hidden="true">'
-        f'<rect class="cell" width="14" height="14" fill-opacity="{shade(step, most):.2f}"/></svg>{whole(step)}</li>'
-        for step in steps
-    )
-    return f'<ul class="legend shades"><li>Samples:</li>{keys}</ul>'
+    return [(whole(step), f"{shade(step, most):.2f}") for step in steps]
 
 
 def _count(counts: Sequence[object], index: int) -> float:
     return (number(counts[index]) or 0) if index < len(counts) else 0
 
 
-def device_part(rows: Sequence[Row]) -> str:
+def device_part(rows: Sequence[Row]) -> Markup:
     """The devices' own figures, estimates marked."""
     if not rows:
         return section("devices", "Devices", "", empty("The run folder does not say which devices there are."))

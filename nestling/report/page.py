@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from markupsafe import Markup
 from rich.markup import escape
 from rich.table import Table
 
@@ -15,7 +16,7 @@ from nestling.errors import InputError
 from nestling.files import write_atomic, writing
 from nestling.report.comparison import COMPARISON_PARTS, ComparedRun, cautions, comparison_body, comparison_rows, comparison_title
 from nestling.report.folder import Run, read_run, summarise
-from nestling.report.markup import esc
+from nestling.report.markup import fill
 from nestling.report.run_page import RUN_PARTS, analysis_body, run_body, run_title
 
 _ICON = (
@@ -28,7 +29,7 @@ def write_report(folder: Path) -> Path:
     """Write `folder`/report.html for the run in `folder`, finished or not, and give its path."""
     run = read_run(Path(folder))
     body = run_body(run)
-    return _write(run.folder / "report.html", _page(run_title(run), _parts_in(body, RUN_PARTS), body), field="RUN")
+    return _write(run.folder / "report.html", _page(run_title(run), RUN_PARTS, body), field="RUN")
 
 
 def write_analysis_page(folder: Path, out: Path) -> Path:
@@ -37,14 +38,14 @@ def write_analysis_page(folder: Path, out: Path) -> Path:
     body = analysis_body(run)
     if not body:
         raise InputError("the run folder has no analysis", field=str(folder), fix="make one: nestling analyse RUN")
-    return _write(Path(out), _page(run_title(run), _parts_in(body, RUN_PARTS), body))
+    return _write(Path(out), _page(run_title(run), RUN_PARTS, body))
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     """Write one page to the file `out` that compares the runs in `folders`, and give its path."""
     runs = _different_runs(folders)
     body = comparison_body(runs)
-    return _write(Path(out), _page(comparison_title(runs), _parts_in(body, COMPARISON_PARTS), body))
+    return _write(Path(out), _page(comparison_title(runs), COMPARISON_PARTS, body))
 
 
 def compare_runs(folders: Sequence[Path]) -> tuple[Table, list[str]]:
@@ -63,33 +64,25 @@ def _different_runs(folders: Sequence[Path]) -> list[Run]:
     return [read_run(folder) for folder in reversed(different.values())]
 
 
-def _parts_in(body: str, parts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [part for part in parts if f'<section id="{part[0]}"' in body]
-
-
-def _page(title: str, parts: Sequence[tuple[str, str]], body: str) -> str:
-    style, script = _asset("page.css"), _asset("page.js")
-    # The policy forbids every request, and every script but our own: text that slipped into the page could not run.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
-    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-    icon = base64.b64encode(_ICON).decode()
-    links = "".join(f'<li><a href="#{ident}">{esc(name)}</a></li>' for ident, name in parts)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
-        f'<title>{esc(title)}</title>\n<link rel="icon" href="data:image/svg+xml;base64,{icon}">\n'
-        f"<style>{style}</style>\n<script>{script}</script>\n</head>\n<body>\n"
-        '<div class="bar"><div class="wide"><span class="brand">Nestling</span>'
-        f'<nav aria-label="Parts of the page"><ul>{links}</ul></nav>'
-        '<button type="button" id="theme" hidden>Dark</button></div></div>\n'
-        f'<main class="wide">{body}</main>\n</body>\n</html>\n'
+def _page(title: str, parts: Sequence[tuple[str, str]], body: Markup) -> str:
+    """The whole file; `parts` that `body` does not have are not linked to."""
+    script = _asset("page.js")
+    page = fill(
+        "page.html",
+        title=title,
+        parts=[(ident, name) for ident, name in parts if f'<section id="{ident}"' in body],
+        body=body,
+        style=_asset("page.css"),
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        icon=base64.b64encode(_ICON).decode(),
     )
+    return f"{page}\n"
 
 
-def _asset(name: str) -> str:
-    return files("nestling.report").joinpath(name).read_text(encoding="utf-8")
+def _asset(name: str) -> Markup:
+    """A file of this package, which is part of the page as it is."""
+    return Markup(files("nestling.report").joinpath(name).read_text(encoding="utf-8"))
 
 
 def _write(path: Path, text: str, field: str = "--out") -> Path:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from nestling.report.analysis_part import analysis_part
 from nestling.report.boards_part import boards_part
 from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
 from nestling.report.fleet_parts import device_part, fit_part, split_part
 from nestling.report.folder import Run, is_behind, last_best, listed, mapping, summarise, traffic_totals
-from nestling.report.markup import Cell, Column, empty, esc, folded, note, pairs, section, table
+from nestling.report.markup import Cell, Column, empty, fill, folded, joined, note, pairs, section, side_by_side, source, table
 from nestling.report.svg import INK, Series
 from nestling.report.tables import overall_row, tier_rows
 from nestling.report.words import DASH, decimal, duration, energy, number, percent, plural, traffic, whole
@@ -18,6 +20,7 @@ from nestling.runfiles import tier_block
 
 Row = Mapping[str, Any]
 _MOST_ROUNDS_LISTED = 400
+_NOT_EVALUATED = "Not evaluated."
 RUN_PARTS = [
     ("accuracy", "Accuracy"),
     ("personal", "Personal"),
@@ -50,11 +53,11 @@ def run_title(run: Run) -> str:
     return f"{_method(run, summary)} · {summary.get('data') or run.name} · Nestling"
 
 
-def run_body(run: Run) -> str:
+def run_body(run: Run) -> Markup:
     """Everything between the page's top and its end."""
     summary = summarise(run)
     rows = tier_rows(summary, run.federation)
-    return "".join(
+    return joined(
         [
             _header(run, summary),
             _accuracy(run, summary, rows),
@@ -70,43 +73,33 @@ def run_body(run: Run) -> str:
     )
 
 
-def analysis_body(run: Run) -> str:
+def analysis_body(run: Run) -> Markup:
     """The page of the analysis alone; nothing where the run has none."""
     summary = summarise(run)
     part = analysis_part(run, tier_rows(summary, run.federation))
-    return _header(run, summary) + part if part else ""
+    return _header(run, summary) + part if part else part
 
 
-def _header(run: Run, summary: Row) -> str:
+def _header(run: Run, summary: Row) -> Markup:
+    done, state = _state(run, summary)
     facts = [
         summary.get("data"),
         summary.get("model"),
         _tier_count(run),
         f"seed {summary['seed']}" if summary.get("seed") is not None else None,
     ]
-    done, state = _state(run, summary)
-    line = "".join(f"<li>{esc(fact)}</li>" for fact in facts if fact)
-    figures = _headline("Global accuracy", summary, "global") + _headline("Personal accuracy", summary, "personal")
-    return (
-        f'<header class="top"><p class="eyebrow">Run report</p><h1>{esc(_method(run, summary))}</h1>'
-        f'<ul class="facts">{line}<li><span class="state {"done" if done else "going"}">{esc(state)}</span></li></ul></header>'
-        f'<div class="headline">{figures}{pairs(_costs(summary), "costs card")}</div>'
-    )
-
-
-def _headline(title: str, summary: Row, kind: str) -> str:
-    last, best, best_round = last_best(summary.get(f"{kind}_accuracy"))
-    if last is None:
-        without = kind == "global" and summary.get("global_model") is False
-        figure, remark = (
-            f'<p class="figure none">{DASH}</p>',
-            "This method keeps no global model." if without else "Not evaluated.",
-        )
-        return f'<div class="card big"><h2>{title}</h2>{figure}<p>{remark}</p></div>'
-    where = f" in round {best_round}" if best_round is not None else ""
-    return (
-        f'<div class="card big"><h2>{title}</h2><p class="figure">{percent(last)}</p>'
-        f"<p>last evaluation</p><p>best <b>{percent(best)}</b>{where}</p></div>"
+    without = "This method keeps no global model." if summary.get("global_model") is False else _NOT_EVALUATED
+    return fill(
+        "run_header.html",
+        method=_method(run, summary),
+        facts=facts,
+        done=done,
+        state=state,
+        headlines=[
+            ("Global accuracy", *last_best(summary.get("global_accuracy")), without),
+            ("Personal accuracy", *last_best(summary.get("personal_accuracy")), _NOT_EVALUATED),
+        ],
+        costs=_costs(summary),
     )
 
 
@@ -124,34 +117,38 @@ def _costs(summary: Row) -> list[tuple[str, str]]:
     ]
 
 
-def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> str:
+def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
     x_bytes = traffic_totals(run)
     rounds = _lines(run, rows, "global_accuracy", "Global model", _round_numbers(run))
     sent = _lines(run, rows, "global_accuracy", "Global model", x_bytes)
     nothing = "this method keeps no global model." if summary.get("global_model") is False else "no round has been evaluated yet."
-    body = chart(
-        rounds,
-        title="Accuracy by tier over rounds",
-        note="The global model, and the piece of it each tier runs.",
-        x=ROUNDS,
-        y=ACCURACY,
-        ident="c-rounds",
-        nothing=nothing,
-    )
-    if any(one.points for one in sent):
-        body += chart(
-            sent,
-            title="Accuracy by tier over bytes",
-            note="The same, against everything sent up and down.",
-            x=BYTES,
+    charts = [
+        chart(
+            rounds,
+            title="Accuracy by tier over rounds",
+            note="The global model, and the piece of it each tier runs.",
+            x=ROUNDS,
             y=ACCURACY,
-            ident="c-bytes",
+            ident="c-rounds",
             nothing=nothing,
         )
-    return section("accuracy", "Accuracy by tier", "", f'<div class="pair">{body}</div>{_tier_table(summary, rows)}')
+    ]
+    if any(one.points for one in sent):
+        charts.append(
+            chart(
+                sent,
+                title="Accuracy by tier over bytes",
+                note="The same, against everything sent up and down.",
+                x=BYTES,
+                y=ACCURACY,
+                ident="c-bytes",
+                nothing=nothing,
+            )
+        )
+    return section("accuracy", "Accuracy by tier", "", side_by_side(charts) + _tier_table(summary, rows))
 
 
-def _tier_table(summary: Row, rows: Sequence[Row]) -> str:
+def _tier_table(summary: Row, rows: Sequence[Row]) -> Markup:
     columns = [Column("Tier", numeric=False), Column("Devices")]
     columns += [
         Column(label, group=group)
@@ -179,7 +176,7 @@ def _accuracy_cells(row: Row) -> list[Cell]:
     ]
 
 
-def _personal(run: Run, rows: Sequence[Row]) -> str:
+def _personal(run: Run, rows: Sequence[Row]) -> Markup:
     personal = chart(
         _lines(run, rows, "personal_accuracy", "All clients", _round_numbers(run)),
         title="Personal accuracy over rounds",
@@ -198,7 +195,7 @@ def _personal(run: Run, rows: Sequence[Row]) -> str:
         ident="c-loss",
         nothing="no round has finished yet.",
     )
-    return section("personal", "Personal accuracy and training", "", f'<div class="pair">{personal}{loss}</div>')
+    return section("personal", "Personal accuracy and training", "", side_by_side([personal, loss]))
 
 
 def _lines(run: Run, rows: Sequence[Row], key: str, overall: str, at: Sequence[float]) -> list[Series]:
@@ -217,15 +214,16 @@ def _lines(run: Run, rows: Sequence[Row], key: str, overall: str, at: Sequence[f
     ]
 
 
-def _rounds(run: Run) -> str:
+def _rounds(run: Run) -> Markup:
     if not run.metrics:
         return section("rounds", "Round by round", "", empty("No round has finished yet."))
     every = -(-len(run.metrics) // _MOST_ROUNDS_LISTED)
     shown = run.metrics[::-1][::every][::-1]
     columns = [Column("Round"), Column("Clients"), *(Column(name) for name, _, _ in _ROUND_COLUMNS)]
     listing = table(columns, [_round_cells(record) for record in shown], label="Round by round")
-    rest = note(f"One round in {every} is listed; metrics.jsonl holds all {whole(len(run.metrics))}.") if every > 1 else ""
-    return section("rounds", "Round by round", "", folded(f"Show {plural(len(shown), 'round')}", listing + rest))
+    if every > 1:
+        listing += note(f"One round in {every} is listed; metrics.jsonl holds all {whole(len(run.metrics))}.")
+    return section("rounds", "Round by round", "", folded(f"Show {plural(len(shown), 'round')}", listing))
 
 
 def _round_cells(record: Row) -> list[Cell]:
@@ -238,7 +236,7 @@ def _round_cells(record: Row) -> list[Cell]:
     ]
 
 
-def _origin(run: Run, summary: Row) -> str:
+def _origin(run: Run, summary: Row) -> Markup:
     versions = mapping(summary, "versions")
     entries = [
         ("Folder", run.name),
@@ -246,7 +244,7 @@ def _origin(run: Run, summary: Row) -> str:
         *((str(name), str(value)) for name, value in versions.items()),
     ]
     config = (
-        folded("Show experiment.toml", f'<pre class="scroll" tabindex="0"><code>{esc(run.config_text)}</code></pre>')
+        folded("Show experiment.toml", source(run.config_text))
         if run.config_text
         else empty("The run folder has no experiment.toml.")
     )

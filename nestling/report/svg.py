@@ -6,11 +6,12 @@ fills in for light and dark; a series is told apart by its dash and its marker a
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from markupsafe import Markup, escape
 
 COLOURS = 8
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "13 4")
@@ -79,7 +80,7 @@ class Dot:
     note: str
 
 
-def line_chart(series: Sequence[Series], *, title: str, desc: str, x: Axis, y: Axis, ident: str) -> str:
+def line_chart(series: Sequence[Series], *, title: str, desc: str, x: Axis, y: Axis, ident: str) -> Markup:
     """A line chart of every series that has a point; `ident` keeps the ids of one page apart."""
     drawn = [one for one in series if one.points]
     if not drawn:
@@ -92,12 +93,13 @@ def line_chart(series: Sequence[Series], *, title: str, desc: str, x: Axis, y: A
     across = _scale(x_range, (_LEFT, _WIDTH - _RIGHT))
     up = _scale(y_range, (_HEIGHT - _BOTTOM, _TOP))
     inside = [tick for tick in x_ticks if x_range[0] <= tick <= x_range[1]]
-    body = [_grid(inside, y_ticks, across, up, x, y)]
+    body = _grid(inside, y_ticks, across, up, x, y)
     body += [_band(one, across, up) for one in drawn if one.band]
-    body += [_line(one, across, up, x, y) for one in sorted(drawn, key=lambda s: s.style != INK)]
+    for one in sorted(drawn, key=lambda s: s.style != INK):
+        body += _line(one, across, up, x, y)
     read_out = [{"label": s.label, "style": style_class(s.style), "at": _read_out(s, across, up, x, y)} for s in drawn]
-    extra = f' data-read-out="{_esc(json.dumps(read_out, separators=(",", ":")))}"'
-    return _frame("lines", _WIDTH, _HEIGHT, title, desc, ident, "".join(body), extra)
+    told = json.dumps(read_out, separators=(",", ":"))
+    return _frame("lines", _WIDTH, _HEIGHT, title, desc, ident, body, data_read_out=told)
 
 
 def heat_map(
@@ -109,7 +111,7 @@ def heat_map(
     title: str,
     desc: str,
     ident: str,
-) -> str:
+) -> Markup:
     """`counts[row][column]` as a map; `groups` marks runs of neighbouring columns. Shades go by the square root of a count."""
     tall, wide = _clamp(560 / max(len(rows), 1), 7, 24), _clamp(980 / max(len(columns), 1), 9, 50)
     left = 14 + 7.2 * max((len(_cut(name)) for name in rows), default=1)
@@ -117,25 +119,18 @@ def heat_map(
     width, height = left + wide * len(columns) + 2, top + tall * len(rows) + 40
     most = max((value for row in counts for value in row), default=0)
     titled = sum(1 for row in counts for value in row if value) <= _MOST_TITLED_CELLS
-    body = [
-        f'<rect class="field" x="{left:.1f}" y="{top:.1f}" width="{wide * len(columns):.1f}" height="{tall * len(rows):.1f}"/>'
-    ]
+    body = [_box(left, top, wide * len(columns), tall * len(rows), class_="field")]
     body += _group_strips(groups, left, wide)
     for r, name in enumerate(rows):
         y = top + r * tall
         if r % math.ceil(13 / tall) == 0:
-            body.append(
-                f'<text class="tick" x="{left - 7:.1f}" y="{y + tall / 2 + 4:.1f}" text-anchor="end">{_esc(_cut(name))}</text>'
-            )
+            body.append(_text("tick", left - 7, y + tall / 2 + 4, _cut(name), text_anchor="end"))
         for c, value in enumerate(counts[r]):
             if value > 0:
-                note = f"<title>client {_esc(columns[c])}, class {_esc(name)}: {value:,.0f}</title>" if titled else ""
-                body.append(
-                    f'<rect class="cell mark" x="{left + c * wide:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" '
-                    f'height="{tall - 1:.1f}" fill-opacity="{shade(value, most):.2f}">{note}</rect>'
-                )
+                note = f"client {columns[c]}, class {name}: {value:,.0f}" if titled else ""
+                body.append(_heat_cell(left + c * wide, y, wide, tall, shade(value, most), note))
     body += _column_names(columns, left, wide, top + tall * len(rows))
-    return _frame("heat", width, height, title, desc, ident, "".join(body), f' width="{width:.0f}" height="{height:.0f}"')
+    return _frame("heat", width, height, title, desc, ident, body, width=f"{width:.0f}", height=f"{height:.0f}")
 
 
 def pair_map(
@@ -147,7 +142,7 @@ def pair_map(
     title: str,
     desc: str,
     ident: str,
-) -> str:
+) -> Markup:
     """`values[row][column]`, from 0 to 1, of every two clients, written into the cells where there is room; None leaves a gap."""
     size = _clamp(400 / max(len(names), 1), 10, 40)
     left, top = 14 + 7.2 * max((len(_cut(name)) for name in names), default=1), 14.0
@@ -155,32 +150,26 @@ def pair_map(
     written = size >= _ROOM_FOR_A_NUMBER
     # Text in a cell stays readable on the strongest shade, light or dark.
     strongest = 0.55 if written else 1.0
-    body = [f'<rect class="field" x="{left:.1f}" y="{top:.1f}" width="{side:.1f}" height="{side:.1f}"/>']
+    body = [_box(left, top, side, side, class_="field")]
     body += _group_strips(groups, left, size)
     for r, name in enumerate(names):
         y = top + r * size
         if r % math.ceil(13 / size) == 0:
-            body.append(
-                f'<text class="tick" x="{left - 7:.1f}" y="{y + size / 2 + 4:.1f}" text-anchor="end">{_esc(_cut(name))}</text>'
-            )
+            body.append(_text("tick", left - 7, y + size / 2 + 4, _cut(name), text_anchor="end"))
         for c, value in enumerate(values[r]):
             if value is None:
                 continue
             x = left + c * size
-            note = f"<title>clients {_esc(name)} and {_esc(names[c])}: {_esc(tell(value))}</title>"
-            body.append(
-                f'<rect class="cell mark" x="{x:.1f}" y="{y:.1f}" width="{size - 1:.1f}" height="{size - 1:.1f}" '
-                f'fill-opacity="{strongest * _clamp(value, 0, 1):.2f}">{note}</rect>'
-            )
+            note = f"clients {name} and {names[c]}: {tell(value)}"
+            body.append(_heat_cell(x, y, size, size, strongest * _clamp(value, 0, 1), note))
             if written:
-                middle = f'x="{x + (size - 1) / 2:.1f}" y="{y + size / 2 + 3.5:.1f}"'
-                body.append(f'<text class="in" {middle} text-anchor="middle" aria-hidden="true">{value:.2f}</text>')
+                body.append(_label("in", x + (size - 1) / 2, y + size / 2 + 3.5, f"{value:.2f}"))
     body += _column_names(names, left, size, top + side)
     width, height = left + side + 2, top + side + 40
-    return _frame("heat", width, height, title, desc, ident, "".join(body), f' width="{width:.0f}" height="{height:.0f}"')
+    return _frame("heat", width, height, title, desc, ident, body, width=f"{width:.0f}", height=f"{height:.0f}")
 
 
-def point_map(dots: Sequence[Dot], labels: Sequence[tuple[float, float, str]], *, title: str, desc: str, ident: str) -> str:
+def point_map(dots: Sequence[Dot], labels: Sequence[tuple[float, float, str]], *, title: str, desc: str, ident: str) -> Markup:
     """Points in the plane, both directions in the same measure, with words where they belong."""
     if not dots:
         raise ValueError("a map needs at least one point")
@@ -192,50 +181,44 @@ def point_map(dots: Sequence[Dot], labels: Sequence[tuple[float, float, str]], *
     def place(x: float, y: float) -> tuple[float, float]:
         return width / 2 + (x - middle[0]) / by, height / 2 - (y - middle[1]) / by
 
-    body = [f'<rect class="field" x="0" y="0" width="{width}" height="{height}" rx="6"/>']
+    body = [_tag("rect", class_="field", x=0, y=0, width=width, height=height, rx=6)]
     body += [_shape(*place(dot.x, dot.y), dot.shape, _colour(dot.colour), dot.note) for dot in dots]
     for x, y, text in labels:
         across, down = place(x, y)
-        body.append(
-            f'<text class="label" x="{across:.1f}" y="{down + 4:.1f}" text-anchor="middle" aria-hidden="true">{_esc(_cut(text))}</text>'
-        )
-    return _frame("points", width, height, title, desc, ident, "".join(body))
+        body.append(_label("label", across, down + 4, _cut(text)))
+    return _frame("points", width, height, title, desc, ident, body)
 
 
-def dot_key(colour: int, shape: int) -> str:
+def dot_key(colour: int, shape: int) -> Markup:
     """The legend's key for a dot of a map; colour `INK` where only the shape counts."""
     kind = style_class(INK) if colour == INK else _colour(colour)
-    return f'<svg class="swatch" viewBox="0 0 14 14" width="14" height="14" aria-hidden="true">{_shape(7, 7, shape, kind)}</svg>'
+    return _key(14, _shape(7, 7, shape, kind))
 
 
-def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> str:
+def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> Markup:
     """Horizontal bars, each filled to the share of its limit; a share above one is drawn full and marked as over."""
     width, step = 280, 44
     body = []
     for index, row in enumerate(rows):
         y = index * step
-        body.append(
-            f'<text class="name" x="0" y="{y + 15}">{_esc(row.label)}</text>'
-            f'<text class="value" x="{width}" y="{y + 15}" text-anchor="end">{_esc(row.text)}</text>'
-            f'<rect class="track" x="0" y="{y + 23}" width="{width}" height="8" rx="4"/>'
-        )
+        body += [
+            _tag("text", row.label, class_="name", x=0, y=y + 15),
+            _tag("text", row.text, class_="value", x=width, y=y + 15, text_anchor="end"),
+            _tag("rect", class_="track", x=0, y=y + 23, width=width, height=8, rx=4),
+        ]
         if row.share:
             # A sliver stays visible: a GPU that uses a thousandth of its memory still uses some.
             filled = max(3.0, width * min(row.share, 1.0))
             state = "over" if row.share > 1 else "close" if row.share > 0.9 else "ok"
-            body.append(
-                f'<rect class="mark fill {state}" x="0" y="{y + 23}" width="{filled:.1f}" height="8" '
-                f'rx="{min(4.0, filled / 2):.1f}"/>'
-            )
-    return _frame("bars", width, step * len(rows) - 8, title, desc, ident, "".join(body))
+            size = {"width": f"{filled:.1f}", "height": 8, "rx": f"{min(4.0, filled / 2):.1f}"}
+            body.append(_tag("rect", class_=f"mark fill {state}", x=0, y=y + 23, **size))
+    return _frame("bars", width, step * len(rows) - 8, title, desc, ident, body)
 
 
-def swatch(style: int) -> str:
+def swatch(style: int) -> Markup:
     """The legend's key for one style: a piece of the line with its marker."""
-    line = f'<path class="line {style_class(style)}" d="M1 7H33"{_dash(style)}/>'
-    return (
-        f'<svg class="swatch" viewBox="0 0 34 14" width="34" height="14" aria-hidden="true">{line}{_marker(17, 7, style)}</svg>'
-    )
+    line = _tag("path", class_=f"line {style_class(style)}", d="M1 7H33", stroke_dasharray=_dash(style))
+    return _key(34, line, _marker(17, 7, style))
 
 
 def style_class(style: int) -> str:
@@ -305,43 +288,41 @@ def _grid(
     up: Callable[[float], float],
     x: Axis,
     y: Axis,
-) -> str:
+) -> list[Markup]:
     floor, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    parts = [
-        f'<path class="grid" d="M{_LEFT} {up(tick):.1f}H{right}"/>'
-        f'<text class="tick" x="{_LEFT - 8}" y="{up(tick) + 4:.1f}" text-anchor="end">{_esc(y.form(tick))}</text>'
-        for tick in y_ticks
-    ]
+    parts = []
+    for tick in y_ticks:
+        parts.append(_tag("path", class_="grid", d=f"M{_LEFT} {up(tick):.1f}H{right}"))
+        parts.append(_tag("text", y.form(tick), class_="tick", x=_LEFT - 8, y=f"{up(tick) + 4:.1f}", text_anchor="end"))
     for tick in x_ticks:
         at = across(tick)
-        anchor = "end" if at > right - 18 else "middle"
-        parts.append(
-            f'<path class="grid" d="M{at:.1f} {floor}v5"/><text class="tick" x="{right + 10 if anchor == "end" else at:.1f}" '
-            f'y="{floor + 21}" text-anchor="{anchor}">{_esc(x.form(tick))}</text>'
-        )
-    parts.append(f'<path class="base" d="M{_LEFT} {floor}H{right}"/>')
-    parts.append(
-        f'<text class="axis" x="{(_LEFT + right) / 2:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">{_esc(x.label)}</text>'
-    )
-    return "".join(parts)
+        place, anchor = (right + 10, "end") if at > right - 18 else (at, "middle")
+        parts.append(_tag("path", class_="grid", d=f"M{at:.1f} {floor}v5"))
+        parts.append(_tag("text", x.form(tick), class_="tick", x=f"{place:.1f}", y=floor + 21, text_anchor=anchor))
+    middle = f"{(_LEFT + right) / 2:.0f}"
+    return [
+        *parts,
+        _tag("path", class_="base", d=f"M{_LEFT} {floor}H{right}"),
+        _tag("text", x.label, class_="axis", x=middle, y=_HEIGHT - 8, text_anchor="middle"),
+    ]
 
 
-def _line(one: Series, across: Callable[[float], float], up: Callable[[float], float], x: Axis, y: Axis) -> str:
+def _line(one: Series, across: Callable[[float], float], up: Callable[[float], float], x: Axis, y: Axis) -> list[Markup]:
     points = thin(one.points)
     path = "M" + "L".join(f"{across(at):.1f} {up(value):.1f}" for at, value in points)
-    line = f'<path class="mark line {style_class(one.style)}" d="{path}"{_dash(one.style)}/>' if len(points) > 1 else ""
+    line = _tag("path", class_=f"mark line {style_class(one.style)}", d=path, stroke_dasharray=_dash(one.style))
     every = math.ceil(len(points) / _MOST_MARKERS)
-    marked = points[::-1][::every]
-    notes = (f"{one.label}, {x.tell(at)}: {y.tell(value)}" for at, value in marked)
-    return line + "".join(
-        _marker(across(at), up(value), one.style, note) for (at, value), note in zip(marked, notes, strict=True)
-    )
+    markers = [
+        _marker(across(at), up(value), one.style, f"{one.label}, {x.tell(at)}: {y.tell(value)}")
+        for at, value in points[::-1][::every]
+    ]
+    return [line, *markers] if len(points) > 1 else markers
 
 
-def _band(one: Series, across: Callable[[float], float], up: Callable[[float], float]) -> str:
+def _band(one: Series, across: Callable[[float], float], up: Callable[[float], float]) -> Markup:
     lows = [f"{across(at):.1f} {up(low):.1f}" for at, low, _ in one.band]
     highs = [f"{across(at):.1f} {up(high):.1f}" for at, _, high in one.band]
-    return f'<path class="band {style_class(one.style)}" d="M{"L".join([*highs, *reversed(lows)])}Z"/>'
+    return _tag("path", class_=f"band {style_class(one.style)}", d=f"M{'L'.join([*highs, *reversed(lows)])}Z")
 
 
 def _read_out(
@@ -350,38 +331,40 @@ def _read_out(
     return [[round(across(at), 1), round(up(value), 1), x.tell(at), y.tell(value)] for at, value in thin(one.points)]
 
 
-def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[str]:
+def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[Markup]:
     strips, at = [], left
     for group in groups:
         size = wide * group.columns
-        strips.append(
-            f'<rect class="strip {style_class(group.style)}" x="{at:.1f}" y="2" width="{max(size - 1, 1):.1f}" height="6" rx="2">'
-            f"<title>{_esc(group.label)}</title></rect>"
-        )
+        kind, width = f"strip {style_class(group.style)}", f"{max(size - 1, 1):.1f}"
+        strips.append(_tag("rect", _tag("title", group.label), class_=kind, x=f"{at:.1f}", y=2, width=width, height=6, rx=2))
         at += size
     return strips
 
 
-def _column_names(columns: Sequence[str], left: float, wide: float, below: float) -> list[str]:
+def _column_names(columns: Sequence[str], left: float, wide: float, below: float) -> list[Markup]:
     """As many of the names as there is room for, and what they are."""
     every = math.ceil((10 + 7 * max((len(name) for name in columns), default=1)) / wide)
     names = [
-        f'<text class="tick" x="{left + (c + 0.5) * wide:.1f}" y="{below + 17:.1f}" text-anchor="middle">{_esc(name)}</text>'
+        _text("tick", left + (c + 0.5) * wide, below + 17, name, text_anchor="middle")
         for c, name in enumerate(columns)
         if c % every == 0
     ]
-    return [*names, f'<text class="axis" x="{left:.1f}" y="{below + 35:.1f}">client</text>']
+    return [*names, _text("axis", left, below + 35, "client")]
+
+
+def _heat_cell(x: float, y: float, wide: float, tall: float, opacity: float, note: str) -> Markup:
+    return _box(x, y, wide - 1, tall - 1, _title(note), class_="cell mark", fill_opacity=f"{opacity:.2f}")
 
 
 def _colour(number: int) -> str:
     return style_class(number) + (" hollow" if number // COLOURS % 2 else "")
 
 
-def _marker(x: float, y: float, style: int, note: str = "") -> str:
+def _marker(x: float, y: float, style: int, note: str = "") -> Markup:
     return _shape(x, y, 0 if style == INK else style, style_class(style), note)
 
 
-def _shape(x: float, y: float, shape: int, kind: str, note: str = "") -> str:
+def _shape(x: float, y: float, shape: int, kind: str, note: str = "") -> Markup:
     r = 3.4
     path = {
         "circle": f"m{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
@@ -392,21 +375,45 @@ def _shape(x: float, y: float, shape: int, kind: str, note: str = "") -> str:
         "plus": "m-1.2 -4.4h2.4v3.2h3.2v2.4h-3.2v3.2h-2.4v-3.2h-3.2v-2.4h3.2z",
         "cross": "m0 -1.7l2.4 -2.4l1.7 1.7l-2.4 2.4l2.4 2.4l-1.7 1.7l-2.4 -2.4l-2.4 2.4l-1.7 -1.7l2.4 -2.4l-2.4 -2.4l1.7 -1.7z",
     }[MARKERS[shape % len(MARKERS)]]
-    title = f"<title>{_esc(note)}</title>" if note else ""
-    return f'<path class="mark dot {kind}" d="M{x:.1f} {y:.1f}{path}">{title}</path>'
+    return _tag("path", _title(note), class_=f"mark dot {kind}", d=f"M{x:.1f} {y:.1f}{path}")
 
 
-def _dash(style: int) -> str:
-    pattern = "" if style == INK else DASHES[style % len(DASHES)]
-    return f' stroke-dasharray="{pattern}"' if pattern else ""
+def _dash(style: int) -> str | None:
+    return None if style == INK else DASHES[style % len(DASHES)] or None
 
 
-def _frame(kind: str, width: float, height: float, title: str, desc: str, ident: str, body: str, extra: str = "") -> str:
-    said_by = f'role="img" aria-labelledby="{ident}-title {ident}-desc"'
-    return (
-        f'<svg class="chart {kind}" viewBox="0 0 {width:.0f} {height:.0f}" {said_by}{extra}>'
-        f'<title id="{ident}-title">{_esc(title)}</title><desc id="{ident}-desc">{_esc(desc)}</desc>{body}</svg>'
-    )
+def _key(width: int, *inside: Markup) -> Markup:
+    box = f"0 0 {width} 14"
+    return _tag("svg", *inside, class_="swatch", viewBox=box, width=width, height=14, aria_hidden="true")
+
+
+def _frame(
+    kind: str, width: float, height: float, title: str, desc: str, ident: str, body: Sequence[Markup], /, **extra: str
+) -> Markup:
+    told = [_tag("title", title, id=f"{ident}-title"), _tag("desc", desc, id=f"{ident}-desc")]
+    said_by = {"role": "img", "aria_labelledby": f"{ident}-title {ident}-desc"}
+    return _tag("svg", *told, *body, class_=f"chart {kind}", viewBox=f"0 0 {width:.0f} {height:.0f}", **said_by, **extra)
+
+
+def _box(
+    x: float, y: float, width: float, height: float, *inside: Markup, class_: str, fill_opacity: str | None = None
+) -> Markup:
+    place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
+    return _tag("rect", *inside, class_=class_, **place, fill_opacity=fill_opacity)
+
+
+def _text(kind: str, x: float, y: float, text: str, **more: str) -> Markup:
+    return _tag("text", text, class_=kind, x=f"{x:.1f}", y=f"{y:.1f}", **more)
+
+
+def _label(kind: str, x: float, y: float, text: str) -> Markup:
+    """Text inside a chart, which a screen reader finds elsewhere."""
+    return _text(kind, x, y, text, text_anchor="middle", aria_hidden="true")
+
+
+def _title(note: str) -> Markup:
+    """What the pointer is told."""
+    return _tag("title", note) if note else Markup("")
 
 
 def _cut(text: str) -> str:
@@ -417,5 +424,9 @@ def _clamp(value: float, low: float, high: float) -> float:
     return max(low, min(high, value))
 
 
-def _esc(text: str) -> str:
-    return html.escape(str(text), quote=True)
+def _tag(name: str, *inside: object, **attributes: object) -> Markup:
+    """An SVG element: the one place where text and attributes become part of a chart, and are escaped unless they are Markup.
+    `text_anchor` is `text-anchor`, `class_` is `class`; an attribute that is None is left out."""
+    known = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None)
+    head = name + "".join(f' {key}="{escape(value)}"' for key, value in known)
+    return Markup(f"<{head}>{''.join(map(escape, inside))}</{name}>" if inside else f"<{head}/>")
