@@ -165,10 +165,10 @@ def test_what_cannot_be_watched(target: str, words: str, tmp_path: Path, monkeyp
 def test_another_server_is_not_taken_for_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with health.telling(tmp_path, "0") as server:
         assert server is not None
-        monkeypatch.setattr(health, "look", lambda *_: {"health": {"state": "ok"}})
+        monkeypatch.setattr(health, "run_status", lambda *_: {"health": {"state": "ok"}})
         with pytest.raises(InputError, match="not the health address"):
             health.fetch(server.url)
-        monkeypatch.setattr(health, "look", lambda *_: 1 / 0)
+        monkeypatch.setattr(health, "run_status", lambda *_: 1 / 0)
         with pytest.raises(InputError, match="does not tell"):
             health.fetch(server.url)
 
