@@ -2,6 +2,7 @@
 # make test  set up, then lint, types, import rules and all tests (of the slow ones every tenth)
 # make slow  every second of the slow tests and nothing else, by their names: the even or the odd ones, in turn by commit
 # make proof make test with all slow tests
+# make coverage  the tests of make test with the lines that they reach, file by file (half as long again)
 # make gpu   every method on the CUDA device of this machine, against this process, and a table of times (5 minutes on an H200)
 # make lint  lint, types and import rules only
 
@@ -16,7 +17,7 @@ SLOW ?= part
 GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 8
 
-.PHONY: run test slow proof gpu lint setup setup-dev clean
+.PHONY: run test slow proof coverage gpu lint setup setup-dev clean
 
 run: setup
 	$(BIN)/nestling run
@@ -31,6 +32,9 @@ slow: setup-dev
 
 proof:
 	$(MAKE) test SLOW=all
+
+coverage: setup-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --slow=$(SLOW) --cov=nestling --cov-report=term:skip-covered
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup-dev)
 	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) tests/gpu

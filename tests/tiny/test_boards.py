@@ -303,7 +303,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
 PARENT = """
 import sys, threading, time
 from pathlib import Path
-from nestling.tiny import children
+from nestling.tiny.boards import children
 pids = []
 thread = threading.Thread(target=lambda: pids.append(children.start([sys.executable, "-c", "import time; time.sleep(100)"])))
 thread.start()

@@ -44,7 +44,8 @@ def test_any_board_trains_to_the_bits_of_the_host(name: str, width: float, with_
 
 ALONE = """
 import sys
-from nestling.tiny import boards, native, toolchain
+from nestling.tiny.boards import table as boards
+from nestling.tiny.runtime import native, toolchain
 from tests.tiny.emulated import job, running
 assert toolchain.is_zig(toolchain.host_compiler()) and toolchain.is_zig(toolchain.arm_compiler())
 todo, blob = job(0.5, steps=2)
