@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_before_after.py BEFORE [--after TREE] [--lines a,b] [--blocks 6] [--minutes 9] [--device cuda] [--out FILE]
 
-BEFORE is the folder of another checkout (`git worktree add`). Milliseconds of one process move by a third with the cores it got and
-with what else the host does, so that two tables made one after the other say nothing of a few percent. Here each tree has one process,
-both stand at the same round of the same method, and play a few rounds in turn, pinned to the same cores, while the other waits.
-A method's ratio is the median over such pairs; beside it stands the ratio of the fastest. Settings and networks are those of
-`gpu_table.py` on the embedded digits, the cohort engine alone. Ends with 1 if a method has both ratios above 1.03.
+BEFORE is the folder of another checkout (`git worktree add`). Milliseconds of one process move by a third with the cores it
+got and with what else the host does, so that two tables made one after the other say nothing of a few percent. Here each
+tree has one process, both stand at the same round of the same method, and play a few rounds in turn, pinned to the same
+cores, while the other waits. A method's ratio is the median over such pairs; beside it stands the ratio of the fastest.
+Settings and networks are those of `gpu_table.py` on the embedded digits, the cohort engine alone. Ends with 1 if a method
+has both ratios above 1.03. Give a tree as its own BEFORE to see how far two processes of the same code are apart: less than
+that is no difference.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/work_before_after.py BEFORE [--after TREE] [--lines a,b] [--out FILE]
 
-BEFORE is the folder of another checkout. On a GPU, where training is recorded, what the host does decides how long a round of these
-methods takes, and its milliseconds move by a fifth from process to process (`gpu_before_after.py`). Calls do not: here both trees play
-the same rounds of the settings of `gpu_table.py`, in stacks, with one batch per epoch, and every call of the last two rounds is
-counted: Python functions, functions in C, among them torch's, and those that on a GPU wait for it or copy to it. Needs no GPU. Ends
-with 1 if a method makes more than 1.03 times as many calls as before.
+BEFORE is the folder of another checkout. Milliseconds on a GPU move from process to process (`gpu_before_after.py`); calls
+hardly do. Here both trees play the same rounds of the settings of `gpu_table.py`, in stacks, with one batch per epoch, and
+every call of the last two rounds is counted: Python functions, functions in C, among them torch's, and those that on a GPU
+may wait for it or copy to it (shown, not judged: tensors of the host are among them). Needs no GPU, and says nothing of time
+on one. Ends with 1 if a method makes more than 1.03 times as many calls as before.
 """
 
 from __future__ import annotations
