@@ -24,7 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
+from two_trees import environment_of, experiments_of, parser_of
+
 SLOWER = 1.03
 WARM = {"parts": 10, "exchange": 4}
 BLOCK = {"parts": 4, "exchange": 2}
@@ -40,11 +41,13 @@ class Tree:
     """A process that plays rounds of one source tree when it is told to."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != HERE]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "benchmarks"), *paths])}
         command = [sys.executable, __file__, "--child", str(folder), "--blocks", str(options.blocks), "--device", options.device]
         self.process = subprocess.Popen(
-            [*command, "--lines", options.lines], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, "--lines", options.lines],
+            env=environment_of(folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def said(self) -> str:
@@ -87,15 +90,10 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, nargs="?", default=HERE, help="the folder of the source as it was")
-    parser.add_argument("--after", type=Path, default=HERE, help="the folder of the source as it is (default: this one)")
-    parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
+    parser = parser_of(__doc__)
     parser.add_argument("--blocks", type=int, default=6, help="how often each tree plays a few rounds of a method")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after so many")
     parser.add_argument("--device", default="cuda", help="where it is played")
-    parser.add_argument("--out", type=Path, help="a JSON file of all blocks")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -124,17 +122,11 @@ def _verdict(found: dict[str, dict[str, list[float]]]) -> int:
 
 
 def _play(options: argparse.Namespace) -> None:
-    tree = options.child
-    sys.path[:] = [str(tree), str(tree / "benchmarks"), *[p for p in sys.path if p != str(HERE / "benchmarks")]]
-    sys.argv = [sys.argv[0], "--data", "embedded", *(["--lines", options.lines] if options.lines else [])]
-    import gpu_table
+    for setting, name, experiment, steady in experiments_of(options.child, options.lines):
+        import nestling
+        from nestling import EngineConfig, Evaluation
 
-    import nestling
-    from nestling import EngineConfig, Evaluation
-
-    assert Path(nestling.__file__).is_relative_to(tree), f"{nestling.__file__} is not of {tree}"
-    for setting, name, experiment in gpu_table._experiments(gpu_table._options()):
-        warm = max(WARM[setting], gpu_table.LONG.get(name, 0))
+        warm = max(WARM[setting], steady)
         rounds = warm + options.blocks * BLOCK[setting] + 1
         tested = Evaluation(every=rounds, clients=2)
         asked = experiment.with_changes(rounds=rounds, engine=EngineConfig("cohort", device=options.device), evaluate=tested)

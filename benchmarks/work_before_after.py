@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -22,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
+from two_trees import environment_of, experiments_of, parser_of
+
 MORE = 1.03
 WARM, COUNTED = 3, 2
 WAITING = ("item", "tolist", "cpu", "numpy", "to", "nonzero", "__bool__", "__int__", "__float__", "equal", "isfinite")
@@ -34,7 +34,7 @@ class Enough(Exception):
 
 
 def main() -> int:
-    options = _options()
+    options = parser_of(__doc__).parse_args()
     if options.child:
         _count(options)
         return 0
@@ -55,20 +55,8 @@ def main() -> int:
     return _verdict(found)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, nargs="?", default=HERE, help="the folder of the source as it was")
-    parser.add_argument("--after", type=Path, default=HERE, help="the folder of the source as it is (default: this one)")
-    parser.add_argument("--lines", default="", help="names of methods, separated by commas (default: all)")
-    parser.add_argument("--out", type=Path, help="a JSON file of all counts")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 def _child(tree: Path, lines: str) -> subprocess.Popen[str]:
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != HERE]
-    path = os.pathsep.join([str(tree), str(tree / "benchmarks"), *paths])
-    env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    env = environment_of(tree, PYTHONHASHSEED="0", CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, __file__, "--child", str(tree), "--lines", lines]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
@@ -94,19 +82,14 @@ def _verdict(found: dict[str, dict[str, dict[str, int]]]) -> int:
 
 
 def _count(options: argparse.Namespace) -> None:
-    tree = options.child
-    sys.path[:] = [str(tree), str(tree / "benchmarks"), *[p for p in sys.path if p != str(HERE / "benchmarks")]]
-    sys.argv = [sys.argv[0], "--data", "embedded", *(["--lines", options.lines] if options.lines else [])]
-    import gpu_table
-    import torch
-
-    import nestling
-    from nestling import EngineConfig, Evaluation
-
-    torch.set_num_threads(1)
-    assert Path(nestling.__file__).is_relative_to(tree), f"{nestling.__file__} is not of {tree}"
     rounds = WARM + COUNTED + 1
-    for setting, name, experiment in gpu_table._experiments(gpu_table._options()):
+    for setting, name, experiment, _ in experiments_of(options.child, options.lines):
+        import torch
+
+        import nestling
+        from nestling import EngineConfig, Evaluation
+
+        torch.set_num_threads(1)
         asked = experiment.with_changes(
             rounds=rounds,
             engine=EngineConfig("cohort", device="cpu"),
