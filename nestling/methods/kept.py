@@ -54,7 +54,7 @@ def _written(name: str, value: Any) -> dict[str, State]:
         return {f"{name} {number}": state for number, state in enumerate(value)}
     if dataclasses.is_dataclass(value):
         return _join(_written(f"{name} {own.name}", getattr(value, own.name)) for own in dataclasses.fields(value))
-    if any(isinstance(part, Mapping) for part in value.values()):
+    if isinstance(next(iter(value.values()), None), Mapping):
         return {f"{name} {key}": state for key, state in value.items()}
     return {name: value} if value else {}
 

@@ -126,8 +126,10 @@ class Method:
 
     def message(self, device: Device, piece: Piece, round: int) -> Message:
         """The message to a device, and to all that are alike."""
-        sent = {part.name: part.down(self, device, piece, round) for part in self.travelling() if part.down}
-        return Message({name: tensors for name, tensors in sent.items() if tensors}, self.facts(device, piece, round))
+        sent = {
+            part.name: tensors for part in self.travelling() if part.down and (tensors := part.down(self, device, piece, round))
+        }
+        return Message(sent, self.facts(device, piece, round))
 
     def send(self, device: Device, piece: Piece, round: int) -> Message:
         """The message to a device; devices that are alike get the same one."""
@@ -219,10 +221,10 @@ class Method:
 
     def reply(self, client: Client, received: Message) -> Message:
         """What goes back: the parts that come up, the number of samples, and what else is said."""
-        parts = {part.name: part.up(self, client, received) for part in self.travelling() if part.up}
+        parts = {part.name: tensors for part in self.travelling() if part.up and (tensors := part.up(self, client, received))}
         facts = {"samples": client.samples, **{fact.name: fact.say(self, client, received) for fact in self.said}}
         self.keep(client, received)
-        return Message({name: tensors for name, tensors in parts.items() if tensors}, facts)
+        return Message(parts, facts)
 
 
 @dataclass

@@ -58,7 +58,7 @@ class Round:
     def dropped(self) -> int:
         """How many clients were never heard of."""
         heard = {*self.outcomes, *(told.client for told in self.refusals if told.round == self.number)}
-        return sum(client not in heard for client in self.sent)
+        return len(self.sent.keys() - heard)
 
     def broken(self) -> frozenset[int]:
         """Whose replies counted though they are not finite; waits for the device that computes them."""
@@ -73,7 +73,7 @@ class Round:
 def admit(federation: Federation, round: Round) -> list[Reply]:
     """The replies that count; writes down what happened to the others and to the clock."""
     deadline, replies = federation.world.fleet.deadline, []
-    clock, forms = _Clock(federation.world, round), _Forms(federation.method)
+    clock, forms = _Clock(federation.world, round), dict[Hashable, Expected]()
     for client, outcome in round.outcomes.items():
         sent = round.sent[client]
         piece, reason = _returned(federation.method, sent, outcome.reply)
@@ -84,8 +84,10 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
             round.late += 1
             round.void.add(client)
             continue
-        expected = forms.of(piece, sent.message)
-        reason = NOT_FINITE if client in round.spoilt else reason or _faults(expected, sent, outcome.reply, round)
+        form = (piece, id(sent.message))  # clients that got the same must send the same back
+        if form not in forms:
+            forms[form] = federation.method.expects(piece, sent.message)
+        reason = NOT_FINITE if client in round.spoilt else reason or _faults(forms[form], sent, outcome.reply, round)
         if reason:
             round.refuse(client, reason)
         else:
@@ -114,20 +116,6 @@ class _Clock:
         if self.world.fleet.steady:
             self.known[same] = spent
         return spent
-
-
-@dataclass
-class _Forms:
-    """What replies must look like: clients that got the same must send the same back."""
-
-    method: Method
-    known: dict[Hashable, Expected] = field(default_factory=dict)
-
-    def of(self, piece: Piece, message: Message) -> Expected:
-        form = (piece, id(message))
-        if form not in self.known:
-            self.known[form] = self.method.expects(piece, message)
-        return self.known[form]
 
 
 def _returned(method: Method, sent: Sent, reply: Message) -> tuple[Piece, str | None]:

@@ -116,7 +116,7 @@ class Client:
     @cached_property
     def counts(self) -> np.ndarray:
         """Its rows by class."""
-        return self.site.split.counts(self.id)
+        return self.site.counts_of(self.id)
 
     def class_counts(self) -> Tensor:
         """Its rows by class, where the client is."""
@@ -150,6 +150,7 @@ class Site:
     public: Tensor | None = None
     where: Where = CPU
     _rows: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)
+    _counts: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     _held: int = field(default=0, init=False, repr=False, compare=False)
 
     @cached_property
@@ -164,8 +165,17 @@ class Site:
             self._rows[client] = self.split.indices(client)
             self._held += len(self._rows[client])
             while self._held > MOST_ROWS and len(self._rows) > 1:
-                self._held -= len(self._rows.popitem(last=False)[1])
+                oldest, rows = self._rows.popitem(last=False)
+                self._held -= len(rows)
+                self._counts.pop(oldest, None)
         return self._rows[client]
+
+    def counts_of(self, client: int) -> np.ndarray:
+        """A client's rows by class, remembered as long as the rows are."""
+        if client not in self._counts:
+            self.rows_of(client)
+            self._counts[client] = self.split.counts(client)
+        return self._counts[client]
 
 
 def work(method: ClientSide, task: Task, site: Site) -> Outcome:
