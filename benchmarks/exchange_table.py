@@ -4,7 +4,7 @@
         [--cache FILE] [--write]
 
 Twelve clients with 120 rows each (Dirichlet 0.5), everybody in every round, 300 public rows. All networks are convolutional, so that
-DraftFed can take part. The method's settings are its defaults; every line, training alone too, has the best of three learning rates by
+DraftFed can take part. The method's settings are its defaults; every line, training alone too, has the best of four learning rates by
 the mean of two seeds that are not in the table, in half of the rounds. Accuracies are means over the last three of five tests. Runs
 that the cache already holds are not played again. `--write` puts the tables into docs/results.md and the rows into
 docs/methods/measured.json.
@@ -24,7 +24,7 @@ from nestling.fair import GROUPS
 from nestling.methods import METHODS, method_class
 
 ROUNDS, TESTS, LAST = 50, 5, 3
-RATES, TRIALS = (0.01, 0.02, 0.05), (100, 101)
+RATES, TRIALS = (0.01, 0.02, 0.05, 0.1), (100, 101)
 FLEET = FleetConfig(
     tiers=(
         Tier(name="tinycnn", ratio=1.0, count=4),

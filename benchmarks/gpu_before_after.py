@@ -1,36 +1,45 @@
-"""Whether a change made a method slower on a GPU: two source trees play the same rounds in turn, on the same cores, in one run.
+"""Whether a change made a method slower on a GPU: two source trees play the same rounds in turn, in one process.
 
-    python benchmarks/gpu_before_after.py BEFORE [--after TREE] [--lines a,b] [--blocks 6] [--minutes 9] [--device cuda] [--out FILE]
+    python benchmarks/gpu_before_after.py BEFORE [--after TREE] [--lines a,b] [--skip N] [--blocks 14] [--minutes 9]
+        [--device cuda] [--again] [--out FILE]
 
 BEFORE is the folder of another checkout (`git worktree add`). Milliseconds of one process move by a third with the cores it
-got and with what else the host does, so that two tables made one after the other say nothing of a few percent. Here each
-tree has one process, both stand at the same round of the same method, and play a few rounds in turn, pinned to the same
-cores, while the other waits. A method's ratio is the median over such pairs; beside it stands the ratio of the fastest.
-Settings and networks are those of `gpu_table.py` on the embedded digits, the cohort engine alone. Ends with 1 if a method
-has both ratios above 1.03. Give a tree as its own BEFORE to see how far two processes of the same code are apart: less than
-that is no difference.
+got, where its memory lies and what else the host does, so that two processes, even in turn on the same cores, say nothing of
+a few percent. Here both trees are imported into this process, and the same method of each stands at the same round: they
+play a few rounds in turn, from two threads of which one always waits. What the process or the host brings along, both have.
+Settings and networks are those of `gpu_table.py` on the embedded digits, the cohort engine alone.
+
+A method's ratio is the median over pairs of blocks, with an interval that holds it with 95 % or more (of the order of pairs
+alone, no distribution assumed). Two instances of one tree may still differ by what they were allotted: `--again` plays every
+method that seems slower with new instances, in the other order, and with a second instance of the tree itself as a control.
+Ends with 1 if a method's interval lies above 1.03 in all that was played of it, or if nothing was measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import gc
+import importlib
 import json
-import os
+import math
 import statistics
-import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from two_trees import environment_of, experiments_of, parser_of
+from two_trees import parser_of
 
 SLOWER = 1.03
 WARM = {"parts": 10, "exchange": 4}
-BLOCK = {"parts": 4, "exchange": 2}
+BLOCK = {"parts": 3, "exchange": 2}
 """Rounds before the first block, and of one."""
-CORES = 4
+ENDLESS = 10_000
+OURS = ("nestling", "gpu_table", "fashion_table", "exchange_table", "tables")
 
 
 class Enough(Exception):
@@ -38,132 +47,180 @@ class Enough(Exception):
 
 
 class Tree:
-    """A process that plays rounds of one source tree when it is told to."""
+    """The package and the table's script of one source folder, imported beside those of others."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--child", str(folder), "--blocks", str(options.blocks), "--device", options.device]
-        self.process = subprocess.Popen(
-            [*command, "--lines", options.lines],
-            env=environment_of(folder),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.modules = folder.resolve(), dict[str, ModuleType]()
+        with self.imported():
+            self.table, self.package = importlib.import_module("gpu_table"), importlib.import_module("nestling")
+        assert Path(self.package.__file__ or "").is_relative_to(self.folder), f"{self.package.__file__} is not of {folder}"
 
-    def said(self) -> str:
-        """Its next line: the name of a method that is warm, the milliseconds of a block, or "end"."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip() or "end"
+    @contextmanager
+    def imported(self) -> Iterator[None]:
+        """While it lasts, `import nestling` means this tree's."""
+        paths = list(sys.path)
+        others = _taken_out()
+        sys.path[:0] = [str(self.folder), str(self.folder / "benchmarks")]
+        sys.modules.update(self.modules)
+        try:
+            yield
+        finally:
+            self.modules = _taken_out()
+            sys.modules.update(others)
+            sys.path[:] = paths
 
-    def block(self) -> float:
-        """Milliseconds of the next block."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        return float(self.said())
+    def experiments(self, lines: str) -> dict[str, Any]:
+        """The experiments of the table, by setting and method."""
+        with self.imported():
+            sys.argv = ["gpu_table", "--data", "embedded", *(["--lines", lines] if lines else [])]
+            asked = self.table._options()
+            return {f"{setting} {name}": experiment for setting, name, experiment in self.table._experiments(asked)}
+
+
+def _taken_out() -> dict[str, ModuleType]:
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in OURS}
+
+
+class Player(threading.Thread):
+    """One method of one tree: plays so many rounds when it is told to, and waits otherwise."""
+
+    def __init__(self, tree: Tree, experiment: Any, warm: int, block: int, device: str) -> None:
+        super().__init__(daemon=True)
+        self.tree, self.warm, self.block, self.device = tree, warm, block, device
+        # So long that its end and what is done half-way never come: neither is a round like others.
+        with tree.imported():
+            engine = tree.package.EngineConfig("cohort", device=device)
+            tested = tree.package.Evaluation(every=ENDLESS, clients=2)
+            self.asked = experiment.with_changes(rounds=ENDLESS, engine=engine, evaluate=tested)
+        self.mine, self.others = threading.Semaphore(0), threading.Semaphore(0)
+        self.left, self.over, self.error = warm, False, ""
+        self.start()
+
+    def play(self, rounds: int) -> float:
+        """Milliseconds of the next rounds."""
+        self.left = rounds
+        with self.tree.imported():
+            _wait_for(self.device)
+            began = time.perf_counter()
+            self.mine.release()
+            self.others.acquire()
+            _wait_for(self.device)
+            took = time.perf_counter() - began
+        if self.error:
+            raise SystemExit(f"{self.tree.folder}: {self.error}")
+        return 1e3 * took
+
+    def end(self) -> None:
+        self.over = True
+        with self.tree.imported():
+            self.mine.release()
+            self.join()
+
+    def run(self) -> None:
+        self.mine.acquire()
+        try:
+            self.tree.package.run(self.asked, watcher=self.tree.package.Watcher(round=self._after_round))
+        except Enough:
+            pass
+        except BaseException as error:
+            self.error = f"{type(error).__name__}: {error}"
+        self.others.release()
+
+    def _after_round(self, _: Any) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            self.others.release()
+            self.mine.acquire()
+            if self.over:
+                raise Enough
+
+
+def _wait_for(device: str) -> None:
+    if device != "cpu":
+        import torch
+
+        torch.cuda.synchronize()
 
 
 def main() -> int:
     options = _options()
-    if options.child:
-        _play(options)
-        return 0
-    began, found = time.monotonic(), dict[str, dict[str, list[float]]]()
-    trees = {"before": Tree(options.before.resolve(), options), "after": Tree(options.after.resolve(), options)}
-    try:
-        while time.monotonic() - began < 60 * options.minutes:
-            names = {which: tree.said() for which, tree in trees.items()}
-            assert len({*names.values()}) == 1, f"the trees play different methods: {names}"
-            if (name := names["before"]) == "end":
-                break
-            found[name] = {"before": [], "after": []}
-            for number in range(options.blocks):
-                for which in ("before", "after") if number % 2 == 0 else ("after", "before"):
-                    found[name][which].append(trees[which].block())
-            print(_line(name, found[name]), flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(found, indent=1))
-    finally:
-        for tree in trees.values():
-            tree.process.kill()
+    before, after = Tree(options.before), Tree(options.after)
+    began, found = time.monotonic(), dict[str, list[dict[str, Any]]]()
+    theirs, ours = before.experiments(options.lines), after.experiments(options.lines)
+    assert theirs.keys() == ours.keys(), "the trees play different methods"
+    for name in list(ours)[options.skip :]:
+        if time.monotonic() - began > 60 * options.minutes:
+            print(f"stopped before {name}: out of time")
+            break
+        pair = [(before, theirs[name]), (after, ours[name])]
+        found[name] = [_measured(name, pair, ("before", "after"), options)]
+        if options.again and found[name][0]["ratio"] > 1 + (SLOWER - 1) / 2:
+            found[name].append(_measured(name, pair[::-1], ("after", "before"), options))
+            found[name].append(_measured(name, [pair[1], pair[1]], ("control", "after"), options))
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1))
     return _verdict(found)
 
 
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--blocks", type=int, default=6, help="how often each tree plays a few rounds of a method")
-    parser.add_argument("--minutes", type=float, default=9.0, help="stop after so many")
+    parser.add_argument("--skip", type=int, default=0, help="so many methods")
+    parser.add_argument("--blocks", type=int, default=14, help="how often each tree plays a few rounds of a method")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no method is begun after so many")
     parser.add_argument("--device", default="cuda", help="where it is played")
+    parser.add_argument("--again", action="store_true", help="play what seems slower again, with a control")
     return parser.parse_args()
 
 
-def _ratios(own: dict[str, list[float]]) -> tuple[float, float]:
-    """After over before: the median of the pairs, and of the fastest blocks."""
-    pairs = [after / before for before, after in zip(own["before"], own["after"], strict=True)]
-    return statistics.median(pairs), min(own["after"]) / min(own["before"])
+def _measured(name: str, pair: list[tuple[Tree, Any]], called: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of the blocks of two instances, and the ratio of the new tree's to the other's."""
+    setting, _, method = name.partition(" ")
+    warm, block = max(WARM[setting], pair[1][0].table.LONG.get(method, 0)), BLOCK[setting]
+    players = [Player(tree, experiment, warm, block, options.device) for tree, experiment in pair]
+    for player in players:
+        player.play(warm)
+    blocks: dict[str, list[float]] = {which: [] for which in called}
+    gc.collect()
+    gc.disable()  # a collection falls into one block or another, and costs what both have made
+    for number in range(options.blocks):
+        turn = list(zip(called, players, strict=True))
+        for which, player in turn if number % 2 == 0 else turn[::-1]:
+            blocks[which].append(player.play(block))
+        gc.collect(0)
+    gc.enable()
+    for player in players:
+        player.end()
+    first = next(which for which in called if which != "after")
+    pairs = sorted(new / old for old, new in zip(blocks[first], blocks["after"], strict=True))
+    low, high = _interval(pairs)
+    row = {"over": first, "ratio": statistics.median(pairs), "low": low, "high": high, "blocks": blocks}
+    old, new = (min(blocks[which]) / block for which in (first, "after"))
+    print(f"{name}: {old:.2f} ms a round {first}, {new:.2f} after; {row['ratio']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+    return row
 
 
-def _line(name: str, own: dict[str, list[float]]) -> str:
-    rounds = BLOCK[name.split()[0]]
-    before, after = (min(own[which]) / rounds for which in ("before", "after"))
-    median, fastest = _ratios(own)
-    return f"{name}: {before:.1f} ms a round before, {after:.1f} after; pairs {median:.3f}, fastest {fastest:.3f}"
+def _interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """Between which of the ordered ratios their median lies with 95 % or more: ranks of the binomial distribution."""
+    count, cut, chance = len(ordered), 0, 0.5 ** len(ordered)
+    while cut + 1 < count / 2 and chance <= 0.025:
+        cut += 1
+        chance += math.comb(count, cut) * 0.5**count
+    cut = max(cut - 1, 0)
+    return ordered[cut], ordered[-1 - cut]
 
 
-def _verdict(found: dict[str, dict[str, list[float]]]) -> int:
-    ratios = {name: _ratios(own) for name, own in found.items()}
-    slower = [name for name, both in ratios.items() if min(both) > SLOWER]
-    middle = statistics.median(median for median, _ in ratios.values()) if ratios else 0.0
-    print(f"\n{len(ratios)} methods, the median of all pairs' ratios {middle:.3f}; slower by both: {', '.join(slower) or 'none'}")
-    return 1 if slower or not ratios else 0
-
-
-# -- in a tree's process -----------------------------------------------------------------------------------------------------------
-
-
-def _play(options: argparse.Namespace) -> None:
-    for setting, name, experiment, steady in experiments_of(options.child, options.lines):
-        import nestling
-        from nestling import EngineConfig, Evaluation
-
-        warm = max(WARM[setting], steady)
-        rounds = warm + options.blocks * BLOCK[setting] + 1
-        tested = Evaluation(every=rounds, clients=2)
-        asked = experiment.with_changes(rounds=rounds, engine=EngineConfig("cohort", device=options.device), evaluate=tested)
-        stopper = _stopper(f"{setting} {name}", warm, BLOCK[setting], options.blocks)
-        with contextlib.suppress(Enough):
-            nestling.run(asked, watcher=nestling.Watcher(round=stopper))
-    print("end", flush=True)
-
-
-def _stopper(name: str, warm: int, block: int, blocks: int) -> Any:
-    """What is called after every round: it waits where a block begins, and tells the milliseconds where one ends."""
-    everywhere = os.sched_getaffinity(0)
-    state = {"round": 0, "began": 0.0}
-
-    def after_round(_: Any) -> None:
-        done = state["round"] = state["round"] + 1
-        if done < warm or (done - warm) % block:
-            return
-        if done == warm:
-            _pin(set(sorted(everywhere)[:CORES]))
-            print(name, flush=True)
-        else:
-            print(1e3 * (time.perf_counter() - state["began"]), flush=True)
-        if done == warm + blocks * block:
-            _pin(everywhere)
-            raise Enough
-        sys.stdin.readline()
-        state["began"] = time.perf_counter()
-
-    return after_round
-
-
-def _pin(cores: set[int]) -> None:
-    """All threads of this process, whoever began them."""
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(int(thread.name), cores)
+def _verdict(found: dict[str, list[dict[str, Any]]]) -> int:
+    if not found:
+        return 1
+    judged = {name: [row for row in rows if row["over"] == "before"] for name, rows in found.items()}
+    middle = statistics.median(rows[0]["ratio"] for rows in judged.values())
+    slower = [name for name, rows in judged.items() if all(row["low"] > SLOWER for row in rows)]
+    above = [name for name, rows in judged.items() if all(row["ratio"] > SLOWER for row in rows)]
+    controls = [row["ratio"] for rows in found.values() for row in rows if row["over"] == "control"]
+    apart = f", controls {min(controls):.3f} to {max(controls):.3f}" if controls else ""
+    print(f"\n{len(found)} methods, the median of their ratios {middle:.3f}{apart}")
+    print(f"above {SLOWER} in the median: {', '.join(above) or 'none'}; with certainty: {', '.join(slower) or 'none'}")
+    return 1 if slower else 0
 
 
 if __name__ == "__main__":
