@@ -1,10 +1,12 @@
-"""How long the default experiment takes here and in another checkout: `nestling run` without arguments.
+"""How long the default experiment takes here and in another checkout: `nestling run` without
+arguments.
 
     python benchmarks/default_speed.py OTHER_CHECKOUT [--rounds 30] [--turns 2]
 
-The two take turns, each run in a process of its own that imports its own checkout and writes a run folder. Prints a Markdown table with
-the seconds of each run from start to end (imports, worker processes and report included), the share of them that are its rounds, and
-the accuracies it ended with; last how many times as fast this checkout is, by the medians.
+The two take turns, each run in a process of its own that imports its own checkout and writes a run
+folder. Prints a Markdown table with the seconds of each run from start to end (imports, worker
+processes and report included), the share of them that are its rounds, and the accuracies it ended
+with; last how many times as fast this checkout is, by the medians.
 """
 
 from __future__ import annotations
@@ -37,15 +39,35 @@ def run(checkout: Path, rounds: int) -> Run:
     """The default experiment of a checkout."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "nestling.cli", "run", "--json", "--out", str(out), "--set", f"rounds={rounds}"]
+        command = [
+            sys.executable,
+            "-m",
+            "nestling.cli",
+            "run",
+            "--json",
+            "--out",
+            str(out),
+            "--set",
+            f"rounds={rounds}",
+        ]
         began = time.perf_counter()
         done = subprocess.run(
-            command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, stdout=subprocess.PIPE, text=True, check=True
+            command,
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
         seconds = time.perf_counter() - began
     *played, summary = [json.loads(line) for line in done.stdout.splitlines()]
     last = {key: summary[key]["last"] for key in ("global_accuracy", "personal_accuracy")}
-    return Run(seconds, sum(row["seconds"] for row in played), last["global_accuracy"], last["personal_accuracy"])
+    return Run(
+        seconds,
+        sum(row["seconds"] for row in played),
+        last["global_accuracy"],
+        last["personal_accuracy"],
+    )
 
 
 def row(turn: int, name: str, found: Run) -> str:
@@ -55,19 +77,29 @@ def row(turn: int, name: str, found: Run) -> str:
 
 def main(other: Path, rounds: int, turns: int) -> None:
     checkouts = {"other": other.resolve(), "this": HERE}
-    print(f"{rounds} rounds; other: {checkouts['other']}, this: {HERE}; load {os.getloadavg()[0]:.1f}\n")
-    print("| turn | checkout | seconds | in rounds | accuracy | personal |\n|---|---|---|---|---|---|")
+    print(
+        f"{rounds} rounds; other: {checkouts['other']}, this: {HERE}; load "
+        f"{os.getloadavg()[0]:.1f}\n"
+    )
+    print(
+        "| turn | checkout | seconds | in rounds | accuracy | personal |\n|---|---|---|---|---|---|"
+    )
     found: dict[str, list[Run]] = {name: [] for name in checkouts}
     for turn in range(1, turns + 1):
         for name, checkout in checkouts.items():
             found[name].append(run(checkout, rounds))
             print(row(turn, name, found[name][-1]), flush=True)
     other_s, this_s = (statistics.median(r.seconds for r in found[name]) for name in checkouts)
-    print(f"\nmedian seconds: other {other_s:.1f}, this {this_s:.1f}; this checkout is {other_s / this_s:.2f} times as fast")
+    print(
+        f"\nmedian seconds: other {other_s:.1f}, this {this_s:.1f}; this checkout is "
+        f"{other_s / this_s:.2f} times as fast"
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="the checkout to compare with")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--turns", type=int, default=2)

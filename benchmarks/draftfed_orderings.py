@@ -1,11 +1,14 @@
-"""DraftFed's orderings: training alone, FedMD, and DraftFed with all, single and paired losses on a mix of small CNNs, three seeds.
+"""DraftFed's orderings: training alone, FedMD, and DraftFed with all, single and paired losses on a
+mix of small CNNs, three seeds.
 
-    NESTLING_DATA=FOLDER python benchmarks/draftfed_orderings.py [--lines a,b] [--seeds 3] [--workers 1] [--cache FILE] [--write]
+    NESTLING_DATA=FOLDER python benchmarks/draftfed_orderings.py [--lines a,b] [--seeds 3]
+        [--workers 1] [--cache FILE] [--write]
 
-Fashion-MNIST, 20 clients of three families with 100 rows each, IID, everybody in every round, |G| = 512 unlabelled rows. Measured as
-published: the mean of the clients' models on the common test rows. The published networks, optimiser and rounds are out of reach or
-unknown, so that what can be compared are orders, not figures. Runs that the cache already holds are not played again. `--write` puts
-the table into docs/results.md.
+Fashion-MNIST, 20 clients of three families with 100 rows each, IID, everybody in every round, |G| =
+512 unlabelled rows. Measured as published: the mean of the clients' models on the common test rows.
+The published networks, optimiser and rounds are out of reach or unknown, so that what can be
+compared are orders, not figures. Runs that the cache already holds are not played again. `--write`
+puts the table into docs/results.md.
 """
 
 from __future__ import annotations
@@ -16,15 +19,32 @@ from typing import Any
 from tables import megabytes, options, played, spread, write
 
 import nestling
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    Data,
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 
 ROWS, BATCH, ROUNDS = 512, 32, 8
 
 FLEET = FleetConfig(
     tiers=(
         Tier(name="tinycnn", model="tinycnn", model_options={"channels": [8, 16, 32]}, count=4),
-        Tier(name="wide tinycnn", model="tinycnn", model_options={"channels": [16, 32, 64]}, count=4),
-        Tier(name="tinyresnet", model="tinyresnet", model_options={"blocks": [2, 1], "channels": [8, 16, 16]}, count=6),
+        Tier(
+            name="wide tinycnn", model="tinycnn", model_options={"channels": [16, 32, 64]}, count=4
+        ),
+        Tier(
+            name="tinyresnet",
+            model="tinyresnet",
+            model_options={"blocks": [2, 1], "channels": [8, 16, 16]},
+            count=6,
+        ),
         Tier(name="dscnn", model="dscnn", model_options={"width": 0.25, "blocks": 3}, count=6),
     )
 )
@@ -45,10 +65,13 @@ LINES: dict[str, tuple[str, Named]] = {
     "l1+l3": ("DraftFed, D1 + D3", _draftfed(1, 3)),
     "l2+l3": ("DraftFed, D2 + D3", _draftfed(2, 3)),
     "all": ("DraftFed, D1 + D2 + D3", _draftfed(1, 2, 3)),
-    "all-last": ("DraftFed, D1 + D2 + D3, local training first", _draftfed(1, 2, 3, order="local-draft")),
+    "all-last": (
+        "DraftFed, D1 + D2 + D3, local training first",
+        _draftfed(1, 2, 3, order="local-draft"),
+    ),
 }
-"""Name → title and method. FedMD goes without public labels, as the others do. DraftFed is looked at after local training, as FedMD
-is, but for the last line."""
+"""Name → title and method. FedMD goes without public labels, as the others do. DraftFed is looked
+at after local training, as FedMD is, but for the last line."""
 
 PUBLISHED = {
     "local": "68.55",
@@ -61,15 +84,27 @@ PUBLISHED = {
     "l2+l3": "68.91",
     "all": "68.92",
 }
-"""The paper's DenseNets: Local and FedMD with CIFAR-10 as G, DraftFed's losses as the mean over three other sets as G."""
+"""The paper's DenseNets: Local and FedMD with CIFAR-10 as G, DraftFed's losses as the mean over
+three other sets as G."""
 
-COLUMNS = ("method", *(tier.name for tier in FLEET.tiers), "all", "above Local", "up + down a round", "published (DenseNets)")
+COLUMNS = (
+    "method",
+    *(tier.name for tier in FLEET.tiers),
+    "all",
+    "above Local",
+    "up + down a round",
+    "published (DenseNets)",
+)
 
 
 def main() -> None:
     chosen = options(__doc__ or "", "draftfed_orderings.json", ", ".join(LINES))
     names = chosen.lines.split(",") if chosen.lines else list(LINES)
-    rows = played(play, {f"{name} {seed}": (name, seed) for name in names for seed in range(chosen.seeds)}, chosen)
+    rows = played(
+        play,
+        {f"{name} {seed}": (name, seed) for name in names for seed in range(chosen.seeds)},
+        chosen,
+    )
     text = table({name: [rows[f"{name} {seed}"] for seed in range(chosen.seeds)] for name in names})
     print(text)
     if chosen.write:
@@ -108,11 +143,25 @@ def table(rows: dict[str, list[dict[str, Any]]]) -> str:
     floor = [run["global"] for run in rows.get("local", [])]
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for name, runs in rows.items():
-        tiers = [f"{100 * statistics.mean(of):.2f} %" for of in zip(*(run["tiers"] for run in runs), strict=True)]
+        tiers = [
+            f"{100 * statistics.mean(of):.2f} %"
+            for of in zip(*(run["tiers"] for run in runs), strict=True)
+        ]
         found = [run["global"] for run in runs]
         # Seeds share networks, rows and split, so that differences are taken seed by seed.
-        above = spread([a - b for a, b in zip(found, floor, strict=True)], "+", "") if floor and name != "local" else "–"
-        cells = [LINES[name][0], *tiers, spread(found), above, megabytes(runs), PUBLISHED.get(name, "–")]
+        above = (
+            spread([a - b for a, b in zip(found, floor, strict=True)], "+", "")
+            if floor and name != "local"
+            else "–"
+        )
+        cells = [
+            LINES[name][0],
+            *tiers,
+            spread(found),
+            above,
+            megabytes(runs),
+            PUBLISHED.get(name, "–"),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -1,14 +1,17 @@
-"""The table of the sub-model methods: Fashion-MNIST, Dirichlet(0.5), 100 clients, ten a round, five tiers, three seeds.
+"""The table of the sub-model methods: Fashion-MNIST, Dirichlet(0.5), 100 clients, ten a round, five
+tiers, three seeds.
 
-    NESTLING_DATA=FOLDER python benchmarks/fashion_table.py [--lines a,A:b] [--seeds 3] [--rounds 300] [--device cpu|cuda] [--workers 2]
-        [--cache FILE] [--write]
+    NESTLING_DATA=FOLDER python benchmarks/fashion_table.py [--lines a,A:b] [--seeds 3]
+        [--rounds 300] [--device cpu|cuda] [--workers 2] [--cache FILE] [--write]
 
-Every tier has a budget of parameters, the same for all methods of a group: those of a network of that width, or in group B, where the
-network is cut in depth, that share of its parameters. What a method really trains there stands in the table, because methods reach a
-budget more or less closely. The learning rate is the best of three, the same three for every method: each is tried in one run of a
-third of the rounds, with a seed of its own, on 10 000 training rows that are held out for this and for nothing else. Accuracies are
-means over the last five tests, one every thirtieth of the run. Runs that the cache already holds are not played again. `--write` puts
-the tables into docs/results.md, group by group, and the rows into docs/methods/measured.json.
+Every tier has a budget of parameters, the same for all methods of a group: those of a network of
+that width, or in group B, where the network is cut in depth, that share of its parameters. What a
+method really trains there stands in the table, because methods reach a budget more or less closely.
+The learning rate is the best of three, the same three for every method: each is tried in one run of
+a third of the rounds, with a seed of its own, on 10 000 training rows that are held out for this
+and for nothing else. Accuracies are means over the last five tests, one every thirtieth of the run.
+Runs that the cache already holds are not played again. `--write` puts the tables into
+docs/results.md, group by group, and the rows into docs/methods/measured.json.
 """
 
 from __future__ import annotations
@@ -18,10 +21,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import Measured, best_rates, engine_on, megabytes, options, played, spread, write, write_rows
+from tables import (
+    Measured,
+    best_rates,
+    engine_on,
+    megabytes,
+    options,
+    played,
+    spread,
+    write,
+    write_rows,
+)
 
 import nestling
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    Data,
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.data import load
 from nestling.fair import GROUPS
 from nestling.methods import METHODS, method_class
@@ -36,7 +59,8 @@ TRIAL = 100
 WIDE = Named("tinycnn", {"norm": "group"})
 DEEP = Named("tinyresnet", {"norm": "group", "blocks": [9], "channels": [16, 16]})
 EXITS = Named("tinyresnet", {**DEEP.options, "exits": [2, 3, 4, 6, 9]})
-"""Nine equal blocks, of which 9, 6, 4, 3 and 2 are the most that the five budgets allow; with exits where these cuts are."""
+"""Nine equal blocks, of which 9, 6, 4, 3 and 2 are the most that the five budgets allow; with exits
+where these cuts are."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"cut": "depth"} for name in ("heteroavg", "fedprox", "scaffold", "fednova", "moon")},
@@ -57,7 +81,9 @@ COLUMNS = (
 MEASURED = {"A": "global", "B": "tiers", "C": "personal", "G": "personal"}
 """By what a group is measured, and a learning rate chosen."""
 
-SETTING = "Fashion-MNIST, Dirichlet(0.5), 100 clients, 10 a round, five tiers, {rounds} rounds, 3 seeds"
+SETTING = (
+    "Fashion-MNIST, Dirichlet(0.5), 100 clients, 10 a round, five tiers, {rounds} rounds, 3 seeds"
+)
 
 FLOOR = "fedavg"
 EVERYWHERE = (FLOOR, "local")
@@ -69,12 +95,21 @@ def main() -> None:
     lines, seeds = lines_of(chosen.lines), range(chosen.seeds)
     rates = chosen_rates(lines, chosen)
     wanted = {
-        _key(*line, seed, rates[line], chosen.rounds): (*line, seed, rates[line], chosen.rounds, chosen.device)
+        _key(*line, seed, rates[line], chosen.rounds): (
+            *line,
+            seed,
+            rates[line],
+            chosen.rounds,
+            chosen.device,
+        )
         for line in lines
         for seed in seeds
     }
     found = played(play, wanted, chosen)
-    rows = {line: [found[_key(*line, seed, rates[line], chosen.rounds)] for seed in seeds] for line in lines}
+    rows = {
+        line: [found[_key(*line, seed, rates[line], chosen.rounds)] for seed in seeds]
+        for line in lines
+    }
     texts = tables(rows)
     print("\n\n".join(texts.values()))
     if chosen.write:
@@ -86,7 +121,17 @@ def chosen_rates(lines: list[tuple[str, str]], chosen: Any) -> dict[tuple[str, s
     rounds, data = chosen.rounds // 3, str(_held_out(Path(chosen.cache).with_suffix(".npz")))
     tries = {
         line: {
-            lr: {f"{_key(*line, TRIAL, lr, rounds)}, held out": (*line, TRIAL, lr, rounds, chosen.device, data)} for lr in RATES
+            lr: {
+                f"{_key(*line, TRIAL, lr, rounds)}, held out": (
+                    *line,
+                    TRIAL,
+                    lr,
+                    rounds,
+                    chosen.device,
+                    data,
+                )
+            }
+            for lr in RATES
         }
         for line in lines
     }
@@ -101,19 +146,26 @@ def _held_out(path: Path) -> Path:
     return path
 
 
-def play(group: str, name: str, seed: int, lr: float, rounds: int, device: str, file: str = "") -> dict[str, Any]:
+def play(
+    group: str, name: str, seed: int, lr: float, rounds: int, device: str, file: str = ""
+) -> dict[str, Any]:
     """One run."""
     played = experiment(group, name, seed, lr, rounds).with_changes(engine=engine_on(device))
     result = nestling.run(played.with_changes(data=Data("npz", path=file)) if file else played)
     summary, world = result.summary, result.federation.world
-    trained = [world.cost(result.federation.method.piece(world.device(world.fleet.member(t, 0)), 0)) for t in world.plans]
+    trained = [
+        world.cost(result.federation.method.piece(world.device(world.fleet.member(t, 0)), 0))
+        for t in world.plans
+    ]
     tested = [row for row in result.metrics if row["global_accuracy"] is not None][-LAST:]
     tiers = [[tier["global_accuracy"] for tier in row["by_tier"].values()] for row in tested]
     return {
         "global": statistics.mean(row["global_accuracy"] for row in tested),
         "personal": statistics.mean(row["personal_accuracy"] for row in tested),
         "tiers": statistics.mean(statistics.mean(values) for values in tiers),
-        "smallest": statistics.mean(row["by_tier"]["budget-0.25"]["global_accuracy"] for row in tested),
+        "smallest": statistics.mean(
+            row["by_tier"]["budget-0.25"]["global_accuracy"] for row in tested
+        ),
         "lr": lr,
         "bytes": (summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"],
         "params": [cost.params for cost in trained],
@@ -121,10 +173,14 @@ def play(group: str, name: str, seed: int, lr: float, rounds: int, device: str, 
     }
 
 
-def experiment(group: str, name: str, seed: int, lr: float = 0.05, rounds: int = ROUNDS) -> Experiment:
+def experiment(
+    group: str, name: str, seed: int, lr: float = 0.05, rounds: int = ROUNDS
+) -> Experiment:
     """The experiment of one line of the table."""
     cut, share = "depth" if group == "B" else "width", 1 / len(BUDGETS)
-    tiers = tuple(Tier(name=f"budget-{ratio:g}", ratio=ratio, cut=cut, share=share) for ratio in BUDGETS)
+    tiers = tuple(
+        Tier(name=f"budget-{ratio:g}", ratio=ratio, cut=cut, share=share) for ratio in BUDGETS
+    )
     return Experiment(
         method=Named(name, OPTIONS.get(name, {})),
         model=_network(group, name),
@@ -165,7 +221,8 @@ def tables(rows: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, str]:
                     f"| method | network | {' | '.join(COLUMNS)} |",
                     "|" + "---|" * (2 + len(COLUMNS)),
                     *(
-                        f"| {method_class(n).info.title} | {_called(_network(group, n))} | {_cells(group, seeds, own.get(FLOOR))} |"
+                        f"| {method_class(n).info.title} | {_called(_network(group, n))} | "
+                        f"{_cells(group, seeds, own.get(FLOOR))} |"
                         for n, seeds in own.items()
                     ),
                 ]
@@ -176,15 +233,25 @@ def tables(rows: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, str]:
 def _cells(group: str, found: list[dict[str, Any]], floor: list[dict[str, Any]] | None) -> str:
     cells = [spread([r[key] for r in found]) for key in ("global", "personal", "smallest")]
     key = MEASURED[group]
-    over = spread([a[key] - b[key] for a, b in zip(found, floor, strict=True)], "+", "") if floor and floor is not found else "–"
+    over = (
+        spread([a[key] - b[key] for a, b in zip(found, floor, strict=True)], "+", "")
+        if floor and floor is not found
+        else "–"
+    )
     sizes = " / ".join(f"{count / 1000:.1f}k" for count in found[0]["params"])
     return " | ".join([f"{found[0]['lr']:g}", *cells, over, sizes, megabytes(found)])
 
 
 def lines_of(chosen: str) -> list[tuple[str, str]]:
-    """(group, method) for every line; `chosen` names methods, or one group's (A:fedavg), separated by commas (empty: all)."""
+    """(group, method) for every line; `chosen` names methods, or one group's (A:fedavg), separated
+    by commas (empty: all)."""
     groups = ("A", "B", "C", "G")
-    own = [(group, name) for group in groups for name in METHODS if method_class(name).info.group == group]
+    own = [
+        (group, name)
+        for group in groups
+        for name in METHODS
+        if method_class(name).info.group == group
+    ]
     common = [(group, name) for group in groups for name in EVERYWHERE]
     names = chosen.split(",") if chosen else list(METHODS)
     return sorted(
@@ -197,7 +264,9 @@ def _key(group: str, name: str, seed: int, lr: float, rounds: int) -> str:
     return f"{name} {_network(group, name).name} {seed}, {rounds} rounds at {lr:g}"
 
 
-def _write(texts: dict[str, str], rows: dict[tuple[str, str], list[dict[str, Any]]], rounds: int) -> None:
+def _write(
+    texts: dict[str, str], rows: dict[tuple[str, str], list[dict[str, Any]]], rounds: int
+) -> None:
     for group, text in texts.items():
         write(f"fashion table, group {group}", text)
     # Reversed, so that a method that stands in several tables has the row of the first.

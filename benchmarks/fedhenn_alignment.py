@@ -1,10 +1,13 @@
-"""What FedHeNN's term does to clients of unlike networks: how alike their kernels become, and their accuracy.
+"""What FedHeNN's term does to clients of unlike networks: how alike their kernels become, and their
+accuracy.
 
-    python benchmarks/fedhenn_alignment.py [--lines 0,0.01,1] [--seeds 3] [--workers 2] [--cache FILE]
+    python benchmarks/fedhenn_alignment.py [--lines 0,0.01,1] [--seeds 3] [--workers 2]
+        [--cache FILE]
 
-Nine clients with 40 of the embedded digits each, three with a perceptron, three with a TinyCNN, three with a depth-wise CNN; four
-rounds of five epochs, everybody in every round. A line is an η₀; 0 is training alone. Alignment is the mean over every two clients of
-the centred kernel alignment on 200 public rows, after the last round.
+Nine clients with 40 of the embedded digits each, three with a perceptron, three with a TinyCNN,
+three with a depth-wise CNN; four rounds of five epochs, everybody in every round. A line is an η₀;
+0 is training alone. Alignment is the mean over every two clients of the centred kernel alignment on
+200 public rows, after the last round.
 """
 
 from __future__ import annotations
@@ -17,7 +20,16 @@ import torch
 from tables import options, played, spread
 
 import nestling
-from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.methods.representation.fedhenn import cka, linear_kernel
 from nestling.models.taps import logits_and_features
 
@@ -34,11 +46,18 @@ FLEET = FleetConfig(
 def main() -> None:
     chosen = options(__doc__ or "", "fedhenn_alignment.json", "values of η₀")
     rates = [float(eta) for eta in (chosen.lines or RATES).split(",")]
-    found = played(play, {f"eta {eta:g}, {seed}": (eta, seed) for eta in rates for seed in range(chosen.seeds)}, chosen)
+    found = played(
+        play,
+        {f"eta {eta:g}, {seed}": (eta, seed) for eta in rates for seed in range(chosen.seeds)},
+        chosen,
+    )
     print("| η₀ | alignment | personal accuracy |\n|---|---|---|")
     for eta in rates:
         rows = [found[f"eta {eta:g}, {seed}"] for seed in range(chosen.seeds)]
-        print(f"| {eta:g} | {statistics.mean(r['alignment'] for r in rows):.2f} | {spread([r['personal'] for r in rows])} |")
+        print(
+            f"| {eta:g} | {statistics.mean(r['alignment'] for r in rows):.2f} | "
+            f"{spread([r['personal'] for r in rows])} |"
+        )
 
 
 def play(eta: float, seed: int) -> dict[str, Any]:
@@ -77,7 +96,11 @@ def alignment(result: nestling.Result) -> float:
     for client in range(len(world.fleet)):
         model = method.model_for(world.device(client))
         module = model.reference.network(model.view, model.state).eval()
-        kernels.append(linear_kernel(logits_and_features(module, model.reference.taps.head, world.public[:ROWS])[1]))
+        kernels.append(
+            linear_kernel(
+                logits_and_features(module, model.reference.taps.head, world.public[:ROWS])[1]
+            )
+        )
     return statistics.mean(float(cka(one, other)) for one, other in combinations(kernels, 2))
 
 

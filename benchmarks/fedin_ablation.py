@@ -1,10 +1,14 @@
-"""FedIN's ablation: Fashion-MNIST, Dirichlet(0.5), 51 clients of three depths, ten a round, three seeds.
+"""FedIN's ablation: Fashion-MNIST, Dirichlet(0.5), 51 clients of three depths, ten a round, three
+seeds.
 
-    NESTLING_DATA=FOLDER python benchmarks/fedin_ablation.py [--lines FedIN,…] [--seeds 3] [--workers 1] [--cache FILE] [--write]
+    NESTLING_DATA=FOLDER python benchmarks/fedin_ablation.py [--lines FedIN,…] [--seeds 3]
+        [--workers 1] [--cache FILE] [--write]
 
-The lines are those of the paper's own ablation (its networks and rounds are far larger): FedAvg averaged by layer, the pull alone, the
-pairs alone, the pairs with plainly added gradients, everything, and everything with noise. Accuracy is the mean of the clients' models
-on the global test set, as there. Runs that the cache already holds are not played again. `--write` puts the table into docs/results.md.
+The lines are those of the paper's own ablation (its networks and rounds are far larger): FedAvg
+averaged by layer, the pull alone, the pairs alone, the pairs with plainly added gradients,
+everything, and everything with noise. Accuracy is the mean of the clients' models on the global
+test set, as there. Runs that the cache already holds are not played again. `--write` puts the table
+into docs/results.md.
 """
 
 from __future__ import annotations
@@ -15,7 +19,17 @@ from typing import Any
 from tables import megabytes, options, played, spread, write
 
 import nestling
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    Data,
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 
 ROUNDS = 30
 BUDGETS = (1.0, 0.72, 0.45)
@@ -34,7 +48,11 @@ LINES: dict[str, Named] = {
 def main() -> None:
     chosen = options(__doc__ or "", "fedin_ablation.json", ", ".join(LINES))
     lines = chosen.lines.split(",") if chosen.lines else list(LINES)
-    rows = played(play, {f"{line} {seed}": (line, seed) for line in lines for seed in range(chosen.seeds)}, chosen)
+    rows = played(
+        play,
+        {f"{line} {seed}": (line, seed) for line in lines for seed in range(chosen.seeds)},
+        chosen,
+    )
     text = table({line: [rows[f"{line} {seed}"] for seed in range(chosen.seeds)] for line in lines})
     print(text)
     if chosen.write:
@@ -57,7 +75,10 @@ def play(line: str, seed: int) -> dict[str, Any]:
 
 def experiment(line: str, seed: int) -> Experiment:
     """The experiment of one line of the table."""
-    tiers = tuple(Tier(name=f"budget-{ratio:g}", ratio=ratio, cut="depth", share=1 / len(BUDGETS)) for ratio in BUDGETS)
+    tiers = tuple(
+        Tier(name=f"budget-{ratio:g}", ratio=ratio, cut="depth", share=1 / len(BUDGETS))
+        for ratio in BUDGETS
+    )
     return Experiment(
         method=LINES[line],
         model=Named("tinyresnet", {"blocks": [3], "channels": [8, 8]}),
@@ -75,7 +96,10 @@ def experiment(line: str, seed: int) -> Experiment:
 
 def table(rows: dict[str, list[dict[str, Any]]]) -> str:
     """The table in Markdown."""
-    lines = ["| | mean of the clients' models | deepest model | up + down a round |", "|---|---|---|---|"]
+    lines = [
+        "| | mean of the clients' models | deepest model | up + down a round |",
+        "|---|---|---|---|",
+    ]
     for line, found in rows.items():
         cells = [spread([row[key] for row in found]) for key in ("clients", "global")]
         lines.append(f"| {line} | {' | '.join(cells)} | {megabytes(found)} |")

@@ -1,9 +1,11 @@
-"""What a gateway takes to speak for many devices: memory and seconds a round, with a real broker, TLS and a password for each device.
+"""What a gateway takes to speak for many devices: memory and seconds a round, with a real broker,
+TLS and a password for each device.
 
     python benchmarks/fleet_gateway.py [DEVICES] [ROUNDS]        default: 200 50
 
-The gateway, the broker and the devices (all of them in one process, as threads) are processes of their own on this machine; two
-devices die in the middle of a round. Needs mosquitto (apt-get install mosquitto) and `pip install nestling[mqtt]`.
+The gateway, the broker and the devices (all of them in one process, as threads) are processes of
+their own on this machine; two devices die in the middle of a round. Needs mosquitto (apt-get
+install mosquitto) and `pip install nestling[mqtt]`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from typing import Any
 
 import torch
 
-from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.engines.engine import Engine
 from nestling.fleet.care import certs
 from nestling.fleet.care.processes import free_port
@@ -48,13 +59,17 @@ WARM = 10
 """Rounds after which the gateway's memory is to stay as it is."""
 
 
-# -- the experiment ----------------------------------------------------------------------------------------------------------------
+# -- the experiment --------------------------------------------------------------------------------
 
 
 def experiment(devices: int, rounds: int, method: str = "shared-average") -> Experiment:
     """Small devices of three sizes, everybody in every round, little to train."""
     counts = (devices - 2 * (devices // 3), devices // 3, devices // 3)
-    tiers = [Tier(name=f"size {r}", ratio=r, count=n, board="host") for r, n in zip((0.25, 0.5, 1.0), counts, strict=True) if n]
+    tiers = [
+        Tier(name=f"size {r}", ratio=r, count=n, board="host")
+        for r, n in zip((0.25, 0.5, 1.0), counts, strict=True)
+        if n
+    ]
     return Experiment(
         method=method,
         rounds=rounds,
@@ -95,7 +110,9 @@ class _Without:
         return getattr(self.base, name)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        return self.base.run([task for task in tasks if task.client not in self.missed.get(task.round, ())])
+        return self.base.run(
+            [task for task in tasks if task.client not in self.missed.get(task.round, ())]
+        )
 
 
 def state_of(federation: Federation) -> dict[str, bytes]:
@@ -105,10 +122,14 @@ def state_of(federation: Federation) -> dict[str, bytes]:
 
 def bits_of(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, bytes]:
     parts = state.items()
-    return {f"{kind}/{name}": t.detach().cpu().numpy().tobytes() for kind, part in parts for name, t in part.items()}
+    return {
+        f"{kind}/{name}": t.detach().cpu().numpy().tobytes()
+        for kind, part in parts
+        for name, t in part.items()
+    }
 
 
-# -- the broker and the devices ----------------------------------------------------------------------------------------------------
+# -- the broker and the devices --------------------------------------------------------------------
 
 
 class Mosquitto:
@@ -117,14 +138,22 @@ class Mosquitto:
     def __init__(self, folder: Path, devices: Sequence[str]) -> None:
         self.folder, self.port = folder, free_port()
         certs.issue(folder / "keys", hosts=["127.0.0.1"])
-        self.config = write_broker(folder / "broker", devices, certs.server_files(folder / "keys"), port=self.port)
+        self.config = write_broker(
+            folder / "broker", devices, certs.server_files(folder / "keys"), port=self.port
+        )
         self.ca = folder / "keys" / "server" / "ca.crt"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Mosquitto:
         with open(self.folder / "mosquitto.log", "ab") as log:
-            self.process = subprocess.Popen([where(), "-c", str(self.config)], stdout=log, stderr=log)
-        wait_for(lambda: "running" in self.log() or self.process is None or self.process.poll() is not None)
+            self.process = subprocess.Popen(
+                [where(), "-c", str(self.config)], stdout=log, stderr=log
+            )
+        wait_for(
+            lambda: (
+                "running" in self.log() or self.process is None or self.process.poll() is not None
+            )
+        )
         assert self.process.poll() is None, self.log()
         return self
 
@@ -138,12 +167,17 @@ class Mosquitto:
 
     def as_user(self, name: str) -> Broker:
         """How one of its users reaches it."""
-        return Broker("127.0.0.1", name, self.folder / "broker" / "secrets" / name, self.port, self.ca)
+        return Broker(
+            "127.0.0.1", name, self.folder / "broker" / "secrets" / name, self.port, self.ca
+        )
 
 
 def where() -> str:
     """The broker's program; Debian keeps it where only root looks."""
-    return shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin") or ""
+    return (
+        shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+        or ""
+    )
 
 
 def wait_for(true: Callable[[], object], seconds: float = 120.0) -> None:
@@ -175,7 +209,9 @@ class Mortal(MqttDevice):
 
 @contextmanager
 def devices_of(
-    flash: Mapping[str, bytes], broker: Callable[[str], Broker], deaths: Mapping[str, int] | None = None
+    flash: Mapping[str, bytes],
+    broker: Callable[[str], Broker],
+    deaths: Mapping[str, int] | None = None,
 ) -> Iterator[dict[str, Mortal]]:
     """Devices by name, all in this process; `deaths` says in which job some die."""
     crew, closing = ThreadPoolExecutor(4), threading.Event()
@@ -214,12 +250,14 @@ def gateway_file(folder: Path, broker: Broker, clients: Mapping[str, int], **mor
     return path
 
 
-# -- the measurement ---------------------------------------------------------------------------------------------------------------
+# -- the measurement -------------------------------------------------------------------------------
 
 
-def measure(folder: Path, devices: int, rounds: int, tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """Runs it; gives the gateway's memory after every round (MB), the seconds, the replies, and whether the result is the same as in
-    one process with the same replies missed."""
+def measure(
+    folder: Path, devices: int, rounds: int, tell: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Runs it; gives the gateway's memory after every round (MB), the seconds, the replies, and
+    whether the result is the same as in one process with the same replies missed."""
     told, names = experiment(devices, rounds), {f"d{client}": client for client in range(devices)}
     dying = {f"d{devices // 3}": rounds // 2, f"d{devices - 1}": rounds // 2 + 1}
     mosquitto = Mosquitto(folder, list(names)).start()
@@ -250,7 +288,9 @@ def measure(folder: Path, devices: int, rounds: int, tell: Callable[[str], None]
     return found
 
 
-def _play(told: Experiment, courier: LoopCourier, gateway: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def _play(
+    told: Experiment, courier: LoopCourier, gateway: int, tell: Callable[[str], None]
+) -> dict[str, Any]:
     settled, federation = assemble(told)
     live = enliven(settled, federation, courier, patience=Patience(poll=0.0))
     live.engine.open(settled.make_method(), site_of(federation))
@@ -262,9 +302,17 @@ def _play(told: Experiment, courier: LoopCourier, gateway: int, tell: Callable[[
         memory.append(_resident(gateway))
         missing = row["dropped"] + row["refused"]
         replies += len(row["clients"]) - missing
-        tell(f"round {row['round']}: {memory[-1]:.1f} MB, {seconds[-1]:.2f} s, {missing} replies missing")
+        tell(
+            f"round {row['round']}: {memory[-1]:.1f} MB, {seconds[-1]:.2f} s, {missing} replies "
+            "missing"
+        )
         begun = time.monotonic()
-    return {"megabytes": memory, "seconds": seconds, "replies": replies, "state": state_of(federation)}
+    return {
+        "megabytes": memory,
+        "seconds": seconds,
+        "replies": replies,
+        "state": state_of(federation),
+    }
 
 
 def _resident(pid: int) -> float:
@@ -274,13 +322,17 @@ def _resident(pid: int) -> float:
 
 def _start(*words: Any) -> subprocess.Popen[bytes]:
     script = [] if words[0] == "-m" else [__file__]
-    return subprocess.Popen([sys.executable, *script, *map(str, words)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        [sys.executable, *script, *map(str, words)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def _devices(folder: Path, port: int, dying: Mapping[str, int]) -> None:
     flash = {path.name: path.read_bytes() for path in (folder / "flash").iterdir()}
     ca = folder / "keys" / "server" / "ca.crt"
-    with devices_of(flash, lambda n: Broker("127.0.0.1", n, folder / "broker" / "secrets" / n, port, ca), dying):
+    with devices_of(
+        flash, lambda n: Broker("127.0.0.1", n, folder / "broker" / "secrets" / n, port, ca), dying
+    ):
         threading.Event().wait()
 
 
@@ -298,9 +350,15 @@ def main(devices: int = 200, rounds: int = 50) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     middle = sorted(found["seconds"])[rounds // 2]
-    print(f"{devices} devices, {rounds} rounds: median {middle:.2f} s a round, {found['replies']} of {found['expected']} replies")
+    print(
+        f"{devices} devices, {rounds} rounds: median {middle:.2f} s a round, {found['replies']} "
+        f"of {found['expected']} replies"
+    )
     step, growth = (f"{100 * found[name]:.1f} %" for name in ("step", "growth"))
-    print(f"the gateway's memory grew by {step} after {WARM} rounds, by {growth} in the last quarter of them")
+    print(
+        f"the gateway's memory grew by {step} after {WARM} rounds, by {growth} in the last "
+        "quarter of them"
+    )
     print(f"the result is {'the same as' if found['same'] else 'NOT that of'} in one process")
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/fleet_size.py [LARGE] [SMALL]
 
-Each fleet runs in a process of its own. Prints peak memory and the time of a round, and last the two differences that matter.
+Each fleet runs in a process of its own. Prints peak memory and the time of a round, and last the
+two differences that matter.
 """
 
 from __future__ import annotations
@@ -39,17 +40,23 @@ def measure(size: int) -> dict[str, float]:
 
 
 def in_own_process(size: int) -> dict[str, float]:
-    found = subprocess.run([sys.executable, __file__, "--one", str(size)], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, __file__, "--one", str(size)], capture_output=True, text=True, check=True
+    )
     return json.loads(found.stdout.splitlines()[-1])
 
 
 def main(large: int, small: int) -> None:
     rows = {size: in_own_process(size) for size in (small, large)}
     for size, row in rows.items():
-        print(f"{size:>9} devices: peak {row['megabytes']:.0f} MB, {row['seconds_per_gmac']:.3f} s a round per 10⁹ MACs")
+        print(
+            f"{size:>9} devices: peak {row['megabytes']:.0f} MB, {row['seconds_per_gmac']:.3f} s "
+            "a round per 10⁹ MACs"
+        )
     more = rows[large]["megabytes"] - rows[small]["megabytes"]
     print(
-        f"memory: {more:+.0f} MB; time of a round: {rows[large]['seconds_per_gmac'] / rows[small]['seconds_per_gmac']:.2f} times"
+        f"memory: {more:+.0f} MB; time of a round: "
+        f"{rows[large]['seconds_per_gmac'] / rows[small]['seconds_per_gmac']:.2f} times"
     )
 
 

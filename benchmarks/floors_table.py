@@ -1,16 +1,20 @@
 """The methods that exchange knowledge beside their floors, in the settings of their learning tests.
 
-    python benchmarks/floors_table.py [--lines a,b] [--seeds 5] [--workers 2] [--cache FILE] [--write]
-    NESTLING_DATA=FOLDER python benchmarks/floors_table.py --data fashion-mnist [--lines a,b] [--workers 2] [--write]
+    python benchmarks/floors_table.py [--lines a,b] [--seeds 5] [--workers 2] [--cache FILE]
+        [--write]
+    NESTLING_DATA=FOLDER python benchmarks/floors_table.py --data fashion-mnist [--lines a,b]
+        [--workers 2] [--write]
 
-On the embedded digits; or those that were above their floors there again, on another data set with as many rows for clients and as
-many public ones.
+On the embedded digits; or those that were above their floors there again, on another data set with
+as many rows for clients and as many public ones.
 
-A line is a method in a setting that is meant for it (few classes a client, few rows a client, equal mixes and unlike networks); its
-floor is the same clients, networks and local epochs without what the method adds. Every line, the floors too, has the best of four
-learning rates, its setting's times 0.25, 0.5, 1 and 2, by the mean of three seeds that are not in the table: with one such seed a floor
-can get a rate that suits it badly, and everything is above it. Runs that the cache already holds are not played again. `--write` puts
-the table into docs/results.md and the lines into docs/methods/floors.json.
+A line is a method in a setting that is meant for it (few classes a client, few rows a client, equal
+mixes and unlike networks); its floor is the same clients, networks and local epochs without what
+the method adds. Every line, the floors too, has the best of four learning rates, its setting's
+times 0.25, 0.5, 1 and 2, by the mean of three seeds that are not in the table: with one such seed a
+floor can get a rate that suits it badly, and everything is above it. Runs that the cache already
+holds are not played again. `--write` puts the table into docs/results.md and the lines into
+docs/methods/floors.json.
 """
 
 from __future__ import annotations
@@ -55,7 +59,8 @@ CLASSES, ROWS, MIXES, LONGER, SCARCE_ROWS = SETTINGS
 
 @dataclass(frozen=True)
 class Line:
-    """A method as it is set in a setting, by what it is measured, and the line that it must beat ("": it is a floor itself)."""
+    """A method as it is set in a setting, by what it is measured, and the line that it must beat
+    ("": it is a floor itself)."""
 
     title: str
     setting: str
@@ -64,7 +69,9 @@ class Line:
     floor: str = ""
 
 
-def _line(title: str, setting: str, name: str, floor: str, measure: str = "personal", **given: Any) -> Line:
+def _line(
+    title: str, setting: str, name: str, floor: str, measure: str = "personal", **given: Any
+) -> Line:
     return Line(title, setting, Named(name, given), measure, floor)
 
 
@@ -88,16 +95,28 @@ LINES = (
     _line("FedKD", CLASSES, "fedkd", "alone (three classes)"),
     _line("FML", CLASSES, "fml", "alone (three classes)"),
     _alone("alone (40 rows)", ROWS),
-    _line("public labels without a consensus", ROWS, "fedmd", "alone (40 rows)", digest=0, **_FEDMD),
+    _line(
+        "public labels without a consensus", ROWS, "fedmd", "alone (40 rows)", digest=0, **_FEDMD
+    ),
     _line("FedMD", ROWS, "fedmd", "public labels without a consensus", **_FEDMD),
-    _line("FedMD without public labels", ROWS, "fedmd", "alone (40 rows)", **{**_FEDMD, "pretrain": 0}),
+    _line(
+        "FedMD without public labels", ROWS, "fedmd", "alone (40 rows)", **{**_FEDMD, "pretrain": 0}
+    ),
     _line("KT-pFL", ROWS, "kt-pfl", "alone (40 rows)"),
     _line("FedHeNN", ROWS, "fedhenn", "alone (40 rows)"),
     _line("FD", ROWS, "fd", "alone (40 rows)"),
     _line("averages within architectures", MIXES, "feddf", "", "global", **{**_FEDDF, "steps": 0}),
     _line("FedDF", MIXES, "feddf", "averages within architectures", "global", **_FEDDF),
-    _line("averages within architectures (of all three)", MIXES, "feddf", "", **{**_FEDDF, "steps": 0}),
-    _line("FedDF (of all three)", MIXES, "feddf", "averages within architectures (of all three)", **_FEDDF),
+    _line(
+        "averages within architectures (of all three)", MIXES, "feddf", "", **{**_FEDDF, "steps": 0}
+    ),
+    _line(
+        "FedDF (of all three)",
+        MIXES,
+        "feddf",
+        "averages within architectures (of all three)",
+        **_FEDDF,
+    ),
     _alone("alone (equal mixes)", LONGER),
     _line("Fed-ET", LONGER, "fedet", "alone (equal mixes)", steps=24, features=64),
     _alone("alone (30 rows)", SCARCE_ROWS),
@@ -110,8 +129,22 @@ LINES = (
         "alone (30 rows)",
         **{**_FEDMD, **_FARTHER, "pretrain": 0},
     ),
-    _line("public labels without a consensus (equal mixes)", SCARCE_ROWS, "fedmd", "alone (30 rows)", digest=0, **_FEDMD),
-    _line("FedMD (equal mixes)", SCARCE_ROWS, "fedmd", "public labels without a consensus (equal mixes)", **_FEDMD, **_FARTHER),
+    _line(
+        "public labels without a consensus (equal mixes)",
+        SCARCE_ROWS,
+        "fedmd",
+        "alone (30 rows)",
+        digest=0,
+        **_FEDMD,
+    ),
+    _line(
+        "FedMD (equal mixes)",
+        SCARCE_ROWS,
+        "fedmd",
+        "public labels without a consensus (equal mixes)",
+        **_FEDMD,
+        **_FARTHER,
+    ),
     _line("FedHeNN (equal mixes)", SCARCE_ROWS, "fedhenn", "alone (30 rows)"),
     _line("FD (equal mixes)", SCARCE_ROWS, "fd", "alone (30 rows)"),
 )
@@ -124,26 +157,37 @@ AGAIN = (
     "KT-pFL (equal mixes)",
     "FedMD without public labels (equal mixes)",
 )
-"""What is played on another data set: the lines that are above their floors by more than the spread on the digits."""
+"""What is played on another data set: the lines that are above their floors by more than the spread
+on the digits."""
 
 
 def main() -> None:
-    chosen = options(__doc__ or "", "floors_table.json", "titles of lines", data=tuple(SIZES), seeds=5)
+    chosen = options(
+        __doc__ or "", "floors_table.json", "titles of lines", data=tuple(SIZES), seeds=5
+    )
     data = chosen.data
     if chosen.write and chosen.lines:
         raise SystemExit("--write is for the whole table: leave --lines out")
     lines = lines_of(chosen.lines or ("" if data == DIGITS else ",".join(AGAIN)))
     tries = {
-        line.title: {factor: {_key(line, s, factor, data): (line, s, factor, data) for s in TRIALS} for factor in FACTORS}
+        line.title: {
+            factor: {_key(line, s, factor, data): (line, s, factor, data) for s in TRIALS}
+            for factor in FACTORS
+        }
         for line in lines
     }
     measures = {line.title: line.measure for line in lines}
     factors = best_rates(play, tries, lambda title, row: float(row[measures[title]]), chosen)
     wanted = {
-        line.title: {_key(line, s, factors[line.title], data): (line, s, factors[line.title], data) for s in range(chosen.seeds)}
+        line.title: {
+            _key(line, s, factors[line.title], data): (line, s, factors[line.title], data)
+            for s in range(chosen.seeds)
+        }
         for line in lines
     }
-    found = played(play, {name: given for runs in wanted.values() for name, given in runs.items()}, chosen)
+    found = played(
+        play, {name: given for runs in wanted.values() for name, given in runs.items()}, chosen
+    )
     rows = {title: [found[name] for name in runs] for title, runs in wanted.items()}
     text = table(lines, rows, factors)
     print(text)
@@ -174,10 +218,14 @@ def experiment(line: Line, seed: int, factor: float, data: str = DIGITS) -> Expe
     """The experiment of one line."""
     found = tested(line.method, seed, **SETTINGS[line.setting])
     split = replace(found.split, public=found.split.public * SIZES[DIGITS] / SIZES[data])
-    return found.with_changes(train=replace(found.train, lr=factor * found.train.lr), data=Data(data), split=split)
+    return found.with_changes(
+        train=replace(found.train, lr=factor * found.train.lr), data=Data(data), split=split
+    )
 
 
-def table(lines: list[Line], rows: dict[str, list[dict[str, Any]]], factors: dict[str, float]) -> str:
+def table(
+    lines: list[Line], rows: dict[str, list[dict[str, Any]]], factors: dict[str, float]
+) -> str:
     """One line each, under its setting."""
     text = []
     for setting in dict.fromkeys(line.setting for line in lines):
@@ -204,11 +252,15 @@ def _above(line: Line, rows: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def _over(line: Line, rows: dict[str, list[dict[str, Any]]]) -> list[float]:
-    return [a[line.measure] - b[line.measure] for a, b in zip(rows[line.title], rows[line.floor], strict=True)]
+    return [
+        a[line.measure] - b[line.measure]
+        for a, b in zip(rows[line.title], rows[line.floor], strict=True)
+    ]
 
 
 def _write_rows(lines: list[Line], rows: dict[str, list[dict[str, Any]]], data: str) -> None:
-    """What the methods' pages show: every line of a method that has a floor, data set by data set."""
+    """What the methods' pages show: every line of a method that has a floor, data set by data
+    set."""
     page = DOCS / "methods" / "floors.json"
     known: dict[str, list[dict[str, Any]]] = json.loads(page.read_text()) if page.exists() else {}
     kept = {name: [line for line in told if line["data"] != data] for name, told in known.items()}
@@ -224,7 +276,9 @@ def _write_rows(lines: list[Line], rows: dict[str, list[dict[str, Any]]], data: 
             "by": by,
         }
         clearly = statistics.mean(over) > statistics.stdev(over)
-        kept.setdefault(line.method.name, []).append({**found, "in how many seeds": seeds, "clearly": clearly})
+        kept.setdefault(line.method.name, []).append(
+            {**found, "in how many seeds": seeds, "clearly": clearly}
+        )
     page.write_text(json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False) + "\n")
 
 

@@ -1,18 +1,22 @@
-"""Whether a change made a method slower on a GPU: two source trees play the same rounds in turn, in one process.
+"""Whether a change made a method slower on a GPU: two source trees play the same rounds in turn, in
+one process.
 
-    python benchmarks/gpu_before_after.py BEFORE [--after TREE] [--lines a,b] [--skip N] [--blocks 14] [--minutes 9]
-        [--device cuda] [--again] [--out FILE]
+    python benchmarks/gpu_before_after.py BEFORE [--after TREE] [--lines a,b] [--skip N]
+        [--blocks 14] [--minutes 9] [--device cuda] [--again] [--out FILE]
 
-BEFORE is the folder of another checkout (`git worktree add`). Milliseconds of one process move by a third with the cores it
-got, where its memory lies and what else the host does, so that two processes, even in turn on the same cores, say nothing of
-a few percent. Here both trees are imported into this process, and the same method of each stands at the same round: they
-play a few rounds in turn, from two threads of which one always waits. What the process or the host brings along, both have.
-Settings and networks are those of `gpu_table.py` on the embedded digits, the cohort engine alone.
+BEFORE is the folder of another checkout (`git worktree add`). Milliseconds of one process move by a
+third with the cores it got, where its memory lies and what else the host does, so that two
+processes, even in turn on the same cores, say nothing of a few percent. Here both trees are
+imported into this process, and the same method of each stands at the same round: they play a few
+rounds in turn, from two threads of which one always waits. What the process or the host brings
+along, both have. Settings and networks are those of `gpu_table.py` on the embedded digits, the
+cohort engine alone.
 
-A method's ratio is the median over pairs of blocks, with an interval that holds it with 95 % or more (of the order of pairs
-alone, no distribution assumed). Two instances of one tree may still differ by what they were allotted: `--again` plays every
-method that seems slower with new instances, in the other order, and with a second instance of the tree itself as a control.
-Ends with 1 if a method's interval lies above 1.03 in all that was played of it, or if nothing was measured.
+A method's ratio is the median over pairs of blocks, with an interval that holds it with 95 % or
+more (of the order of pairs alone, no distribution assumed). Two instances of one tree may still
+differ by what they were allotted: `--again` plays every method that seems slower with new
+instances, in the other order, and with a second instance of the tree itself as a control. Ends with
+1 if a method's interval lies above 1.03 in all that was played of it, or if nothing was measured.
 """
 
 from __future__ import annotations
@@ -52,8 +56,13 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.folder, self.modules = folder.resolve(), dict[str, ModuleType]()
         with self.imported():
-            self.table, self.package = importlib.import_module("gpu_table"), importlib.import_module("nestling")
-        assert Path(self.package.__file__ or "").is_relative_to(self.folder), f"{self.package.__file__} is not of {folder}"
+            self.table, self.package = (
+                importlib.import_module("gpu_table"),
+                importlib.import_module("nestling"),
+            )
+        assert Path(self.package.__file__ or "").is_relative_to(self.folder), (
+            f"{self.package.__file__} is not of {folder}"
+        )
 
     @contextmanager
     def imported(self) -> Iterator[None]:
@@ -74,7 +83,10 @@ class Tree:
         with self.imported():
             sys.argv = ["gpu_table", "--data", "embedded", *(["--lines", lines] if lines else [])]
             asked = self.table._options()
-            return {f"{setting} {name}": experiment for setting, name, experiment in self.table._experiments(asked)}
+            return {
+                f"{setting} {name}": experiment
+                for setting, name, experiment in self.table._experiments(asked)
+            }
 
 
 def _taken_out() -> dict[str, ModuleType]:
@@ -119,7 +131,9 @@ class Player(threading.Thread):
     def run(self) -> None:
         self.mine.acquire()
         try:
-            self.tree.package.run(self.asked, watcher=self.tree.package.Watcher(round=self._after_round))
+            self.tree.package.run(
+                self.asked, watcher=self.tree.package.Watcher(round=self._after_round)
+            )
         except Enough:
             pass
         except BaseException as error:
@@ -165,15 +179,24 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--skip", type=int, default=0, help="so many methods")
-    parser.add_argument("--blocks", type=int, default=14, help="how often each tree plays a few rounds of a method")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no method is begun after so many")
+    parser.add_argument(
+        "--blocks", type=int, default=14, help="how often each tree plays a few rounds of a method"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="no method is begun after so many"
+    )
     parser.add_argument("--device", default="cuda", help="where it is played")
-    parser.add_argument("--again", action="store_true", help="play what seems slower again, with a control")
+    parser.add_argument(
+        "--again", action="store_true", help="play what seems slower again, with a control"
+    )
     return parser.parse_args()
 
 
-def _measured(name: str, pair: list[tuple[Tree, Any]], called: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of the blocks of two instances, and the ratio of the new tree's to the other's."""
+def _measured(
+    name: str, pair: list[tuple[Tree, Any]], called: Sequence[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Milliseconds of the blocks of two instances, and the ratio of the new tree's to the
+    other's."""
     setting, _, method = name.partition(" ")
     warm, block = max(WARM[setting], pair[1][0].table.LONG.get(method, 0)), BLOCK[setting]
     players = [Player(tree, experiment, warm, block, options.device) for tree, experiment in pair]
@@ -193,14 +216,25 @@ def _measured(name: str, pair: list[tuple[Tree, Any]], called: Sequence[str], op
     first = next(which for which in called if which != "after")
     pairs = sorted(new / old for old, new in zip(blocks[first], blocks["after"], strict=True))
     low, high = _interval(pairs)
-    row = {"over": first, "ratio": statistics.median(pairs), "low": low, "high": high, "blocks": blocks}
+    row = {
+        "over": first,
+        "ratio": statistics.median(pairs),
+        "low": low,
+        "high": high,
+        "blocks": blocks,
+    }
     old, new = (min(blocks[which]) / block for which in (first, "after"))
-    print(f"{name}: {old:.2f} ms a round {first}, {new:.2f} after; {row['ratio']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+    print(
+        f"{name}: {old:.2f} ms a round {first}, {new:.2f} after; {row['ratio']:.3f} [{low:.3f}, "
+        f"{high:.3f}]",
+        flush=True,
+    )
     return row
 
 
 def _interval(ordered: Sequence[float]) -> tuple[float, float]:
-    """Between which of the ordered ratios their median lies with 95 % or more: ranks of the binomial distribution."""
+    """Between which of the ordered ratios their median lies with 95 % or more: ranks of the
+    binomial distribution."""
     count, cut, chance = len(ordered), 0, 0.5 ** len(ordered)
     while cut + 1 < count / 2 and chance <= 0.025:
         cut += 1
@@ -212,14 +246,19 @@ def _interval(ordered: Sequence[float]) -> tuple[float, float]:
 def _verdict(found: dict[str, list[dict[str, Any]]]) -> int:
     if not found:
         return 1
-    judged = {name: [row for row in rows if row["over"] == "before"] for name, rows in found.items()}
+    judged = {
+        name: [row for row in rows if row["over"] == "before"] for name, rows in found.items()
+    }
     middle = statistics.median(rows[0]["ratio"] for rows in judged.values())
     slower = [name for name, rows in judged.items() if all(row["low"] > SLOWER for row in rows)]
     above = [name for name, rows in judged.items() if all(row["ratio"] > SLOWER for row in rows)]
     controls = [row["ratio"] for rows in found.values() for row in rows if row["over"] == "control"]
     apart = f", controls {min(controls):.3f} to {max(controls):.3f}" if controls else ""
     print(f"\n{len(found)} methods, the median of their ratios {middle:.3f}{apart}")
-    print(f"above {SLOWER} in the median: {', '.join(above) or 'none'}; with certainty: {', '.join(slower) or 'none'}")
+    print(
+        f"above {SLOWER} in the median: {', '.join(above) or 'none'}; with certainty: "
+        f"{', '.join(slower) or 'none'}"
+    )
     return 1 if slower else 0
 
 

@@ -1,11 +1,14 @@
-"""What a round costs beyond its training when clients run in worker processes: weights in shared memory against weights as bytes.
+"""What a round costs beyond its training when clients run in worker processes: weights in shared
+memory against weights as bytes.
 
     python benchmarks/pool_transport.py [ROUNDS] [WORKERS]
 
-50 clients with two rows of data each and a network of 1.6 million parameters, so that there is next to nothing to train. The round
-is played with a message for each client and with one that all share, both by the pool and by one that serialises every message and
-every reply and sends them through a pipe. Overhead is the time of a round less an equal share of the in-process engine's time for
-every worker; the two pools take turns. Prints it in milliseconds a client, and last how many times less it is.
+50 clients with two rows of data each and a network of 1.6 million parameters, so that there is next
+to nothing to train. The round is played with a message for each client and with one that all share,
+both by the pool and by one that serialises every message and every reply and sends them through a
+pipe. Overhead is the time of a round less an equal share of the in-process engine's time for every
+worker; the two pools take turns. Prints it in milliseconds a client, and last how many times less
+it is.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ CASES = {"a message each": False, "one message": True}
 
 
 class BytePool:
-    """Every message and every reply as bytes through a pipe, one task at a time: what the comparison is with."""
+    """Every message and every reply as bytes through a pipe, one task at a time: what the
+    comparison is with."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -92,15 +96,22 @@ def make_site() -> Site:
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.normal(size=(2 * CLIENTS, *SHAPE)).astype(np.float32))
     y = np.arange(2 * CLIENTS) % CLASSES
-    split = make_split(SplitConfig(kind="iid", min_size=1), y=y, classes=CLASSES, clients=CLIENTS, seed=0)
+    split = make_split(
+        SplitConfig(kind="iid", min_size=1), y=y, classes=CLASSES, clients=CLIENTS, seed=0
+    )
     network = reference_network("mlp", {"hidden": HIDDEN}, SHAPE, CLASSES, 0, "main")
-    return Site(x, torch.from_numpy(y), split, {"main": network}, CLASSES, Train(epochs=1, batch=2), 0)
+    return Site(
+        x, torch.from_numpy(y), split, {"main": network}, CLASSES, Train(epochs=1, batch=2), 0
+    )
 
 
 def make_tasks(site: Site, shared: bool) -> list[Task]:
     network = site.references["main"]
     spec, one = to_spec(network.full), Message({"weights": network.initial})
-    messages = [one if shared else Message({"weights": network.full.extract(network.initial)}) for _ in range(CLIENTS)]
+    messages = [
+        one if shared else Message({"weights": network.full.extract(network.initial)})
+        for _ in range(CLIENTS)
+    ]
     return [Task(client, 1, "main", spec, message) for client, message in enumerate(messages)]
 
 
@@ -116,32 +127,52 @@ def main(rounds: int, workers: int) -> None:
     site = make_site()
     parameters = sum(t.numel() for t in site.references["main"].initial.values())
     print(f"{parameters:,} parameters, {CLIENTS} clients, {workers} workers")
-    engines: dict[str, Engine] = {"in-process": Inline(), "bytes": BytePool(workers), "shared memory": Pool(workers)}
+    engines: dict[str, Engine] = {
+        "in-process": Inline(),
+        "bytes": BytePool(workers),
+        "shared memory": Pool(workers),
+    }
     for engine in engines.values():
         engine.open(Method(), site)
     try:
-        ratios = [compare(engines, name, make_tasks(site, shared), rounds, workers) for name, shared in CASES.items()]
+        ratios = [
+            compare(engines, name, make_tasks(site, shared), rounds, workers)
+            for name, shared in CASES.items()
+        ]
     finally:
         for engine in engines.values():
             engine.close()
-    print("overhead, bytes / shared memory: " + ", ".join(f"{r:.1f} times ({n})" for r, n in zip(ratios, CASES, strict=True)))
+    print(
+        "overhead, bytes / shared memory: "
+        + ", ".join(f"{r:.1f} times ({n})" for r, n in zip(ratios, CASES, strict=True))
+    )
 
 
-def compare(engines: dict[str, Engine], name: str, tasks: Sequence[Task], rounds: int, workers: int) -> float:
+def compare(
+    engines: dict[str, Engine], name: str, tasks: Sequence[Task], rounds: int, workers: int
+) -> float:
     for engine in engines.values():
         timed(engine, tasks), timed(engine, tasks)  # the first ones import, trace and make room
     # The quickest of several rounds: whatever else the machine does can only add to it.
-    found = [{kind: timed(engine, tasks) for kind, engine in engines.items()} for _ in range(rounds)]
+    found = [
+        {kind: timed(engine, tasks) for kind, engine in engines.items()} for _ in range(rounds)
+    ]
     best = {kind: min(times[kind] for times in found) for kind in engines}
-    beyond = {kind: best[kind] - best["in-process"] / workers for kind in ("bytes", "shared memory")}
+    beyond = {
+        kind: best[kind] - best["in-process"] / workers for kind in ("bytes", "shared memory")
+    }
     for kind, seconds in beyond.items():
-        a_round, a_client = f"{1e3 * best[kind]:.0f} ms a round", f"{1e3 * seconds / CLIENTS:.2f} ms a client beyond training"
+        a_round, a_client = (
+            f"{1e3 * best[kind]:.0f} ms a round",
+            f"{1e3 * seconds / CLIENTS:.2f} ms a client beyond training",
+        )
         print(f"{name}, {kind}: {a_round}, {a_client}")
     return beyond["bytes"] / beyond["shared memory"]
 
 
 if __name__ == "__main__":
-    import pool_transport  # the workers import this file by its name, so the classes must come from there
+    # the workers import this file by its name, so the classes must come from there
+    import pool_transport
 
     numbers = [int(a) for a in sys.argv[1:]]
     pool_transport.main(*(numbers + [10, 2][len(numbers) :]))

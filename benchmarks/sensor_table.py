@@ -1,10 +1,14 @@
-"""Sensor windows instead of images: the default experiment on smartphone motion (HAR), every client one person.
+"""Sensor windows instead of images: the default experiment on smartphone motion (HAR), every client
+one person.
 
-    NESTLING_DATA=FOLDER python benchmarks/sensor_table.py [--lines a,b] [--seeds 3] [--workers 2] [--cache FILE] [--write]
+    NESTLING_DATA=FOLDER python benchmarks/sensor_table.py [--lines a,b] [--seeds 3] [--workers 2]
+        [--cache FILE] [--write]
 
-All but data and split is as `nestling run` has it: cnn1d, 21 devices of seven kinds, ten a round, 30 rounds of two epochs. Nobody whose
-windows are tested has trained. Beside it stand ceilings: the whole network and the piece of the smallest device, each trained by one
-party that has all rows, with as many passes over them as the clients make together. `--write` puts the table into docs/results.md.
+All but data and split is as `nestling run` has it: cnn1d, 21 devices of seven kinds, ten a round,
+30 rounds of two epochs. Nobody whose windows are tested has trained. Beside it stand ceilings: the
+whole network and the piece of the smallest device, each trained by one party that has all rows,
+with as many passes over them as the clients make together. `--write` puts the table into
+docs/results.md.
 """
 
 from __future__ import annotations
@@ -24,15 +28,28 @@ from nestling.runs.assemble import assemble
 from nestling.training.trainer import train
 
 METHODS = ("shared-average", "heterofl", "fedrolex", "fedavg", "local", "all-large")
-CENTRAL = {"central": "the whole network, all rows in one place", "central-smallest": "the smallest piece, all rows in one place"}
+CENTRAL = {
+    "central": "the whole network, all rows in one place",
+    "central-smallest": "the smallest piece, all rows in one place",
+}
 FLOOR = "fedavg"
 
 
 def main() -> None:
-    chosen = options(__doc__ or "", "sensor_table.json", "names of methods, central, central-smallest")
-    lines = [line for line in (*METHODS, *CENTRAL) if not chosen.lines or line in chosen.lines.split(",")]
-    found = played(play, {f"{name} {seed}": (name, seed) for name in lines for seed in range(chosen.seeds)}, chosen)
-    text = table({name: [found[f"{name} {seed}"] for seed in range(chosen.seeds)] for name in lines})
+    chosen = options(
+        __doc__ or "", "sensor_table.json", "names of methods, central, central-smallest"
+    )
+    lines = [
+        line for line in (*METHODS, *CENTRAL) if not chosen.lines or line in chosen.lines.split(",")
+    ]
+    found = played(
+        play,
+        {f"{name} {seed}": (name, seed) for name in lines for seed in range(chosen.seeds)},
+        chosen,
+    )
+    text = table(
+        {name: [found[f"{name} {seed}"] for seed in range(chosen.seeds)] for name in lines}
+    )
     print(text)
     if chosen.write:
         write("sensor table", text)
@@ -54,7 +71,13 @@ def play(name: str, seed: int) -> dict[str, Any]:
 
 def experiment(name: str, seed: int) -> Experiment:
     """The experiment of one line."""
-    return Experiment(method=name, seed=seed, data=Data("har"), split=SplitConfig(kind="natural"), engine=EngineConfig("inline"))
+    return Experiment(
+        method=name,
+        seed=seed,
+        data=Data("har"),
+        split=SplitConfig(kind="natural"),
+        engine=EngineConfig("inline"),
+    )
 
 
 def central(asked: Experiment, *, smallest: bool) -> dict[str, Any]:
@@ -69,7 +92,11 @@ def central(asked: Experiment, *, smallest: bool) -> dict[str, Any]:
     for epoch in range(round(settled.rounds * settled.train.epochs * share)):
         phase = settled.train.phase(1 + int(epoch / settled.train.epochs / share), epochs=1)
         train(network, phase, bench.x, bench.y, settled.seed, round=epoch)
-    return {"global": accuracy(network, bench.x_test, bench.y_test), "bytes": 0.0, "seconds": time.perf_counter() - began}
+    return {
+        "global": accuracy(network, bench.x_test, bench.y_test),
+        "bytes": 0.0,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def accuracy(network: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -81,15 +108,23 @@ def accuracy(network: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 
 def table(rows: dict[str, list[dict[str, Any]]]) -> str:
     """One line a method, then the ceilings."""
-    lines = ["| | global accuracy | over FedAvg | smallest tier | up + down a round |", "|---|---|---|---|---|"]
+    lines = [
+        "| | global accuracy | over FedAvg | smallest tier | up + down a round |",
+        "|---|---|---|---|---|",
+    ]
     for name, found in rows.items():
         over = "–"
         if name != FLOOR and FLOOR in rows:
-            over = spread([a["global"] - b["global"] for a, b in zip(found, rows[FLOOR], strict=True)], "+", "")
+            over = spread(
+                [a["global"] - b["global"] for a, b in zip(found, rows[FLOOR], strict=True)],
+                "+",
+                "",
+            )
         own = [row["smallest"] for row in found if "smallest" in row]
         title = CENTRAL.get(name) or method_class(name).info.title
         lines.append(
-            f"| {title} | {spread([r['global'] for r in found])} | {over} | {spread(own) if own else '–'} | {megabytes(found)} |"
+            f"| {title} | {spread([r['global'] for r in found])} | {over} | "
+            f"{spread(own) if own else '–'} | {megabytes(found)} |"
         )
     return "\n".join(lines)
 

@@ -21,10 +21,14 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 Row = dict[str, Any]
 
 
-def options(what: str, cache: str, lines: str, rounds: int = 0, data: Sequence[str] = (), seeds: int = 3) -> argparse.Namespace:
-    """--lines --seeds --workers --cache --write, and where a table has another length at will --rounds and --device, where it has
-    several data sets --data; `lines` says what they are."""
-    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(
+    what: str, cache: str, lines: str, rounds: int = 0, data: Sequence[str] = (), seeds: int = 3
+) -> argparse.Namespace:
+    """--lines --seeds --workers --cache --write, and where a table has another length at will
+    --rounds and --device, where it has several data sets --data; `lines` says what they are."""
+    parser = argparse.ArgumentParser(
+        description=what, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lines", default="", help=f"separated by commas (default: all): {lines}")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--workers", type=int, default=1)
@@ -32,21 +36,30 @@ def options(what: str, cache: str, lines: str, rounds: int = 0, data: Sequence[s
     parser.add_argument("--write", action="store_true", help="put the table into the documentation")
     if rounds:
         parser.add_argument("--rounds", type=int, default=rounds)
-        parser.add_argument("--device", default="cpu", help="cpu: one run a worker, in-process; cuda: the cohort engine")
+        parser.add_argument(
+            "--device",
+            default="cpu",
+            help="cpu: one run a worker, in-process; cuda: the cohort engine",
+        )
     if data:
         parser.add_argument("--data", default=data[0], choices=data)
     return parser.parse_args()
 
 
-def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], chosen: argparse.Namespace) -> dict[str, Row]:
-    """The row of every run, by its name; `wanted` says what `play` is called with. Each is written down as soon as it is there."""
+def played(
+    play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], chosen: argparse.Namespace
+) -> dict[str, Row]:
+    """The row of every run, by its name; `wanted` says what `play` is called with. Each is written
+    down as soon as it is there."""
     cache = Path(chosen.cache)
     known: dict[str, Row] = json.loads(cache.read_text()) if cache.exists() else {}
     missing = {name: given for name, given in wanted.items() if name not in known}
     print(f"{len(wanted)} runs, {len(missing)} to play", flush=True)
     # A process that was forked cannot use a GPU that its parent has looked at.
     new = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(chosen.workers, new, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(
+        chosen.workers, new, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         running = {pool.submit(play, *given): name for name, given in missing.items()}
         for done in as_completed(running):
             name, error = running[done], done.exception()
@@ -55,7 +68,11 @@ def played(play: Callable[..., Row], wanted: dict[str, tuple[Hashable, ...]], ch
                 continue
             row = known[name] = done.result()
             cache.write_text(json.dumps(known, indent=1))
-            shares = [f"{k} {v:.2%}" for k, v in row.items() if isinstance(v, float) and v <= 1 and k != "lr"]
+            shares = [
+                f"{k} {v:.2%}"
+                for k, v in row.items()
+                if isinstance(v, float) and v <= 1 and k != "lr"
+            ]
             print(f"{name}: {', '.join(shares)}, {row['seconds']:.0f} s", flush=True)
     if lost := [name for name in wanted if name not in known]:
         raise SystemExit(f"{len(lost)} runs failed: {', '.join(lost)}")
@@ -68,19 +85,28 @@ def best_rates(
     score: Callable[[Any, Row], float],
     chosen: argparse.Namespace,
 ) -> dict[Any, float]:
-    """The learning rate of every line: the one whose runs score best in the mean. `tries` says line by line and rate by rate which runs
-    they are, by name, and what `play` is called with."""
-    runs = {name: given for rates in tries.values() for named in rates.values() for name, given in named.items()}
+    """The learning rate of every line: the one whose runs score best in the mean. `tries` says line
+    by line and rate by rate which runs they are, by name, and what `play` is called with."""
+    runs = {
+        name: given
+        for rates in tries.values()
+        for named in rates.values()
+        for name, given in named.items()
+    }
     found = played(play, runs, chosen)
 
     def reached(line: Hashable, rate: float) -> float:
         return statistics.mean(score(line, found[name]) for name in tries[line][rate])
 
-    return {line: max(rates, key=lambda rate, line=line: reached(line, rate)) for line, rates in tries.items()}  # type: ignore[misc]
+    return {
+        line: max(rates, key=lambda rate, line=line: reached(line, rate))
+        for line, rates in tries.items()
+    }  # type: ignore[misc]
 
 
 def engine_on(device: str) -> EngineConfig:
-    """Where the runs of a table are played: in-process on a CPU, where every worker has a run of its own, else by the cohort engine."""
+    """Where the runs of a table are played: in-process on a CPU, where every worker has a run of
+    its own, else by the cohort engine."""
     return EngineConfig("inline") if device == "cpu" else EngineConfig("cohort", device=device)
 
 
@@ -107,15 +133,21 @@ def write_rows(rows: Mapping[str, Measured], setting: str, columns: Sequence[str
     """Puts rows beside those of other tables in docs/methods/measured.json."""
     page = DOCS / "methods" / "measured.json"
     known = json.loads(page.read_text()) if page.exists() else {}
-    known |= {name: {"setting": setting, "columns": list(columns), **asdict(row)} for name, row in rows.items()}
+    known |= {
+        name: {"setting": setting, "columns": list(columns), **asdict(row)}
+        for name, row in rows.items()
+    }
     page.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
 
 
 def write(marker: str, text: str, page: str = "results.md") -> None:
-    """Puts text between `<!-- marker: begin -->` and `<!-- marker: end -->` in a page of the documentation."""
+    """Puts text between `<!-- marker: begin -->` and `<!-- marker: end -->` in a page of the
+    documentation."""
     path, begin, end = DOCS / page, f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
     before, found, rest = path.read_text().partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise SystemExit(f"{path} has no place for the table: write {begin} and {end} where it belongs")
+        raise SystemExit(
+            f"{path} has no place for the table: write {begin} and {end} where it belongs"
+        )
     path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")

@@ -2,8 +2,8 @@
 
     python benchmarks/tiny_instructions.py [BOARD]
 
-Counts are exact: two runs give the same number. The difference of two batches leaves out what is done once a step. Needs
-qemu-system-arm and an ARM compiler. Prints the instructions a MAC last.
+Counts are exact: two runs give the same number. The difference of two batches leaves out what is
+done once a step. Needs qemu-system-arm and an ARM compiler. Prints the instructions a MAC last.
 """
 
 from __future__ import annotations
@@ -41,8 +41,13 @@ def network() -> nn.Module:
 
 
 def macs() -> int:
-    """Of training on one sample: forward, gradients of the weights, and gradients of the inputs but for the first layer's."""
-    first, second, last = 9 * 8 * SIDE**2, 9 * 8 * 16 * (SIDE // 2) ** 2, 16 * (SIDE // 4) ** 2 * CLASSES
+    """Of training on one sample: forward, gradients of the weights, and gradients of the inputs but
+    for the first layer's."""
+    first, second, last = (
+        9 * 8 * SIDE**2,
+        9 * 8 * 16 * (SIDE // 2) ** 2,
+        16 * (SIDE // 4) ** 2 * CLASSES,
+    )
     return 2 * first + 3 * second + 3 * last
 
 
@@ -54,7 +59,9 @@ def job(samples: int, momentum: float = 0.9) -> tuple[Job, bytes]:
     planned = plan(net, (1, SIDE, SIDE), momentum=momentum > 0)
     step = Step(np.arange(samples))
     settings = DescriptorSettings(lr=0.05, momentum=momentum)
-    return Job(planned, planned.pack(net.state_dict()), settings, [step]), pack(images, torch.arange(MANY) % CLASSES)
+    return Job(planned, planned.pack(net.state_dict()), settings, [step]), pack(
+        images, torch.arange(MANY) % CLASSES
+    )
 
 
 def main(name: str) -> None:
@@ -63,8 +70,11 @@ def main(name: str) -> None:
     sample = (many - few) / (MANY - FEW)
     cost = timing.round_cost(name, round(sample))
     print(f"{name}: {few} instructions for a step of {FEW} samples, {many} for one of {MANY}")
-    print(f"a sample: {sample:.0f} instructions; what is done once a step: {few - FEW * sample:.0f}")
-    print(f"on silicon: {mark(cost.compute_s)}{1e3 * float(cost.compute_s):.1f} ms and {mark(cost.energy_j)}"
+    print(
+        f"a sample: {sample:.0f} instructions; what is done once a step: {few - FEW * sample:.0f}"
+    )
+    print(f"on silicon: {mark(cost.compute_s)}{1e3 * float(cost.compute_s):.1f} ms and "
+          f"{mark(cost.energy_j)}"
           f"{1e3 * float(cost.energy_j):.2f} mJ a sample ({cost.compute_s.note})")  # fmt: skip
     print(f"{sample / macs():.2f} instructions a MAC ({macs()} MACs a sample)")
 

@@ -33,7 +33,18 @@ if TYPE_CHECKING:
 _HOME = {
     "InputError": "nestling.errors",
     **dict.fromkeys(
-        ("Data", "EngineConfig", "Evaluation", "Experiment", "FleetConfig", "Named", "Server", "SplitConfig", "Tier", "Train"),
+        (
+            "Data",
+            "EngineConfig",
+            "Evaluation",
+            "Experiment",
+            "FleetConfig",
+            "Named",
+            "Server",
+            "SplitConfig",
+            "Tier",
+            "Train",
+        ),
         "nestling.experiment",
     ),
     **dict.fromkeys(("Result", "Watcher", "resume", "run"), "nestling.runs.run"),

@@ -1,4 +1,5 @@
-"""Event files for TensorBoard, written directly: records of a few protobuf fields, each with its checksums."""
+"""Event files for TensorBoard, written directly: records of a few protobuf fields, each with its
+checksums."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ _CRC = _table()
 
 
 class EventFile:
-    """One event file in `folder`. Steps from `purge_from` on that an earlier file holds are shown as replaced."""
+    """One event file in `folder`. Steps from `purge_from` on that an earlier file holds are shown
+    as replaced."""
 
     def __init__(self, folder: Path, purge_from: int = 1) -> None:
-        """Creates the file and writes its version and, after a resume, from which step on earlier files are replaced."""
+        """Creates the file and writes its version and, after a resume, from which step on earlier
+        files are replaced."""
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(folder / name, "ab")  # noqa: SIM115 (held until close)
@@ -40,7 +43,8 @@ class EventFile:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """The values of one step."""
         summary = b"".join(
-            _text(1, _text(1, name.encode()) + b"\x15" + struct.pack("<f", value)) for name, value in values.items()
+            _text(1, _text(1, name.encode()) + b"\x15" + struct.pack("<f", value))
+            for name, value in values.items()
         )
         self._record(_event(step, _text(5, summary)))
         self._file.flush()

@@ -1,6 +1,7 @@
 """The whole description of a run: data, split, model, fleet, method, schedule, seed.
 
-One TOML file is one run. Every field has a default; a field that is unknown or wrong is refused with its path and what is allowed.
+One TOML file is one run. Every field has a default; a field that is unknown or wrong is refused
+with its path and what is allowed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Named:
 
 @dataclass(frozen=True)
 class Data:
-    """Which data: a data set by name; `path` is the file of `npz`, `missing` what to do with NaN in it (refuse, mean, zero)."""
+    """Which data: a data set by name; `path` is the file of `npz`, `missing` what to do with NaN in
+    it (refuse, mean, zero)."""
 
     name: str = "mnist12k"
     path: str = ""
@@ -50,14 +52,19 @@ class Data:
 class EngineConfig:
     """Where clients run.
 
-    name:      auto, inline (one after another), pool (processes), cohort (equal clients as one stack), ray (`nestling[ray]`).
+    name:      auto, inline (one after another), pool (processes), cohort (equal clients as one
+               stack), ray (`nestling[ray]`).
     workers:   processes of pool, cohort on the CPU, and ray; 0 means one per core.
-    device:    auto, cpu or cuda. auto takes a GPU where there is one and the engine is auto or cohort.
+    device:    auto, cpu or cuda. auto takes a GPU where there is one and the engine is auto or
+               cohort.
     precision: float32, tf32 or bf16, on a GPU; a CPU always computes in float32.
-    compile:   whether torch.compile fuses the stacked step on a GPU: faster rounds after some ten seconds per kind of network.
+    compile:   whether torch.compile fuses the stacked step on a GPU: faster rounds after some ten
+               seconds per kind of network.
     address:   the Ray cluster to join (empty: a local one).
-    verify_boards: whether every answer of an emulated board is compared, bit for bit, with that of the same C on this machine.
-    transport: how float tensors travel to real devices and back: float32 (exact), fp16, or int8 (one scale per matrix).
+    verify_boards: whether every answer of an emulated board is compared, bit for bit, with that of
+                   the same C on this machine.
+    transport: how float tensors travel to real devices and back: float32 (exact), fp16, or int8
+               (one scale per matrix).
     """
 
     name: str = "auto"
@@ -74,8 +81,10 @@ class EngineConfig:
 class Evaluation:
     """When and how models are tested.
 
-    every: rounds between tests (the last round is always tested). clients: at most that many clients' personal accuracy.
-    batch: test batch, which matters for norm = "batch" only. calibration: training rows for the statistics of norm = "sbn" (0: all).
+    every: rounds between tests (the last round is always tested). clients: at most that many
+           clients' personal accuracy.
+    batch: test batch, which matters for norm = "batch" only. calibration: training rows for the
+           statistics of norm = "sbn" (0: all).
     """
 
     every: int = 1
@@ -86,10 +95,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run. `Experiment()` is the default; `Experiment(method="heterofl", rounds=50)` changes what it names.
+    """One run. `Experiment()` is the default; `Experiment(method="heterofl", rounds=50)` changes
+    what it names.
 
-    method and model may be a name or a `Named`; the API also takes a `Method` object and an `nn.Module`. participants is the number
-    of clients per round (0: all). time_budget is what a device may compute per round in seconds (0: no limit), used by fit.
+    method and model may be a name or a `Named`; the API also takes a `Method` object and an
+    `nn.Module`. participants is the number of clients per round (0: all). time_budget is what a
+    device may compute per round in seconds (0: no limit), used by fit.
     """
 
     method: Named = field(default_factory=lambda: Named(DEFAULT_METHOD))
@@ -129,7 +140,8 @@ class Experiment:
             """Takes any of the fields, some of them in a shorter form."""
 
     def __post_init__(self) -> None:
-        """Expands shorthand and refuses values out of range, and server settings that do not suit the method."""
+        """Expands shorthand and refuses values out of range, and server settings that do not suit
+        the method."""
         self._take_shorthand()
         require(self.rounds >= 1, "must be at least 1", "rounds")
         require(self.seed >= 0, "must not be negative", "seed")
@@ -137,28 +149,47 @@ class Experiment:
         require(self.time_budget >= 0, "must not be negative (0: no limit)", "time_budget")
         if self.engine.name not in ENGINES:
             raise unknown("engine", self.engine.name, ENGINES, field="engine.name")
-        require(self.engine.workers >= 0, "must not be negative (0: one per core)", "engine.workers")
-        for name, allowed in (("device", DEVICES), ("precision", PRECISIONS), ("transport", TRANSPORTS)):
+        require(
+            self.engine.workers >= 0, "must not be negative (0: one per core)", "engine.workers"
+        )
+        for name, allowed in (
+            ("device", DEVICES),
+            ("precision", PRECISIONS),
+            ("transport", TRANSPORTS),
+        ):
             if getattr(self.engine, name) not in allowed:
                 raise unknown(name, getattr(self.engine, name), allowed, field=f"engine.{name}")
         require(self.evaluate.every >= 1, "must be at least 1", "evaluate.every")
         require(self.evaluate.clients >= 1, "must be at least 1", "evaluate.clients")
         require(self.evaluate.batch >= 1, "must be at least 1", "evaluate.batch")
-        require(self.evaluate.calibration >= 0, "must not be negative (0: all rows)", "evaluate.calibration")
+        require(
+            self.evaluate.calibration >= 0,
+            "must not be negative (0: all rows)",
+            "evaluate.calibration",
+        )
         self.train.over(self.rounds)  # refuses a warm-up as long as the run
         self.server.check(self.make_method())
 
     def _take_shorthand(self) -> None:
-        """Lets callers write method="heterofl", method=MyMethod(), model=my_module, data="mnist", fleet=(Tier(...), ...)."""
+        """Lets callers write method="heterofl", method=MyMethod(), model=my_module, data="mnist",
+        fleet=(Tier(...), ...)."""
         given = self.method
         if isinstance(given, Method):
             object.__setattr__(self, "own_method", given)
-            object.__setattr__(self, "method", Named(f"{type(given).__module__}:{type(given).__qualname__}", to_table(given)))
+            object.__setattr__(
+                self,
+                "method",
+                Named(f"{type(given).__module__}:{type(given).__qualname__}", to_table(given)),
+            )
         elif isinstance(given, str):
             object.__setattr__(self, "method", Named(given))
         if isinstance(self.model, nn.Module):
             object.__setattr__(self, "own_model", self.model)
-            object.__setattr__(self, "model", Named(f"{type(self.model).__module__}:{type(self.model).__qualname__}"))
+            object.__setattr__(
+                self,
+                "model",
+                Named(f"{type(self.model).__module__}:{type(self.model).__qualname__}"),
+            )
         elif isinstance(self.model, str):
             object.__setattr__(self, "model", Named(self.model))
         if isinstance(self.data, str):
@@ -174,7 +205,7 @@ class Experiment:
             return dataclasses.replace(self.own_method)  # type: ignore[type-var]
         return from_table(method_class(self.method.name), self.method.options, "method")
 
-    # -- TOML ----------------------------------------------------------------------------------------------------------------------
+    # -- TOML --------------------------------------------------------------------------------------
 
     @staticmethod
     def from_table(table: Mapping[str, Any]) -> Experiment:
@@ -213,19 +244,29 @@ class Experiment:
         return copy
 
     def with_objects_of(self, other: Experiment | None) -> Experiment:
-        """A copy with the method and the network that another was given as objects, where it was given any."""
+        """A copy with the method and the network that another was given as objects, where it was
+        given any."""
         copy = self.with_changes()
         for name, kind in (("own_method", "method"), ("own_model", "model")):
-            if other is not None and getattr(other, name) is not None and getattr(other, kind).name == getattr(self, kind).name:
+            if (
+                other is not None
+                and getattr(other, name) is not None
+                and getattr(other, kind).name == getattr(self, kind).name
+            ):
                 object.__setattr__(copy, name, getattr(other, name))
         return copy
 
 
 def fleet_of(config: FleetConfig) -> FleetConfig:
-    """The fleet with its file, if it names one, read in, and the devices of its boards named: the run folder then holds the whole
-    description."""
+    """The fleet with its file, if it names one, read in, and the devices of its boards named: the
+    run folder then holds the whole description."""
     if config.path:
-        require(not config.tiers, "a fleet file and tiers are both given", "fleet.path", "keep one of them")
+        require(
+            not config.tiers,
+            "a fleet file and tiers are both given",
+            "fleet.path",
+            "keep one of them",
+        )
         config = read_fleet(config.path, config)
     if not any(tier.board for tier in config.tiers):
         return config
@@ -255,7 +296,11 @@ def _override(table: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     path = [part.strip() for part in key.split(".")]
     if not equals or not all(path):
-        raise InputError(f"cannot read the override {text!r}", field="--set", fix="write key.path=value, e.g. split.alpha=0.3")
+        raise InputError(
+            f"cannot read the override {text!r}",
+            field="--set",
+            fix="write key.path=value, e.g. split.alpha=0.3",
+        )
     for part in path[:-1]:
         inner = table.setdefault(part, {})
         # `method = "heterofl"` is short for a table with a name.

@@ -1,7 +1,9 @@
-"""What travels between server and clients: named tensors, grouped by what they are, and a few plain facts.
+"""What travels between server and clients: named tensors, grouped by what they are, and a few plain
+facts.
 
-A message has an exact size and a serial form without pickle (safetensors). Nothing that came over a wire is trusted: `from_bytes`
-bounds sizes and refuses what it cannot read, and `faults` says what is wrong with a reply before anybody uses it.
+A message has an exact size and a serial form without pickle (safetensors). Nothing that came over a
+wire is trusted: `from_bytes` bounds sizes and refuses what it cannot read, and `faults` says what
+is wrong with a reply before anybody uses it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ MAX_BYTES = 2**31
 """The largest message that is read (2 GiB)."""
 
 TRANSPORTS = ("float32", "fp16", "int8")
-"""How float tensors travel to real devices: as they are, as 16-bit floats, or matrices as 8-bit integers with one scale each
-(the rest as 16-bit floats)."""
+"""How float tensors travel to real devices: as they are, as 16-bit floats, or matrices as 8-bit
+integers with one scale each (the rest as 16-bit floats)."""
 
 _SEPARATOR = "/"
 _PACKED = "bits:"
@@ -35,7 +37,8 @@ _PACKED = "bits:"
 
 @dataclass(eq=False)
 class Message:
-    """Parts by kind (`weights`, `logits`, `prototypes`, `mask`, `control`, …), each a set of named tensors, and plain facts."""
+    """Parts by kind (`weights`, `logits`, `prototypes`, `mask`, `control`, …), each a set of named
+    tensors, and plain facts."""
 
     parts: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -50,9 +53,13 @@ class Message:
 
     @cached_property
     def nbytes(self) -> int:
-        """The exact payload: every tensor's bytes, flags packed to bits. Names and facts are the header and not counted."""
+        """The exact payload: every tensor's bytes, flags packed to bits. Names and facts are the
+        header and not counted."""
         # A state in one piece of memory knows its size without making its tensors.
-        return sum(getattr(part, "nbytes", None) or sum(payload(t) for t in part.values()) for part in self.parts.values())
+        return sum(
+            getattr(part, "nbytes", None) or sum(payload(t) for t in part.values())
+            for part in self.parts.values()
+        )
 
     def to_bytes(self) -> bytes:
         """The serial form."""
@@ -67,9 +74,17 @@ class Message:
                 else:
                     tensors[key] = tensor.detach().cpu().contiguous()
         # safetensors wants every tensor in storage of its own.
-        tensors = {k: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for k, t in tensors.items()}
+        tensors = {
+            k: t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
+            for k, t in tensors.items()
+        }
         # The format keeps names in no order, and a sum over them is rounded by it.
-        told = {"facts": dict(self.facts), "bits": shapes, "kinds": list(self.parts), "order": order}
+        told = {
+            "facts": dict(self.facts),
+            "bits": shapes,
+            "kinds": list(self.parts),
+            "order": order,
+        }
         return _save(tensors, metadata={name: json.dumps(value) for name, value in told.items()})
 
     @staticmethod
@@ -79,9 +94,13 @@ class Message:
             raise InputError(f"a message of {len(data)} bytes is over the limit of {MAX_BYTES}")
         try:
             meta = _metadata(data)
-            facts, shapes, kinds, order = (json.loads(meta[k]) for k in ("facts", "bits", "kinds", "order"))
+            facts, shapes, kinds, order = (
+                json.loads(meta[k]) for k in ("facts", "bits", "kinds", "order")
+            )
             parts: dict[str, dict[str, Tensor]] = {str(kind): {} for kind in kinds}
-            found = {key.removeprefix(_PACKED): (key, tensor) for key, tensor in _load(data).items()}
+            found = {
+                key.removeprefix(_PACKED): (key, tensor) for key, tensor in _load(data).items()
+            }
             if sorted(found) != sorted(order):
                 raise ValueError("the tensors are not those that the header names")
             for key in order:
@@ -90,14 +109,26 @@ class Message:
                     tensor = unpack_bits(tensor, shapes[key])
                 kind, _, name = key.partition(_SEPARATOR)
                 parts[kind][name] = tensor
-        except (SafetensorError, KeyError, ValueError, TypeError, UnicodeDecodeError, RuntimeError, AttributeError) as error:
+        except (
+            SafetensorError,
+            KeyError,
+            ValueError,
+            TypeError,
+            UnicodeDecodeError,
+            RuntimeError,
+            AttributeError,
+        ) as error:
             raise InputError(f"not a readable message: {type(error).__name__}: {error}") from error
         return Message(parts, facts)
 
 
 def payload(tensor: Tensor) -> int:
     """Bytes of one tensor on the wire."""
-    return math.ceil(tensor.numel() / 8) if tensor.dtype == torch.bool else tensor.numel() * tensor.element_size()
+    return (
+        math.ceil(tensor.numel() / 8)
+        if tensor.dtype == torch.bool
+        else tensor.numel() * tensor.element_size()
+    )
 
 
 def pack_bits(flags: Tensor) -> Tensor:
@@ -114,7 +145,8 @@ def unpack_bits(packed: Tensor, shape: list[int]) -> Tensor:
 
 
 def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | None:
-    """Why a reply must be refused, or None: wrong kinds, names, shapes or types against `like`, or values that are not finite."""
+    """Why a reply must be refused, or None: wrong kinds, names, shapes or types against `like`, or
+    values that are not finite."""
     for kind, expected in like.items():
         if kind not in message:
             return f"the part {kind!r} is missing"
@@ -125,8 +157,15 @@ def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | 
         for name, tensor in got.items():
             if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
                 want = f"{tuple(expected[name].shape)} {expected[name].dtype}"
-                return f"{kind}/{name}: {tuple(tensor.shape)} {tensor.dtype} where {want} was expected"
-    floats = {(kind, name): t for kind, part in message.parts.items() for name, t in part.items() if t.is_floating_point()}
+                return (
+                    f"{kind}/{name}: {tuple(tensor.shape)} {tensor.dtype} where {want} was expected"
+                )
+    floats = {
+        (kind, name): t
+        for kind, part in message.parts.items()
+        for name, t in part.items()
+        if t.is_floating_point()
+    }
     if not _finite(list(floats.values())):
         for (kind, name), tensor in floats.items():
             if not torch.isfinite(tensor).all():
@@ -135,8 +174,9 @@ def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | 
 
 
 def _finite(tensors: list[Tensor]) -> bool:
-    """Whether all values are finite; False also where sums overflow. A sum is finite only if all terms are, and costs a fraction of a
-    look at each; one question per device, because the answer waits for it."""
+    """Whether all values are finite; False also where sums overflow. A sum is finite only if all
+    terms are, and costs a fraction of a look at each; one question per device, because the answer
+    waits for it."""
     sums: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))

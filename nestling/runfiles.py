@@ -1,6 +1,8 @@
-"""The files of a run folder, by name, and what follows from its rounds: whoever writes or reads a run uses these.
+"""The files of a run folder, by name, and what follows from its rounds: whoever writes or reads a
+run uses these.
 
-A run that is still going, or that ended in a crash, may have a last line that is cut short: it is left out.
+A run that is still going, or that ended in a crash, may have a last line that is cut short: it is
+left out.
 """
 
 from __future__ import annotations
@@ -57,18 +59,30 @@ def counted(rows: Sequence[Mapping[str, Any]], tiers: Iterable[str]) -> Record:
     """What a summary says that follows from the rounds there are."""
     return {
         "rounds_done": int(rows[-1]["round"]) if rows else 0,
-        **{kind: last_and_best((row["round"], row.get(kind)) for row in rows) for kind in ACCURACIES},
+        **{
+            kind: last_and_best((row["round"], row.get(kind)) for row in rows)
+            for kind in ACCURACIES
+        },
         "by_tier": {
-            tier: {kind: last_and_best((row["round"], tier_block(row, tier).get(kind)) for row in rows) for kind in ACCURACIES}
+            tier: {
+                kind: last_and_best((row["round"], tier_block(row, tier).get(kind)) for row in rows)
+                for kind in ACCURACIES
+            }
             for tier in tiers
         },
         **{key: sum(number(row.get(key)) or 0 for row in rows) for key in _SUMS},
-        **{key: next((v for row in reversed(rows) if (v := number(row.get(key))) is not None), None) for key in _LAST},
+        **{
+            key: next(
+                (v for row in reversed(rows) if (v := number(row.get(key))) is not None), None
+            )
+            for key in _LAST
+        },
     }
 
 
 def last_and_best(points: Iterable[tuple[Any, Any]]) -> Record:
-    """Of (round, value) pairs, some without a value: the last and the best one, and when that was (the first of equals)."""
+    """Of (round, value) pairs, some without a value: the last and the best one, and when that was
+    (the first of equals)."""
     known = [(int(at), found) for at, value in points if (found := number(value)) is not None]
     if not known:
         return {"last": None, "best": None, "best_round": None}

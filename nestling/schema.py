@@ -1,7 +1,7 @@
 """Plain dataclasses from plain tables, checked field by field.
 
-`from_table` refuses what it does not know and says where: the field's path, what it accepts, and the nearest match. `to_table` is
-its inverse, so that a configuration written out reads back equal.
+`from_table` refuses what it does not know and says where: the field's path, what it accepts, and
+the nearest match. `to_table` is its inverse, so that a configuration written out reads back equal.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ T = TypeVar("T")
 
 
 def from_table(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
-    """An instance of dataclass `cls` from a table; `path` is where the table stands in the whole configuration."""
+    """An instance of dataclass `cls` from a table; `path` is where the table stands in the whole
+    configuration."""
     if not isinstance(table, Mapping):
-        raise InputError(f"expected a table of {cls.__name__} fields, got {table!r}", field=path or None)
+        raise InputError(
+            f"expected a table of {cls.__name__} fields, got {table!r}", field=path or None
+        )
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     values = {}
@@ -33,7 +36,8 @@ def from_table(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
 
 
 def to_table(value: Any) -> Any:
-    """Dataclasses, tuples and mappings as plain tables and lists; fields that are None are left out."""
+    """Dataclasses, tuples and mappings as plain tables and lists; fields that are None are left
+    out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
         return {name: to_table(v) for name, v in pairs if v is not None}
@@ -51,7 +55,9 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return _convert_union(arguments, value, path)
     if origin is typing.Literal:
         if value not in arguments:
-            raise unknown(path.rpartition(".")[2] or "value", value, map(str, arguments), field=path)
+            raise unknown(
+                path.rpartition(".")[2] or "value", value, map(str, arguments), field=path
+            )
         return value
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return value if isinstance(value, hint) else from_table(hint, value, path)
@@ -80,10 +86,17 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
     if not isinstance(value, (list, tuple)):
         raise InputError(f"expected a list, got {value!r}", field=path)
-    kinds = [arguments[0]] * len(value) if len(arguments) == 2 and arguments[1] is Ellipsis else list(arguments)
+    kinds = (
+        [arguments[0]] * len(value)
+        if len(arguments) == 2 and arguments[1] is Ellipsis
+        else list(arguments)
+    )
     if len(kinds) != len(value):
         raise InputError(f"expected {len(kinds)} values, got {len(value)}", field=path)
-    return tuple(convert(kind, v, f"{path}[{i}]") for i, (kind, v) in enumerate(zip(kinds, value, strict=True)))
+    return tuple(
+        convert(kind, v, f"{path}[{i}]")
+        for i, (kind, v) in enumerate(zip(kinds, value, strict=True))
+    )
 
 
 def _convert_plain(hint: Any, value: Any, path: str) -> Any:
@@ -91,7 +104,11 @@ def _convert_plain(hint: Any, value: Any, path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     # In Python a bool is an int; in a configuration that is a slip.
-    if hint not in wanted or not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+    if (
+        hint not in wanted
+        or not isinstance(value, hint)
+        or (isinstance(value, bool) and hint is not bool)
+    ):
         raise InputError(f"expected {wanted.get(hint, hint)}, got {value!r}", field=path)
     if hint is float and not math.isfinite(value):
         raise InputError(f"expected a finite number, got {value!r}", field=path)

@@ -1,7 +1,8 @@
 """Derived random streams.
 
-Every stream comes from (experiment seed, purpose, client, round, ...), never from shared state, so that a result does not
-depend on the engine, on the number of workers, or on the order in which clients finished.
+Every stream comes from (experiment seed, purpose, client, round, ...), never from shared state, so
+that a result does not depend on the engine, on the number of workers, or on the order in which
+clients finished.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def stream(seed: int, *purpose: str | int) -> np.random.Generator:
 
 
 def numbers(keys: int | np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Random 64-bit numbers by counting: each is a hash of its key and its counter, so that any of them can be computed without
-    the others and many at once. Keys and counters are broadcast against each other."""
+    """Random 64-bit numbers by counting: each is a hash of its key and its counter, so that any of
+    them can be computed without the others and many at once. Keys and counters are broadcast
+    against each other."""
     # Arrays wrap around silently, as is wanted here; scalars would warn.
     z = np.asarray(keys, dtype=np.uint64) + (counters + np.uint64(1)) * _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _FIRST
@@ -44,7 +46,8 @@ def numbers(keys: int | np.ndarray, counters: np.ndarray) -> np.ndarray:
 def torch_seeded(seed: int, *purpose: str | int) -> Iterator[None]:
     """Torch's global generator seeded for one purpose inside the block, and put back afterwards."""
     before = torch.get_rng_state()
-    # torch.manual_seed would also note where a GPU that is not in use yet was seeded, which takes longer than a small client's work.
+    # torch.manual_seed would also note where a GPU that is not in use yet was seeded, which takes
+    # longer than a small client's work.
     torch.default_generator.manual_seed(derive(seed, *purpose))
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(derive(seed, *purpose))

@@ -1,4 +1,5 @@
-"""What a setting may be, said in its type: `lam: NotNegative = 1.0`, `weighting: Literal["samples", "uniform"] = "samples"`.
+"""What a setting may be, said in its type: `lam: NotNegative = 1.0`, `weighting: Literal["samples",
+"uniform"] = "samples"`.
 
 One place checks it, and errors and the methods' pages say it in the same words.
 """
@@ -35,7 +36,10 @@ class Bounds:
             return f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
         if self.low is None:
             return f"below {self.high:g}" if self.open_high else f"at most {self.high:g}"
-        return f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}{')' if self.open_high else ']'}"
+        return (
+            f"in {'(' if self.open_low else '['}{self.low:g}, "
+            f"{self.high:g}{')' if self.open_high else ']'}"
+        )
 
 
 NotNegative = Annotated[float, Bounds(0)]
@@ -51,7 +55,8 @@ Compat = Literal["paper", "code"]
 
 
 def check_settings(settings: Any, section: str) -> None:
-    """Refuses a dataclass one of whose fields is not what its type allows, with an error that names `section` and the field."""
+    """Refuses a dataclass one of whose fields is not what its type allows, with an error that names
+    `section` and the field."""
     cls: type = type(settings)
     for name, hint in _hints(cls).items():
         _check(hint, getattr(settings, name), f"{section}.{name}")
@@ -85,7 +90,9 @@ def _check(hint: Any, value: Any, field: str) -> None:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal and value not in arguments:
         raise unknown(field.rpartition(".")[2], value, map(str, arguments), field=field)
-    if origin is Annotated and not all(b.hold(value) for b in arguments[1:] if isinstance(b, Bounds)):
+    if origin is Annotated and not all(
+        b.hold(value) for b in arguments[1:] if isinstance(b, Bounds)
+    ):
         raise InputError(f"must be {_words(hint)}, not {value!r}", field=field)
     if origin is tuple:
         for each in value:

@@ -1,12 +1,14 @@
 """What clients keep between rounds: in memory while it fits, else on disk.
 
-In a run folder every state is written at once, under its client and round. After a crash the run goes on from its last checkpoint,
-and the store gives each client what it had then: later versions are forgotten, and an older one is only removed once a checkpoint
-covers a newer. A version counts only once a checkpoint covers it, so it is written plainly and flushed with the others of its round.
-Without a run folder only what no longer fits is written, to a temporary folder that goes with the store.
+In a run folder every state is written at once, under its client and round. After a crash the run
+goes on from its last checkpoint, and the store gives each client what it had then: later versions
+are forgotten, and an older one is only removed once a checkpoint covers a newer. A version counts
+only once a checkpoint covers it, so it is written plainly and flushed with the others of its round.
+Without a run folder only what no longer fits is written, to a temporary folder that goes with the
+store.
 
-What is put in a round can be undone until the round is settled. Nothing is copied for it: what a put replaces is held on to, or lies
-on disk as an older version.
+What is put in a round can be undone until the round is settled. Nothing is copied for it: what a
+put replaces is held on to, or lies on disk as an older version.
 """
 
 from __future__ import annotations
@@ -26,23 +28,27 @@ from nestling.views import State
 
 _FILE = re.compile(r"(\d+)\.(\d+)\.safetensors")
 _FLUSHERS = 16  # disks join flushes that wait at the same time
-_SERVER = 2**40  # what the server writes down of a client is stored under the client's number plus this
+# what the server writes down of a client is stored under the client's number plus this
+_SERVER = 2**40
 
 
 class ClientStore:
     """Client number → named tensors. `limit_bytes` of them are held in memory, those used last."""
 
     def __init__(self, folder: Path | None = None, limit_bytes: int = 256 * 2**20) -> None:
-        """Writes states to `folder`; without one, to a temporary folder and only what memory has no room for."""
+        """Writes states to `folder`; without one, to a temporary folder and only what memory has no
+        room for."""
         self.folder, self.limit = folder, limit_bytes
         self._recent: OrderedDict[int, State] = OrderedDict()
         self._bytes = 0
         self._versions: dict[int, list[int]] = {}  # rounds on disk, oldest first
         self._covered = 0  # the round of the last checkpoint
         self._unflushed: set[Path] = set()
-        self._unwritten: set[int] = set()  # without a run folder: those whose state is in memory only
+        # without a run folder: those whose state is in memory only
+        self._unwritten: set[int] = set()
         self._temporary: Path | None = None
-        self._replaced: dict[int, dict[int, State]] = {}  # round that is not settled → client → what a put of that round replaced
+        # round that is not settled → client → what a put of that round replaced
+        self._replaced: dict[int, dict[int, State]] = {}
 
     def get(self, client: int) -> State:
         """What the client kept; nothing at first."""
@@ -115,13 +121,15 @@ class ClientStore:
             versions.sort()
 
     def _hold(self, client: int, round: int) -> None:
-        """Holds on to what the first put of a round replaces. A run folder has it on disk: no put removes the version before it."""
+        """Holds on to what the first put of a round replaces. A run folder has it on disk: no put
+        removes the version before it."""
         replaced = self._replaced.get(round)
         if replaced is not None and client not in replaced:
             replaced[client] = self.get(client) if self.folder is None else {}
 
     def _take_back(self, client: int, round: int, state: State) -> None:
-        """Gives a client what it had before a round: without a run folder that is `state`, else the version before."""
+        """Gives a client what it had before a round: without a run folder that is `state`, else the
+        version before."""
         self._bytes -= _size(self._recent.pop(client, {}))
         versions = self._versions.pop(client, [])
         if self.folder is not None:
@@ -167,7 +175,10 @@ class ClientStore:
         try:
             return dict(Message.from_bytes(path.read_bytes())["memory"])
         except (OSError, KeyError, InputError) as error:
-            raise InputError(f"client {client}'s state cannot be read from {path}: {error}", fix="start the run again") from error
+            raise InputError(
+                f"client {client}'s state cannot be read from {path}: {error}",
+                fix="start the run again",
+            ) from error
 
     def _remember(self, client: int, state: State) -> None:
         self._bytes += _size(state) - _size(self._recent.pop(client, {}))
@@ -179,15 +190,16 @@ class ClientStore:
                 self._spill_over(oldest, let_go)
 
     def _spill_over(self, client: int, state: State) -> None:
-        """Writes what only memory held. Nobody resumes from it, so that one version, of no round, is enough."""
+        """Writes what only memory held. Nobody resumes from it, so that one version, of no round,
+        is enough."""
         self._write(client, state, 0)
         self._versions[client] = [0]
         self._unwritten.discard(client)
 
 
 class Records:
-    """What the server writes down of clients, in their store but never sent to them: it costs memory for the clients seen only, spills
-    over to disk, and a resumed run finds it as it was."""
+    """What the server writes down of clients, in their store but never sent to them: it costs
+    memory for the clients seen only, spills over to disk, and a resumed run finds it as it was."""
 
     def __init__(self, store: ClientStore) -> None:
         """Keeps its entries in the clients' own store."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Where:
-    """A device, how it may round, and whether work on it is recorded and replayed instead of launched step by step."""
+    """A device, how it may round, and whether work on it is recorded and replayed instead of
+    launched step by step."""
 
     device: torch.device
     precision: str = "float32"
@@ -19,7 +20,9 @@ class Where:
     def require(self, tensor: Tensor, what: str) -> None:
         """Refuses a tensor that lies on another device."""
         if tensor.device != self.device:
-            raise ValueError(f"{what} are on {tensor.device}, and the engine computes on {self.device}")
+            raise ValueError(
+                f"{what} are on {tensor.device}, and the engine computes on {self.device}"
+            )
 
 
 CPU = Where(torch.device("cpu"))

@@ -1,10 +1,20 @@
-"""A federation small enough for a test: four clients of three widths on a slice of the embedded digits."""
+"""A federation small enough for a test: four clients of three widths on a slice of the embedded
+digits."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.methods import method_class
 from nestling.runs.federation import Federation
 from nestling.training.client import Task
@@ -29,7 +39,11 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 """Settings that make short what a method does before its first round, and on the server."""
 
-NETWORKS = {"": Named("tinycnn", {"channels": [8, 16, 16]}), "tinyexits": Named("tinyexits"), "tinyresnet": Named("tinyresnet")}
+NETWORKS = {
+    "": Named("tinycnn", {"channels": [8, 16, 16]}),
+    "tinyexits": Named("tinyexits"),
+    "tinyresnet": Named("tinyresnet"),
+}
 """The network of a test, by what the method takes where nobody names one."""
 
 
@@ -37,7 +51,9 @@ def small(method: Any = "shared-average", **changes: Any) -> Experiment:
     """The experiment; `changes` replace its fields."""
     wanted = method_class(method).info.model if isinstance(method, str) else ""
     settings: dict[str, Any] = {
-        "method": Named(method, QUICK[method]) if isinstance(method, str) and method in QUICK else method,
+        "method": Named(method, QUICK[method])
+        if isinstance(method, str) and method in QUICK
+        else method,
         "rounds": 2,
         "participants": 3,
         "model": NETWORKS[wanted],
@@ -56,5 +72,7 @@ def tasks_of(federation: Federation, clients: int = 3) -> list[Task]:
     for client in range(clients):
         device = world.device(client)
         piece = method.piece(device, 1)
-        found.append(Task(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1)))
+        found.append(
+            Task(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1))
+        )
     return found

@@ -18,8 +18,10 @@ from nestling.cli import main
 from tests.small import small
 
 SMALL = [
-    "--set", "rounds=1", "--set", "participants=2", "--set", "model.name=tinycnn", "--set", "model.channels=[4, 4]",
-    "--set", "split.size=30", "--set", "fleet.size=2", "--set", "fleet.tiers=[{ratio=0.5, count=1}, {ratio=1.0, count=1}]",
+    "--set", "rounds=1", "--set", "participants=2", "--set", "model.name=tinycnn", "--set",
+    "model.channels=[4, 4]",
+    "--set", "split.size=30", "--set", "fleet.size=2", "--set", "fleet.tiers=[{ratio=0.5, "
+                                                                "count=1}, {ratio=1.0, count=1}]",
     "--set", "engine.name=inline",
 ]  # fmt: skip
 
@@ -46,13 +48,23 @@ class WrongOutputs(nn.Module):
 
 def sets(*overrides: str) -> Callable[[Path], list[str]]:
     """Arguments of a small run with further overrides."""
-    return lambda tmp: ["run", *SMALL, *(part for o in overrides for part in ("--set", o.replace("TMP", str(tmp))))]
+    return lambda tmp: [
+        "run",
+        *SMALL,
+        *(part for o in overrides for part in ("--set", o.replace("TMP", str(tmp)))),
+    ]
 
 
 def mlp_on(**arrays: np.ndarray) -> Callable[[Path], list[str]]:
     def make(tmp: Path) -> list[str]:
         np.savez(tmp / "data.npz", **arrays)  # type: ignore[arg-type]
-        pairs = ["data.name=npz", f"data.path={tmp}/data.npz", "rounds=1", "participants=2", "fleet.size=2"]
+        pairs = [
+            "data.name=npz",
+            f"data.path={tmp}/data.npz",
+            "rounds=1",
+            "participants=2",
+            "fleet.size=2",
+        ]
         return ["run", *(part for o in pairs for part in ("--set", o))]
 
     return make
@@ -122,7 +134,8 @@ def no_metrics(tmp: Path) -> list[str]:
 
 
 def out_at(place: str) -> Callable[[Path], list[str]]:
-    """A small run into a place that is no good; `file` is a file and `nowhere` a link to nothing."""
+    """A small run into a place that is no good; `file` is a file and `nowhere` a link to
+    nothing."""
 
     def make(tmp: Path) -> list[str]:
         (tmp / "file").touch()
@@ -138,7 +151,10 @@ def written_to(place: str, *command: str) -> Callable[[Path], list[str]]:
     def make(tmp: Path) -> list[str]:
         (tmp / "file").touch()
         folder = finished(tmp) if "RUN" in command else tmp
-        return [*(str(folder) if word == "RUN" else word for word in command), place.replace("TMP", str(tmp))]
+        return [
+            *(str(folder) if word == "RUN" else word for word in command),
+            place.replace("TMP", str(tmp)),
+        ]
 
     return make
 
@@ -149,17 +165,35 @@ Y = np.arange(60) % 3
 
 CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown method": (sets("method.name=heteroflx"), "did you mean 'heterofl'"),
-    "unknown method option": (sets("method.name=heterofl", "method.dynamc=true"), "did you mean 'dynamic'"),
-    "wrong type of a method option": (sets("method.name=heterofl", "method.dynamic=3"), "method.dynamic: expected true or false"),
-    "method value out of range": (sets("method.name=shared-distill", "method.temperature=-1"), "method.temperature"),
+    "unknown method option": (
+        sets("method.name=heterofl", "method.dynamc=true"),
+        "did you mean 'dynamic'",
+    ),
+    "wrong type of a method option": (
+        sets("method.name=heterofl", "method.dynamic=3"),
+        "method.dynamic: expected true or false",
+    ),
+    "method value out of range": (
+        sets("method.name=shared-distill", "method.temperature=-1"),
+        "method.temperature",
+    ),
     "negative alpha": (sets("split.alpha=-1"), "split.alpha"),
     "unknown split": (sets("split.kind=dirichlett"), "did you mean 'dirichlet'"),
-    "natural split of data without clients": (sets("split.kind=natural", "split.size=0"), "split.kind"),
-    "more clients than rows": (sets("split.size=0", "fleet.size=20000", "fleet.tiers=[{ratio=1.0}]"), "split.size"),
+    "natural split of data without clients": (
+        sets("split.kind=natural", "split.size=0"),
+        "split.kind",
+    ),
+    "more clients than rows": (
+        sets("split.size=0", "fleet.size=20000", "fleet.tiers=[{ratio=1.0}]"),
+        "split.size",
+    ),
     "unknown field": (sets("trian.lr=1"), "did you mean 'train'"),
     "wrong type": (sets("rounds=many"), "rounds: expected a whole number"),
     "zero rounds": (sets("rounds=0"), "rounds: must be at least 1"),
-    "more participants than devices": (sets("participants=5"), "participants: 5 clients a round from a fleet of 2"),
+    "more participants than devices": (
+        sets("participants=5"),
+        "participants: 5 clients a round from a fleet of 2",
+    ),
     "unknown data": (sets("data.name=mnst"), "did you mean 'mnist'"),
     "absent npz": (sets("data.name=npz", "data.path=TMP/no.npz"), "data.path"),
     "truncated idx": (truncated_idx, "truncated"),
@@ -169,21 +203,46 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown model": (sets("model.name=tinycn"), "did you mean 'tinycnn'"),
     "unknown model option": (sets("model.chanels=[4]"), "did you mean 'channels'"),
     "model for other data": (sets("model.name=cnn1d", "model.channels=[4]"), "model.name"),
-    "a model with no traceable axis": (sets("model={name='tests.test_bad_input:NoAxis'}"), "no axis"),
-    "a model with wrong outputs": (sets("model={name='tests.test_bad_input:WrongOutputs'}"), "must give logits"),
-    "a model that does not exist": (sets("model={name='tests.test_bad_input:Nothing'}"), "model.name"),
-    "unknown device": (sets("fleet.tiers=[{device='stm32f40', count=2}]"), "did you mean 'stm32f405'"),
-    "shares that do not add up": (sets("fleet.tiers=[{ratio=0.5, share=0.5}, {ratio=1.0, share=0.4}]"), "add up"),
+    "a model with no traceable axis": (
+        sets("model={name='tests.test_bad_input:NoAxis'}"),
+        "no axis",
+    ),
+    "a model with wrong outputs": (
+        sets("model={name='tests.test_bad_input:WrongOutputs'}"),
+        "must give logits",
+    ),
+    "a model that does not exist": (
+        sets("model={name='tests.test_bad_input:Nothing'}"),
+        "model.name",
+    ),
+    "unknown device": (
+        sets("fleet.tiers=[{device='stm32f40', count=2}]"),
+        "did you mean 'stm32f405'",
+    ),
+    "shares that do not add up": (
+        sets("fleet.tiers=[{ratio=0.5, share=0.5}, {ratio=1.0, share=0.4}]"),
+        "add up",
+    ),
     "a fleet nothing fits": (
-        sets("model.name=resnet34", "model={name='resnet34'}", "fleet.tiers=[{device='stm32f100', count=2}]"),
+        sets(
+            "model.name=resnet34",
+            "model={name='resnet34'}",
+            "fleet.tiers=[{device='stm32f100', count=2}]",
+        ),
         "no piece",
     ),
     "a tier that trains nothing": (sets("fleet.tiers=[{count=2}]"), "give device, ratio or model"),
     "ratio above one": (sets("fleet.tiers=[{ratio=1.5, count=2}]"), "fleet.tiers[0].ratio"),
-    "own network where views are merged": (sets("fleet.tiers=[{model='mlp', count=2}]"), "shared-distill"),
+    "own network where views are merged": (
+        sets("fleet.tiers=[{model='mlp', count=2}]"),
+        "shared-distill",
+    ),
     "absent fleet file": (sets("fleet.tiers=[]", "fleet.path=TMP/none.toml"), "fleet.path"),
     "broken fleet file": (bad_fleet("[[tiers]\nratio = 1"), "not valid TOML"),
-    "unknown key in a fleet file": (bad_fleet("[[tiers]]\nratio = 1.0\navailablity = 0.5"), "did you mean 'availability'"),
+    "unknown key in a fleet file": (
+        bad_fleet("[[tiers]]\nratio = 1.0\navailablity = 0.5"),
+        "did you mean 'availability'",
+    ),
     "absent experiment": (lambda tmp: ["run", str(tmp / "none.toml")], "there is no file"),
     "broken experiment": (bad_toml("rounds = = 3"), "not valid TOML"),
     "an engine that is none": (sets("engine.name=rey"), "engine.name"),
@@ -198,15 +257,27 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "quiet and json": (lambda tmp: ["run", "--quiet", "--json"], "exclude each other"),
     "out exists": (out_exists, "exists already"),
     "out is a file": (out_at("TMP/file"), "--out: "),
-    "out below a file": (out_at("TMP/file/below/it"), "it is not a folder (name a folder you may write in)"),
-    "out below a link to nothing": (out_at("TMP/nowhere/run"), "it leads nowhere (name a folder you may write in)"),
+    "out below a file": (
+        out_at("TMP/file/below/it"),
+        "it is not a folder (name a folder you may write in)",
+    ),
+    "out below a link to nothing": (
+        out_at("TMP/nowhere/run"),
+        "it leads nowhere (name a folder you may write in)",
+    ),
     "out where the system makes no folders": (
         out_at("/proc/nothing/run"),
         "--out: cannot write the run folder /proc/nothing/run",
     ),
     "out of too long a name": (out_at(f"TMP/{LONG}"), "File name too long (name a place"),
-    "a comparison below a file": (written_to("TMP/file/x.html", "compare", "RUN", "--out"), "--out: cannot write"),
-    "a comparison of too long a name": (written_to(f"TMP/{LONG}", "compare", "RUN", "--out"), "--out: cannot write"),
+    "a comparison below a file": (
+        written_to("TMP/file/x.html", "compare", "RUN", "--out"),
+        "--out: cannot write",
+    ),
+    "a comparison of too long a name": (
+        written_to(f"TMP/{LONG}", "compare", "RUN", "--out"),
+        "--out: cannot write",
+    ),
     "an export below a file": (
         written_to("TMP/file/x", "export", "RUN", "--device", "large", "--format", "c", "--out"),
         "--out: cannot write",
@@ -215,15 +286,24 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         written_to("TMP/file/x.json", "reproduce", "heterofl-mnist", "--out"),
         "--out: cannot write in",
     ),
-    "results of a table of too long a name": (written_to(f"TMP/{LONG}", "reproduce", "heterofl-mnist", "--out"), "--out: "),
+    "results of a table of too long a name": (
+        written_to(f"TMP/{LONG}", "reproduce", "heterofl-mnist", "--out"),
+        "--out: ",
+    ),
     "runs of a table below a file": (
         written_to("TMP/file/x", "reproduce", "heterofl-mnist", "--runs"),
         "--runs: cannot write in",
     ),
     "report of nothing": (no_metrics, "empty"),
     "fit without a device": (lambda tmp: ["fit", "tinycnn"], "either --device or --fleet"),
-    "fit of an unknown device": (lambda tmp: ["fit", "tinycnn", "--device", "esp23"], "did you mean 'esp32'"),
-    "fit with a bad shape": (lambda tmp: ["fit", "tinycnn", "--device", "esp32", "--shape", "a,b"], "--shape"),
+    "fit of an unknown device": (
+        lambda tmp: ["fit", "tinycnn", "--device", "esp23"],
+        "did you mean 'esp32'",
+    ),
+    "fit with a bad shape": (
+        lambda tmp: ["fit", "tinycnn", "--device", "esp32", "--shape", "a,b"],
+        "--shape",
+    ),
     "unknown option": (lambda tmp: ["run", "--rounds", "3"], "No such option"),
     "unknown command": (lambda tmp: ["rnu"], "No such command"),
 }
@@ -237,7 +317,9 @@ def call(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make, said = CASES[case]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NESTLING_DATA", str(tmp_path))
@@ -250,7 +332,9 @@ def test_bad_input(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     shown = capsys.readouterr()
     message = [line for line in shown.err.splitlines() if line.strip()]
     assert code == 2, shown.err
-    assert len(message) == 1 and message[0].startswith("nestling: ") and said in message[0], shown.err
+    assert len(message) == 1 and message[0].startswith("nestling: ") and said in message[0], (
+        shown.err
+    )
     assert "Traceback" not in shown.out + shown.err
     assert sorted(p for p in tmp_path.rglob("*")) == before
 
@@ -275,7 +359,9 @@ def test_a_full_disk_later_keeps_the_last_checkpoint(
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(nestling.InputError, match="cannot write the run folder"):
-            nestling.run(small(rounds=4), out=tmp_path / "run", watcher=nestling.Watcher(round=fill))
+            nestling.run(
+                small(rounds=4), out=tmp_path / "run", watcher=nestling.Watcher(round=fill)
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     left = {p.name for p in (tmp_path / "run").iterdir()}
@@ -285,7 +371,8 @@ def test_a_full_disk_later_keeps_the_last_checkpoint(
     whole = nestling.run(small(rounds=4), out=tmp_path / "whole")
     assert (
         whole.folder
-        and (tmp_path / "run" / "global.safetensors").read_bytes() == (whole.folder / "global.safetensors").read_bytes()
+        and (tmp_path / "run" / "global.safetensors").read_bytes()
+        == (whole.folder / "global.safetensors").read_bytes()
     )
 
 
@@ -301,7 +388,9 @@ class file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
-def test_our_own_faults_are_exit_code_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_own_faults_are_exit_code_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("nestling.cli.listing.method_rows", lambda: 1 / 0)
     assert call(["methods"], monkeypatch) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err

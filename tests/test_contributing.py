@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ANSWERS = re.findall(r"^\| ([^|`]+) \| `([^`]+)` \| `([^`]+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+ANSWERS = re.findall(
+    r"^\| ([^|`]+) \| `([^`]+)` \| `([^`]+)` \|$",
+    (ROOT / "CONTRIBUTING.md").read_text(),
+    flags=re.MULTILINE,
+)
 
 
 def names_in(path: Path) -> set[str]:
@@ -33,6 +37,8 @@ def test_the_answer_is_there(question: str, file: str, name: str) -> None:
     assert name in names_in(ROOT / file)
 
 
-@pytest.mark.parametrize("page", re.findall(r"\]\(([^)#]+\.md)\)", (ROOT / "CONTRIBUTING.md").read_text()))
+@pytest.mark.parametrize(
+    "page", re.findall(r"\]\(([^)#]+\.md)\)", (ROOT / "CONTRIBUTING.md").read_text())
+)
 def test_linked_pages_exist(page: str) -> None:
     assert (ROOT / page).is_file()

@@ -17,13 +17,19 @@ PAGES = ROOT / "docs" / "methods"
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
-    subprocess.run([sys.executable, str(ROOT / "docs" / "make_method_pages.py"), str(folder)], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "make_method_pages.py"), str(folder)],
+        check=True,
+        cwd=ROOT,
+    )
     return folder
 
 
 @pytest.mark.parametrize("name", ["README", *METHODS])
 def test_the_page_is_what_the_docstring_says_now(name: str, fresh: Path) -> None:
-    assert (PAGES / f"{name}.md").read_text() == (fresh / f"{name}.md").read_text(), "run python docs/make_method_pages.py"
+    assert (PAGES / f"{name}.md").read_text() == (fresh / f"{name}.md").read_text(), (
+        "run python docs/make_method_pages.py"
+    )
 
 
 def test_there_is_no_page_without_a_method() -> None:

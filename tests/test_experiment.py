@@ -20,7 +20,10 @@ def test_a_rich_experiment_survives_a_file(tmp_path: Path) -> None:
         method=Named("heterofl", {"dynamic": True}),
         model=Named("tinycnn", {"channels": [8, 8, 8], "norm": "none"}),
         fleet=FleetConfig(
-            tiers=(Tier(ratio=0.5, count=3, memory_std=(5.0, 8.0)), Tier(model="mlp", model_options={"hidden": [9]}, count=1))
+            tiers=(
+                Tier(ratio=0.5, count=3, memory_std=(5.0, 8.0)),
+                Tier(model="mlp", model_options={"hidden": [9]}, count=1),
+            )
         ),
         split=SplitConfig(kind="classes", classes=3),
         train=Train(milestones=(5, 9)),
@@ -32,16 +35,31 @@ def test_a_rich_experiment_survives_a_file(tmp_path: Path) -> None:
 
 def test_overrides_reach_every_depth(tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text('method = "heterofl"\n[split]\nkind = "iid"\n')
-    changes = ["method.dynamic=true", "split.alpha=0.25", "rounds=7", "data.name=mnist", "train.milestones=[3, 4]"]
+    changes = [
+        "method.dynamic=true",
+        "split.alpha=0.25",
+        "rounds=7",
+        "data.name=mnist",
+        "train.milestones=[3, 4]",
+    ]
     experiment = Experiment.read(tmp_path / "e.toml", changes)
-    assert experiment.method == Named("heterofl", {"dynamic": True}) and experiment.make_method() == HeteroFL(dynamic=True)
-    assert (experiment.split.kind, experiment.split.alpha, experiment.rounds, experiment.data.name) == ("iid", 0.25, 7, "mnist")
+    assert experiment.method == Named(
+        "heterofl", {"dynamic": True}
+    ) and experiment.make_method() == HeteroFL(dynamic=True)
+    assert (
+        experiment.split.kind,
+        experiment.split.alpha,
+        experiment.rounds,
+        experiment.data.name,
+    ) == ("iid", 0.25, 7, "mnist")
     assert experiment.train.milestones == (3, 4)
 
 
 def test_shorthands_of_the_api() -> None:
     module = nn.Linear(3, 2)
-    experiment = Experiment(method=HeteroFL(scaler=False), model=module, data="mnist", fleet=(Tier(ratio=1.0),))
+    experiment = Experiment(
+        method=HeteroFL(scaler=False), model=module, data="mnist", fleet=(Tier(ratio=1.0),)
+    )
     assert experiment.make_method() == HeteroFL(scaler=False) and experiment.own_model is module
     assert experiment.data == Data("mnist") and experiment.fleet.tiers == (Tier(ratio=1.0),)
     assert experiment.with_changes(rounds=3).own_model is module
@@ -50,7 +68,10 @@ def test_shorthands_of_the_api() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("method.name=heteroffl", "method.name: unknown method 'heteroffl' (did you mean 'heterofl'?"),
+        (
+            "method.name=heteroffl",
+            "method.name: unknown method 'heteroffl' (did you mean 'heterofl'?",
+        ),
         ("method.nme=x", "method.nme: unknown field 'nme'"),
         ("roundss=3", "roundss: unknown field 'roundss' (did you mean 'rounds'?"),
         ("split.alpa=3", "split.alpa: unknown field 'alpa' (did you mean 'alpha'?"),
@@ -62,10 +83,16 @@ def test_shorthands_of_the_api() -> None:
         ("train.milestones=3", "train.milestones: expected a list, got 3"),
         ("train.schedule=step", "train.schedule: unknown schedule 'step'"),
         ("train.augment=crop", "train.augment: unknown augmentation 'crop'"),
-        ("train.optimizer=adamx", "train.optimizer: unknown optimiser 'adamx' (allowed: sgd, adam, adamw)"),
+        (
+            "train.optimizer=adamx",
+            "train.optimizer: unknown optimiser 'adamx' (allowed: sgd, adam, adamw)",
+        ),
         ("train.warmup=-1", "train.warmup: must not be negative"),
         ("engine.name=gpu", "engine.name: unknown engine 'gpu'"),
-        ("fleet.tiers=[{ratoi=1}]", "fleet.tiers[0].ratoi: unknown field 'ratoi' (did you mean 'ratio'?"),
+        (
+            "fleet.tiers=[{ratoi=1}]",
+            "fleet.tiers[0].ratoi: unknown field 'ratoi' (did you mean 'ratio'?",
+        ),
         ("data=3", "data: expected a table of Data fields, got 3"),
         ("rounds", "--set: cannot read the override 'rounds'"),
         ("rounds.deep=3", "rounds.deep"),

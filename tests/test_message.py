@@ -14,8 +14,15 @@ from nestling.message import Message, faults
 
 
 def sample() -> Message:
-    weights = {"a.weight": torch.randn(3, 4), "count": torch.tensor(7), "half": torch.randn(5).half()}
-    return Message({"weights": weights, "mask": {"a.weight": torch.rand(3, 4) > 0.5}, "empty": {}}, {"samples": 12, "rate": 0.5})
+    weights = {
+        "a.weight": torch.randn(3, 4),
+        "count": torch.tensor(7),
+        "half": torch.randn(5).half(),
+    }
+    return Message(
+        {"weights": weights, "mask": {"a.weight": torch.rand(3, 4) > 0.5}, "empty": {}},
+        {"samples": 12, "rate": 0.5},
+    )
 
 
 def test_a_message_survives_its_serial_form() -> None:
@@ -24,7 +31,10 @@ def test_a_message_survives_its_serial_form() -> None:
     assert back.facts == message.facts and list(back.parts) == list(message.parts)
     for kind, part in message.parts.items():
         assert set(back[kind]) == set(part)
-        assert all(torch.equal(back[kind][n], t) and back[kind][n].dtype == t.dtype for n, t in part.items())
+        assert all(
+            torch.equal(back[kind][n], t) and back[kind][n].dtype == t.dtype
+            for n, t in part.items()
+        )
 
 
 def test_the_size_is_the_payload_and_flags_are_bits() -> None:
@@ -35,7 +45,9 @@ def test_views_of_one_storage_are_sent_as_what_they_are() -> None:
     base = torch.arange(10.0)
     message = Message({"weights": {"a": base[2:4], "b": base[::2]}})
     back = Message.from_bytes(message.to_bytes())
-    assert torch.equal(back["weights"]["a"], base[2:4]) and torch.equal(back["weights"]["b"], base[::2])
+    assert torch.equal(back["weights"]["a"], base[2:4]) and torch.equal(
+        back["weights"]["b"], base[::2]
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -74,7 +86,10 @@ GOOD = {"weights": {"w": torch.zeros(2, 3)}}
         ({"weights": {"w": torch.zeros(2, 3).double()}}, "was expected"),
         ({"weights": {"w": torch.full((2, 3), torch.nan)}}, "not finite"),
         ({"weights": {"w": torch.full((2, 3), torch.inf)}}, "not finite"),
-        ({"weights": {"w": torch.zeros(2, 3)}, "extra": {"e": torch.tensor([torch.nan])}}, "not finite"),
+        (
+            {"weights": {"w": torch.zeros(2, 3)}, "extra": {"e": torch.tensor([torch.nan])}},
+            "not finite",
+        ),
     ],
 )
 def test_faulty_replies_are_told(parts: dict[str, dict[str, torch.Tensor]], reason: str) -> None:
@@ -87,10 +102,13 @@ def test_a_good_reply_has_no_fault() -> None:
 
 
 def test_the_order_of_names_survives() -> None:
-    """Sums over a state are rounded by the order of its tensors, and a resumed run must be the same to the bit."""
+    """Sums over a state are rounded by the order of its tensors, and a resumed run must be the same
+    to the bit."""
     names = [f"{number:02d}" for number in range(40)]
     shuffled = [*names[1::2], *names[::2][::-1]]
     flags = {name: torch.tensor([True, False]) for name in shuffled[:3]}
-    back = Message.from_bytes(Message({"b": {name: torch.ones(2) for name in shuffled}, "a": flags}).to_bytes())
+    back = Message.from_bytes(
+        Message({"b": {name: torch.ones(2) for name in shuffled}, "a": flags}).to_bytes()
+    )
     assert list(back.parts) == ["b", "a"]
     assert list(back["b"]) == shuffled and list(back["a"]) == shuffled[:3]

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 import nestling
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, SplitConfig, Tier, Train
+from nestling import (
+    Data,
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.errors import InputError
 from nestling.runs.assemble import assemble
 
@@ -68,19 +77,26 @@ def test_every_device_gets_the_largest_network_that_fits(pictures: Path) -> None
 
 def test_six_families_learn_in_one_federation(pictures: Path) -> None:
     result = nestling.run(mixed(pictures, "shared-distill"))
-    assert result.metrics[-1]["refused"] == 0 and set(result.metrics[-1]["by_tier"]) == set(EXPECTED)
+    assert result.metrics[-1]["refused"] == 0 and set(result.metrics[-1]["by_tier"]) == set(
+        EXPECTED
+    )
     assert result.metrics[-1]["bytes_up"] > 0
 
 
 def test_a_tier_with_a_network_or_a_width_of_its_own_keeps_it(pictures: Path) -> None:
-    tiers = (Tier(name="own", device="esp32", model="mlp", model_options={"hidden": [3]}, count=1), Tier(ratio=0.5, count=1))
+    tiers = (
+        Tier(name="own", device="esp32", model="mlp", model_options={"hidden": [3]}, count=1),
+        Tier(ratio=0.5, count=1),
+    )
     _, federation = assemble(mixed(pictures, tiers=tiers))
     assert federation.world.plans["own"].tier.model_options == {"hidden": [3]}
     assert federation.world.plans["ratio-0.5"].piece.reference is federation.world.main
 
 
 def test_what_cannot_be_is_said_by_field(pictures: Path) -> None:
-    with pytest.raises(InputError, match=r"fleet.tiers\[0\].*none of the fleet's networks trains on lm3s6965"):
+    with pytest.raises(
+        InputError, match=r"fleet.tiers\[0\].*none of the fleet's networks trains on lm3s6965"
+    ):
         assemble(mixed(pictures, networks=({"name": "resnet18"},)))
     with pytest.raises(InputError, match=r"fleet.networks\[0\]"):
         assemble(mixed(pictures, networks=({"name": "nonet"},)))

@@ -15,7 +15,9 @@ from nestling.training.distiller import logits_of
 from tests.small import small
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "new_method.md").read_text(), flags=re.DOTALL)
+SHOWN = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "new_method.md").read_text(), flags=re.DOTALL
+)
 FILES = ("own_method.py", "own_exchange.py")
 NAMES = ("own_method:ServerMomentum", "own_exchange:Consensus")
 
@@ -46,7 +48,9 @@ def test_it_learns_on_every_engine_alike_and_goes_on(name: str, tmp_path: Path) 
     resumed = nestling.resume(tmp_path / "run", overrides=("rounds=6",))
     states = [result.federation.method.state() for result in (whole, resumed)]
     assert states[0].keys() == states[1].keys() and all(
-        torch.equal(t, states[1][kind][name]) for kind, state in states[0].items() for name, t in state.items()
+        torch.equal(t, states[1][kind][name])
+        for kind, state in states[0].items()
+        for name, t in state.items()
     )
 
 
@@ -56,8 +60,14 @@ def test_momentum_at_nothing_is_the_mean() -> None:
 
     from nestling.methods.submodel.shared_average import SharedAverage
 
-    methods = (SharedAverage(nested=False, inner=0.0), own_method.ServerMomentum(beta=0.0), own_method.ServerMomentum(beta=0.5))
-    plain, nothing, half = (nestling.run(small(method, rounds=3)).federation.method.weights for method in methods)
+    methods = (
+        SharedAverage(nested=False, inner=0.0),
+        own_method.ServerMomentum(beta=0.0),
+        own_method.ServerMomentum(beta=0.5),
+    )
+    plain, nothing, half = (
+        nestling.run(small(method, rounds=3)).federation.method.weights for method in methods
+    )
     assert all(torch.allclose(t, nothing[name], atol=1e-6) for name, t in plain.items())
     assert not all(torch.allclose(t, half[name], atol=1e-3) for name, t in plain.items())
 
@@ -67,9 +77,18 @@ def test_who_learns_from_all_says_what_all_say() -> None:
     import own_exchange
 
     def apart(weight: float) -> float:
-        world = (method := nestling.run(small(own_exchange.Consensus(weight=weight), rounds=6)).federation.method).world
+        world = (
+            method := nestling.run(
+                small(own_exchange.Consensus(weight=weight), rounds=6)
+            ).federation.method
+        ).world
         models = [method.model_for(world.device(client)) for client in range(4)]
-        said = torch.stack([logits_of(m.reference.network(m.view, m.state), world.public).softmax(-1) for m in models])
+        said = torch.stack(
+            [
+                logits_of(m.reference.network(m.view, m.state), world.public).softmax(-1)
+                for m in models
+            ]
+        )
         return float((said - said.mean(0)).abs().mean())
 
     assert apart(1.0) < 0.8 * apart(0.0)

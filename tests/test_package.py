@@ -1,4 +1,5 @@
-"""What is given away: the sdist passes tests of its own, the wheel runs away from the checkout, the README's example is well typed."""
+"""What is given away: the sdist passes tests of its own, the wheel runs away from the checkout, the
+README's example is well typed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from nestling import Experiment
 
 HOME = Path(__file__).parent.parent
 SHIPPED = (
-    "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "MANIFEST.in", "Makefile",
+    "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
+    "MANIFEST.in", "Makefile",
     "pyproject.toml", "nestling", "tests", "benchmarks", "docs", "examples", "deploy",
 )  # fmt: skip
 GENERATED = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -29,7 +31,9 @@ GENERATED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 def run(command: Sequence[str], folder: Path, path: Path | None = None, **more: str) -> str:
     """What a command prints, in a folder, with packages of `path` before all others."""
     env = {**os.environ, **({"PYTHONPATH": str(path)} if path else {}), **more}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -40,7 +44,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
     for name in SHIPPED:
         source = HOME / name
-        shutil.copytree(source, copy / name, ignore=GENERATED) if source.is_dir() else shutil.copy(source, copy / name)
+        shutil.copytree(source, copy / name, ignore=GENERATED) if source.is_dir() else shutil.copy(
+            source, copy / name
+        )
     run(["-m", "build", "--no-isolation", "--outdir", str(out), "."], copy)
     return out
 
@@ -50,14 +56,33 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the wheel installs, and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
     run(
-        ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder), str(*built.glob("*.whl"))], folder
+        [
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(folder),
+            str(*built.glob("*.whl")),
+        ],
+        folder,
     )
     return folder
 
 
 def test_the_wheel_has_all_that_the_package_reads(installed: Path) -> None:
-    there = {str(path.relative_to(installed)) for path in (installed / "nestling").rglob("*") if path.is_file()}
-    here = [path for path in (HOME / "nestling").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    there = {
+        str(path.relative_to(installed))
+        for path in (installed / "nestling").rglob("*")
+        if path.is_file()
+    }
+    here = [
+        path
+        for path in (HOME / "nestling").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     assert {str(path.relative_to(HOME)) for path in here} - there == set()
 
 
@@ -70,14 +95,20 @@ def test_the_wheel_runs_away_from_the_checkout(installed: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_sdist_passes_its_tests(built: Path, tmp_path: Path) -> None:
-    """All of them are found there, and those of the most basic parts pass; `make test` in the unpacked folder runs the others."""
+    """All of them are found there, and those of the most basic parts pass; `make test` in the
+    unpacked folder runs the others."""
     with tarfile.open(*built.glob("*.tar.gz")) as packed:
         packed.extractall(tmp_path, filter="data")
     (home,) = tmp_path.iterdir()
     found = run(["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"], home, home)
     here = run(["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"], HOME)
     assert found.splitlines()[-1].split(" in ")[0] == here.splitlines()[-1].split(" in ")[0]
-    basic = ["tests/test_message.py", "tests/test_store.py", "tests/test_contributing.py", "tests/test_new_method.py"]
+    basic = [
+        "tests/test_message.py",
+        "tests/test_store.py",
+        "tests/test_contributing.py",
+        "tests/test_new_method.py",
+    ]
     run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *basic], home, home)
 
 
@@ -88,7 +119,13 @@ def test_the_readmes_example_is_well_typed(installed: Path, tmp_path: Path) -> N
     for number, text in enumerate(examples):
         (tmp_path / f"example_{number}.py").write_text(text)
     files = [f"example_{number}.py" for number in range(len(examples))]
-    options = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", str(tmp_path / "cache")]
+    options = [
+        "--strict",
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
     run(["-m", "mypy", *options, *files], tmp_path, MYPYPATH=str(installed))
     wrong = examples[0].replace('method="heterofl"', "method=7")
     (tmp_path / "wrong.py").write_text(wrong)

@@ -1,4 +1,5 @@
-"""What settings may be is said in their types: it is checked for every method, in words that name the field."""
+"""What settings may be is said in their types: it is checked for every method, in words that name
+the field."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import pytest
 
 from nestling.errors import InputError
 from nestling.methods import METHODS, method_class
-from nestling.settings import Bounds, Count, NonZeroShare, Positive, ShareBelowOne, allowed, check_settings
+from nestling.settings import (
+    Bounds,
+    Count,
+    NonZeroShare,
+    Positive,
+    ShareBelowOne,
+    allowed,
+    check_settings,
+)
 
 
 @dataclasses.dataclass

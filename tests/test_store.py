@@ -50,7 +50,9 @@ def test_what_fits_is_not_written_without_a_folder() -> None:
     assert store._temporary is None and store.clients() == list(range(20))
 
 
-def test_a_round_is_flushed_once_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_flushed_once_before_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed: list[int] = []
     flush = os.fsync
     monkeypatch.setattr("os.fsync", lambda handle: flushed.append(handle) or flush(handle))
@@ -139,7 +141,9 @@ def test_what_a_round_put_is_undone(tmp_path: Path, on_disk: bool, limit: int) -
         records.put(3, kept(32), round)  # again in the same round
         records.put(4, kept(40), round)
     store.undo(2)
-    assert store.clients() == list(range(6)) and all(float(store.get(c)["w"][0]) == c for c in range(6))
+    assert store.clients() == list(range(6)) and all(
+        float(store.get(c)["w"][0]) == c for c in range(6)
+    )
     assert float(records.get(3)["w"][0]) == 30 and records.get(4) == {} and store.get(7) == {}
     assert store._bytes == sum(t.nbytes for state in store._recent.values() for t in state.values())
     store.covered(1)

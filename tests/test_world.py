@@ -1,4 +1,5 @@
-"""What a world knows of networks: what follows from a network's form is found out once for all networks of its kind."""
+"""What a world knows of networks: what follows from a network's form is found out once for all
+networks of its kind."""
 
 from __future__ import annotations
 
@@ -34,14 +35,22 @@ def test_networks_built_alike_cost_what_each_costs_by_itself(ratio: float) -> No
 
 def test_networks_built_otherwise_share_nothing() -> None:
     first = _network("tinycnn")
-    for other in (_network("tinycnn", norm="none"), _network("tinycnn", classes=7), _network("mlp")):
+    for other in (
+        _network("tinycnn", norm="none"),
+        _network("tinycnn", classes=7),
+        _network("mlp"),
+    ):
         costs = [piece_cost(Piece(r, r.full)) for r in (first, other)]
         assert other.axes is not first.axes and costs[0] != costs[1]
 
 
 def test_a_network_of_the_users_own_is_looked_at_each_time() -> None:
-    first, second = (reference_network("tests.test_world:growing", {}, SHAPE, 10, 0, "own") for _ in range(2))
-    assert piece_cost(Piece(first, first.full)).params < piece_cost(Piece(second, second.full)).params
+    first, second = (
+        reference_network("tests.test_world:growing", {}, SHAPE, 10, 0, "own") for _ in range(2)
+    )
+    assert (
+        piece_cost(Piece(first, first.full)).params < piece_cost(Piece(second, second.full)).params
+    )
 
 
 _BUILT: list[int] = []
@@ -59,7 +68,11 @@ CUT = Tier(name="cut", ratio=0.8, cut="depth", count=1, memory_std=(60.0,))
 
 
 def _world(*tiers: Tier) -> World:
-    settings = {"model": NETWORKS["tinyresnet"], "fleet": FleetConfig(tiers=tiers), "participants": 0}
+    settings = {
+        "model": NETWORKS["tinyresnet"],
+        "fleet": FleetConfig(tiers=tiers),
+        "participants": 0,
+    }
     return assemble(small("shared-average", **settings))[1].world
 
 
@@ -71,10 +84,14 @@ def test_what_fits_a_tier_is_what_its_devices_get(tier: Tier) -> None:
     pieces = [world.device(0, round).piece for round in rounds]
     assert shares[0] == 1 and len(set(shares)) > 5 and pieces[0] is plan.piece
     smallest = min(pieces, key=lambda piece: world.cost(piece).params)
-    # A ladder of the same pieces, which methods that cut the network in their own way would make, gives the same.
+    # A ladder of the same pieces, which methods that cut the network in their own way would make,
+    # gives the same.
     own = Ladder(world, sorted(pieces, key=lambda piece: world.cost(piece).params))
     for round in rounds:
-        assert plan.fits(world.cost(pieces[round]), shares[round]) or pieces[round].view.key() == smallest.view.key()
+        assert (
+            plan.fits(world.cost(pieces[round]), shares[round])
+            or pieces[round].view.key() == smallest.view.key()
+        )
         assert own.of(world.device(0, round), round).view.key() == pieces[round].view.key()
 
 

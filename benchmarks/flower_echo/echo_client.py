@@ -1,4 +1,5 @@
-"""A client that sends back what it gets, and says when: what any ClientApp of Flower costs before it does anything."""
+"""A client that sends back what it gets, and says when: what any ClientApp of Flower costs before
+it does anything."""
 
 import time
 

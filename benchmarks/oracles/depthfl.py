@@ -1,20 +1,24 @@
-"""Nestling's DepthFL beside the code that the paper's first author gave to Flower: the same clients, initial weights, order of batches
-and learning rate.
+"""Nestling's DepthFL beside the code that the paper's first author gave to Flower: the same
+clients, initial weights, order of batches and learning rate.
 
     python benchmarks/oracles/depthfl.py FOLDER [--rounds 3] [--single]
 
-FOLDER is `baselines/depthfl` of a checkout of Flower; nothing of it is changed (Flower itself must be installed). The network is its
-ResNet-18 with all of its exits, its modules put into our form of a network with exits; images are padded and halved to 16x16 pixels of
-three channels, because its gates need sides that can be halved again and again. Its clients train with mutual distillation and FedDyn
-and keep their FedDyn state in files, as released; its server merges. Four of six clients take part in a round, so that deep stages are
-sometimes nobody's.
-Prints the depths that were trained, and how far replies, FedDyn states and global models are apart; ends with 1 where that is more
-than 1e-5. Both sides calculate in double precision: with batches of ten, rounding to single precision soon decides on which side of
-zero an activation lies, and weights part by 1e-2 within two rounds. What remains is a 1e-7 that the released distillation adds to every
-probability. `--single` is for the servers alone, which are both given what our clients send.
+FOLDER is `baselines/depthfl` of a checkout of Flower; nothing of it is changed (Flower itself must
+be installed). The network is its ResNet-18 with all of its exits, its modules put into our form of
+a network with exits; images are padded and halved to 16x16 pixels of three channels, because its
+gates need sides that can be halved again and again. Its clients train with mutual distillation and
+FedDyn and keep their FedDyn state in files, as released; its server merges. Four of six clients
+take part in a round, so that deep stages are sometimes nobody's. Prints the depths that were
+trained, and how far replies, FedDyn states and global models are apart; ends with 1 where that is
+more than 1e-5. Both sides calculate in double precision: with batches of ten, rounding to single
+precision soon decides on which side of zero an activation lies, and weights part by 1e-2 within two
+rounds. What remains is a 1e-7 that the released distillation adds to every probability. `--single`
+is for the servers alone, which are both given what our clients send.
 
-Matched: the distillation of the released code climbs over 300 rounds counted from 0. Here it climbs over three counted from 1, and the
-released clients are told that it is round 101, 201 and 301. Their learning rate does not fall, and neither does ours.
+Matched: the distillation of the released code climbs over 300 rounds counted from 0. Here it climbs
+         over three counted from 1, and the
+released clients are told that it is round 101, 201 and 301. Their learning rate does not fall, and
+neither does ours.
 """
 
 from __future__ import annotations
@@ -31,7 +35,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, names_of, our_batches, replies_of, six_clients, stub
+from lockstep import (
+    APART,
+    CLIENTS,
+    apart,
+    lay_out_as_they_do,
+    names_of,
+    our_batches,
+    replies_of,
+    six_clients,
+    stub,
+)
 from torch import Tensor, nn
 
 from nestling import Named
@@ -51,7 +65,9 @@ class Seen(nn.Module):
     """Images as the released network wants them, in the precision that is set."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.avg_pool2d(F.pad(x.to(torch.get_default_dtype()), (2, 2, 2, 2)), 2).expand(-1, 3, -1, -1)
+        return F.avg_pool2d(F.pad(x.to(torch.get_default_dtype()), (2, 2, 2, 2)), 2).expand(
+            -1, 3, -1, -1
+        )
 
 
 class Gated(nn.Module):
@@ -66,7 +82,8 @@ class Gated(nn.Module):
 
 
 def load(folder: Path) -> types.SimpleNamespace:
-    """The released network, clients and strategy. They are told what to build by hydra, which here hands on what is given."""
+    """The released network, clients and strategy. They are told what to build by hydra, which here
+    hands on what is given."""
     stub("omegaconf", DictConfig=dict)
     stub("hydra")
     stub("hydra.utils", instantiate=lambda depth: resnet(depth))
@@ -77,7 +94,9 @@ def load(folder: Path) -> types.SimpleNamespace:
         network: nn.Module = made(n_blocks=depth, num_classes=10)
         return network
 
-    client, strategy = (__import__(f"depthfl.{name}", fromlist=["FedDyn"]) for name in ("client", "strategy"))
+    client, strategy = (
+        __import__(f"depthfl.{name}", fromlist=["FedDyn"]) for name in ("client", "strategy")
+    )
     return types.SimpleNamespace(network=resnet, clients=client.gen_client_fn, server=strategy)
 
 
@@ -85,11 +104,17 @@ def as_exits(theirs: nn.Module) -> ExitNet:
     """The released network's modules as stem, stages and heads."""
     heads = []
     for n in range(1, STAGES):
-        gate, scala, linear = (getattr(theirs, f"{part}{n}") for part in ("attention", "scala", "middle_fc"))
+        gate, scala, linear = (
+            getattr(theirs, f"{part}{n}") for part in ("attention", "scala", "middle_fc")
+        )
         heads.append(named(gate=Gated(gate), scala=scala, flat=nn.Flatten(), linear=linear))
     heads.append(named(scala=theirs.scala4, flat=nn.Flatten(), linear=theirs.fc_layer))
     stem = named(seen=Seen(), conv=theirs.conv1, norm=theirs.bn1, relu=theirs.relu)
-    return ExitNet(stem, nn.ModuleList([getattr(theirs, f"layer{n}") for n in range(1, STAGES + 1)]), nn.ModuleList(heads))
+    return ExitNet(
+        stem,
+        nn.ModuleList([getattr(theirs, f"layer{n}") for n in range(1, STAGES + 1)]),
+        nn.ModuleList(heads),
+    )
 
 
 def in_theirs(names: Mapping[str, str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,18 +123,29 @@ def in_theirs(names: Mapping[str, str], state: Mapping[str, Tensor]) -> dict[str
 
 
 def to_tensors(names: list[str], arrays: list[np.ndarray]) -> dict[str, Tensor]:
-    """What travels there, by name: a list without names, of which a shallow network's is the beginning."""
-    return {name: torch.as_tensor(array).double() for name, array in zip(names, arrays, strict=False)}
+    """What travels there, by name: a list without names, of which a shallow network's is the
+    beginning."""
+    return {
+        name: torch.as_tensor(array).double() for name, array in zip(names, arrays, strict=False)
+    }
 
 
 class Theirs:
     """The released federation: clients, strategy and the weights that it keeps."""
 
-    def __init__(self, code: types.SimpleNamespace, initial: Mapping[str, Tensor], depths: list[int], lr: float) -> None:
+    def __init__(
+        self,
+        code: types.SimpleNamespace,
+        initial: Mapping[str, Tensor],
+        depths: list[int],
+        lr: float,
+    ) -> None:
         network, self.code, self.loaders = code.network(STAGES), code, [[] for _ in depths]
         self.names = list(network.state_dict())
         self.weights = [initial[name].numpy() for name in self.names]
-        config = types.SimpleNamespace(num_clients=len(depths), fit_config=types.SimpleNamespace(**FIT))
+        config = types.SimpleNamespace(
+            num_clients=len(depths), fit_config=types.SimpleNamespace(**FIT)
+        )
         self.strategy = code.server.FedDyn(config, network)
         self.client = code.clients(1, self.loaders, self.loaders, lr, 1.0, depths)
 
@@ -119,15 +155,22 @@ class Theirs:
         """A client's round: what it sends, and its FedDyn state."""
         self.loaders[client][:] = [(Seen()(x), y) for x, y in batches]
         party = self.client(str(client)).numpy_client
-        found = party.fit(self.weights, {**FIT, "curr_round": 1 + 300 * min(round, RAMP) // RAMP})[0]
+        found = party.fit(self.weights, {**FIT, "curr_round": 1 + 300 * min(round, RAMP) // RAMP})[
+            0
+        ]
         # What it hands over is a view of its own weights.
         return [array.copy() for array in found], party.prev_grads
 
     def merge(self, replies: list[list[np.ndarray]], round: int) -> None:
         from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
 
-        results = [(None, FitRes(Status(Code.OK, ""), ndarrays_to_parameters(reply), 1, {})) for reply in replies]
-        merged = self.code.server.aggregate_fit_depthfl(self.strategy, round, results, [], self.weights)[0]
+        results = [
+            (None, FitRes(Status(Code.OK, ""), ndarrays_to_parameters(reply), 1, {}))
+            for reply in replies
+        ]
+        merged = self.code.server.aggregate_fit_depthfl(
+            self.strategy, round, results, [], self.weights
+        )[0]
         self.weights = parameters_to_ndarrays(merged)
 
 
@@ -146,15 +189,24 @@ def play(
     round: int,
     servers: bool,
 ) -> dict[str, float]:
-    """One round on both sides, or only of both `servers`: how far replies, FedDyn states and merged weights are apart."""
+    """One round on both sides, or only of both `servers`: how far replies, FedDyn states and merged
+    weights are apart."""
     who = federation.method.choose(round, TAKING_PART)
-    replies, sent, worst = replies_of(federation, method, round, who, memories), [], {"replies": 0.0, "FedDyn states": 0.0}
+    replies, sent, worst = (
+        replies_of(federation, method, round, who, memories),
+        [],
+        {"replies": 0.0, "FedDyn states": 0.0},
+    )
     for reply in replies:
         client = reply.device.id
         own = in_theirs(names, reply.message["weights"])
         kept = {name: t.flatten() for name, t in in_theirs(names, memories[client]).items()}
         same = [own[name].numpy() for name in theirs.names if name in own], kept
-        arrays, past = same if servers else theirs.trained(client, list(our_batches(federation, client, round)), round)
+        arrays, past = (
+            same
+            if servers
+            else theirs.trained(client, list(our_batches(federation, client, round)), round)
+        )
         assert len(arrays) == len(own), "they trained other tensors"
         worst["replies"] = max(worst["replies"], apart(own, to_tensors(theirs.names, arrays)))
         worst["FedDyn states"] = max(worst["FedDyn states"], apart(kept, past))
@@ -170,13 +222,17 @@ def play(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--single", action="store_true")
     options = parser.parse_args()
     if not (options.folder / "depthfl" / "strategy.py").is_file():
-        raise SystemExit(f"{options.folder} is not Flower's baselines/depthfl: it has no depthfl/strategy.py")
+        raise SystemExit(
+            f"{options.folder} is not Flower's baselines/depthfl: it has no depthfl/strategy.py"
+        )
     lay_out_as_they_do()
     torch.set_default_dtype(torch.float32 if options.single else torch.float64)
     code = load(options.folder.resolve())
@@ -186,14 +242,21 @@ def main() -> int:
     names = names_of(source, network)
     depthfl = Named("depthfl", {"ramp": RAMP, "alpha": ALPHA})
     train = {"weight_decay": 1e-3, "size": 20}
-    settled, federation = assemble(six_clients(depthfl, options.rounds, SIZES, model=network, **train))
+    settled, federation = assemble(
+        six_clients(depthfl, options.rounds, SIZES, model=network, **train)
+    )
     depths = [depth_of(federation, client) for client in range(CLIENTS)]
     worst, memories, method = 0.0, {}, settled.make_method()
     # The released clients keep files in the working folder.
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
-        theirs = Theirs(code, in_theirs(names, federation.world.main.initial), depths, federation.world.train.lr)
+        theirs = Theirs(
+            code, in_theirs(names, federation.world.main.initial), depths, federation.world.train.lr
+        )
         for round in range(1, options.rounds + 1):
-            worst = max(worst, *play(federation, theirs, names, method, memories, round, options.single).values())
+            worst = max(
+                worst,
+                *play(federation, theirs, names, method, memories, round, options.single).values(),
+            )
     return int(worst > APART)
 
 

@@ -1,13 +1,16 @@
-"""The accuracies of FlexFL's released code, round by round, on CIFAR-10: what our curve is laid beside.
+"""The accuracies of FlexFL's released code, round by round, on CIFAR-10: what our curve is laid
+beside.
 
-    NESTLING_DATA=FOLDER python benchmarks/oracles/flexfl_curve.py CHECKOUT [--rounds 30] [--seed 1] [--asked released|tiers]
-        [--gamma 10] [--device cuda] [--ours RUN] [--out FILE]
+    NESTLING_DATA=FOLDER python benchmarks/oracles/flexfl_curve.py CHECKOUT [--rounds 30]
+        [--seed 1] [--asked released|tiers] [--gamma 10] [--device cuda] [--ours RUN] [--out FILE]
 
-CHECKOUT is a checkout of the authors' repository; nothing of it is changed. Its own loop is played with its own settings for VGG16 on
-CIFAR-10, IID, and its preset shares of zeros; only the reader of data and the log are ours, since they need packages and a network.
-`--asked tiers` has the server ask devices that can hold a model, as the paper's megabytes imply, where the released code's numbers of
-devices are those of its test bed. `--gamma 0` is FlexFL without self-distillation. RUN is the folder of a run of ours, as `nestling
-reproduce flexfl-table-x` leaves it: its tested rounds stand beside theirs. `--out` keeps what is there after every round.
+CHECKOUT is a checkout of the authors' repository; nothing of it is changed. Its own loop is played
+with its own settings for VGG16 on CIFAR-10, IID, and its preset shares of zeros; only the reader of
+data and the log are ours, since they need packages and a network. `--asked tiers` has the server
+ask devices that can hold a model, as the paper's megabytes imply, where the released code's numbers
+of devices are those of its test bed. `--gamma 0` is FlexFL without self-distillation. RUN is the
+folder of a run of ours, as `nestling reproduce flexfl-table-x` leaves it: its tested rounds stand
+beside theirs. `--out` keeps what is there after every round.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ TESTED = ("0-acc", "2-acc", "4-acc")
 """The models of 25, 50 and 100 %, whose mean is reported."""
 
 TIERS = {4: 40, 14: 70}
-"""The first device that a model is sent to: in the released code, and by the tiers of 100 devices."""
+"""The first device that a model is sent to: in the released code, and by the tiers of 100
+devices."""
 
 
 def main() -> int:
@@ -50,7 +54,10 @@ def main() -> int:
     order = np.random.permutation(len(rows.y))
     users = {k: part.tolist() for k, part in enumerate(np.array_split(order, args.num_users))}
     if options.asked == "tiers":
-        chosen = types.SimpleNamespace(randint=lambda low, high: random.randint(TIERS.get(low, low), high), choice=random.choice)
+        chosen = types.SimpleNamespace(
+            randint=lambda low, high: random.randint(TIERS.get(low, low), high),
+            choice=random.choice,
+        )
         sys.modules["models.Fed"].__dict__["random"] = chosen
     ours, curve = _ours(options.ours), []
     began = time.monotonic()
@@ -59,22 +66,40 @@ def main() -> int:
         curve.append([accuracies[name] / 100 for name in TESTED])
         mean = sum(curve[-1]) / len(TESTED)
         beside = f", ours {ours[number + 1]:.2%}" if number + 1 in ours else ""
-        print(f"round {number + 1}: {mean:.2%}{beside} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+        print(
+            f"round {number + 1}: {mean:.2%}{beside} ({time.monotonic() - began:.0f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
         if options.out:
-            options.out.write_text(json.dumps({"asked": options.asked, "gamma": args.gamma, "seed": args.seed, "theirs": curve}))
+            options.out.write_text(
+                json.dumps(
+                    {
+                        "asked": options.asked,
+                        "gamma": args.gamma,
+                        "seed": args.seed,
+                        "theirs": curve,
+                    }
+                )
+            )
 
     released.__dict__.update(upload_data=told, init_run=lambda *_: None, endrun=lambda *_: None)
-    released.FlexFL(args, TensorDataset(rows.x, rows.y), TensorDataset(rows.x_test, rows.y_test), users)
+    released.FlexFL(
+        args, TensorDataset(rows.x, rows.y), TensorDataset(rows.x_test, rows.y_test), users
+    )
     gaps = [sum(curve[n - 1]) / len(TESTED) - value for n, value in ours.items() if n <= len(curve)]
     if gaps:
         print(
-            f"over {len(gaps)} rounds tested by both: theirs {np.mean(gaps):+.2%} in the mean, {max(gaps, key=abs):+.2%} at most"
+            f"over {len(gaps)} rounds tested by both: theirs {np.mean(gaps):+.2%} in the mean, "
+            f"{max(gaps, key=abs):+.2%} at most"
         )
     return 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
@@ -89,9 +114,12 @@ def _options() -> argparse.Namespace:
 def _settings(options: argparse.Namespace) -> argparse.Namespace:
     """The released code's defaults, and what its command for this table sets."""
     return argparse.Namespace(
-        model="vgg", dataset="cifar10", num_classes=10, num_channels=3, gpu=0, device=options.device, verbose=False, log=0, name="",
-        epochs=options.rounds, num_users=100, frac=0.1, local_ep=5, local_bs=50, bs=128, optimizer="sgd", lr=0.01, lr_decay=0.998,
-        momentum=0.5, weight_decay=1e-4, seed=options.seed, algorithm="FlexFL", client_hetero_ration="4:3:3", r=0, decrease=0.1,
+        model="vgg", dataset="cifar10", num_classes=10, num_channels=3, gpu=0,
+        device=options.device, verbose=False, log=0, name="",
+        epochs=options.rounds, num_users=100, frac=0.1, local_ep=5, local_bs=50, bs=128,
+        optimizer="sgd", lr=0.01, lr_decay=0.998,
+        momentum=0.5, weight_decay=1e-4, seed=options.seed, algorithm="FlexFL",
+        client_hetero_ration="4:3:3", r=0, decrease=0.1,
         pretrain=0, onlypretrain=0, apoz=VGG_CIFAR10, T=3, gamma=options.gamma,
     )  # fmt: skip
 
@@ -102,15 +130,23 @@ def _released(checkout: Path) -> Any:
     stub("tqdm", tqdm=lambda rounds: rounds)
     stub("wandbUtils", init_run=None, upload_data=None, endrun=None)
     tested = from_file("models.test", checkout / "models" / "test.py").test
-    sys.modules["models"].__dict__.update(LocalUpdate_FlexFL=code["models.Update"].LocalUpdate_FlexFL, test=tested)
+    sys.modules["models"].__dict__.update(
+        LocalUpdate_FlexFL=code["models.Update"].LocalUpdate_FlexFL, test=tested
+    )
     return from_file("Training_FlexFL", checkout / "Algorithm" / "Training_FlexFL.py")
 
 
 def _ours(folder: Path | None) -> dict[int, float]:
     """Our mean accuracy by tested round."""
     rows = RunFolder(folder).metrics() if folder else []
-    tested = {row["round"]: [tier["global_accuracy"] for tier in row["by_tier"].values()] for row in rows if row.get("by_tier")}
-    return {number: sum(values) / len(values) for number, values in tested.items() if None not in values}
+    tested = {
+        row["round"]: [tier["global_accuracy"] for tier in row["by_tier"].values()]
+        for row in rows
+        if row.get("by_tier")
+    }
+    return {
+        number: sum(values) / len(values) for number, values in tested.items() if None not in values
+    }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Nestling's HeteroFL beside the authors' own code: the same clients, initial weights, order of batches and learning rate.
+"""Nestling's HeteroFL beside the authors' own code: the same clients, initial weights, order of
+batches and learning rate.
 
     python benchmarks/oracles/heterofl.py FOLDER [--norm none|bn|gn] [--rounds 3]
 
-FOLDER is a checkout of the authors' repository; nothing of it is changed. Its `Federation` cuts and merges, its `Local` trains. Prints
-how far the global models are apart after each round, and ends with 1 where that is more than 1e-5.
+FOLDER is a checkout of the authors' repository; nothing of it is changed. Its `Federation` cuts and
+merges, its `Local` trains. Prints how far the global models are apart after each round, and ends
+with 1 where that is more than 1e-5.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from nestling.runs.loop import play
 
 RATES, CHANNELS = (1.0, 0.5, 0.25), (8, 16, 32)
 NORMS = {"none": "none", "bn": "batch", "gn": "group"}
-CONFIG = {"control": {}, "model_name": "conv", "model_split_mode": "fix", "global_model_rate": 1.0, "scale": True, "mask": True,
-          "device": "cpu", "optimizer_name": "SGD", "conv": {"hidden_size": list(CHANNELS)}, "num_users": CLIENTS}  # fmt: skip
+CONFIG = {
+    "control": {}, "model_name": "conv", "model_split_mode": "fix", "global_model_rate": 1.0,
+    "scale": True, "mask": True, "device": "cpu", "optimizer_name": "SGD",
+    "conv": {"hidden_size": list(CHANNELS)}, "num_users": CLIENTS,
+}  # fmt: skip
 
 
 def _network(norm: str) -> Named:
@@ -36,10 +41,13 @@ def _network(norm: str) -> Named:
 
 
 def load(folder: Path, norm: str) -> tuple[Any, Any]:
-    """The authors' `Federation` and `Local`. What they import for data, logs and pictures stands empty: it is not called."""
+    """The authors' `Federation` and `Local`. What they import for data, logs and pictures stands
+    empty: it is not called."""
     stubs = {
         "config": {"cfg": {**CONFIG, "norm": norm}},
-        "data": dict.fromkeys(("fetch_dataset", "make_data_loader", "split_dataset", "SplitDataset")),
+        "data": dict.fromkeys(
+            ("fetch_dataset", "make_data_loader", "split_dataset", "SplitDataset")
+        ),
         "metrics": {"Metric": lambda: types.SimpleNamespace(evaluate=lambda *_: {})},
         "logger": {"Logger": None},
         "torchvision": {},
@@ -51,7 +59,13 @@ def load(folder: Path, norm: str) -> tuple[Any, Any]:
     sys.argv = sys.argv[:1]  # the module reads the command line when it is imported
     training = __import__("train_classifier_fed")
     cfg = training.cfg
-    cfg.update(momentum=0.9, weight_decay=5e-4, num_epochs={"local": 1}, classes_size=10, data_shape=[1, 28, 28])
+    cfg.update(
+        momentum=0.9,
+        weight_decay=5e-4,
+        num_epochs={"local": 1},
+        classes_size=10,
+        data_shape=[1, 28, 28],
+    )
     return training.Federation, training.Local
 
 
@@ -66,7 +80,9 @@ def names_of(folder: Path) -> list[str]:
     return [name for name, _ in models.conv(model_rate=1).named_parameters()]
 
 
-def play_theirs(federation: Federation, server: Any, local: Any, rates: list[float], round: int) -> None:
+def play_theirs(
+    federation: Federation, server: Any, local: Any, rates: list[float], round: int
+) -> None:
     """One round of all clients in the authors' code."""
     log = types.SimpleNamespace(append=lambda *_, **__: None)
     users = list(range(CLIENTS))
@@ -74,12 +90,18 @@ def play_theirs(federation: Federation, server: Any, local: Any, rates: list[flo
     replies = []
     for user in users:
         data = [{"img": [*x], "label": [*y]} for x, y in our_batches(federation, user, round)]
-        replies.append(local(rates[user], data, server.label_split[user]).train(sent[user], federation.world.train.lr, log))
+        replies.append(
+            local(rates[user], data, server.label_split[user]).train(
+                sent[user], federation.world.train.lr, log
+            )
+        )
     server.combine(replies, indices, users)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--norm", default="none", choices=sorted(NORMS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -89,7 +111,15 @@ def main() -> int:
     lay_out_as_they_do()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     settled, federation = assemble(
-        six_clients("heterofl", options.rounds, RATES, model=_network(options.norm), momentum=0.9, weight_decay=5e-4, clip=1.0)
+        six_clients(
+            "heterofl",
+            options.rounds,
+            RATES,
+            model=_network(options.norm),
+            momentum=0.9,
+            weight_decay=5e-4,
+            clip=1.0,
+        )
     )
     world = federation.world
     made, local = load(options.folder, options.norm)
@@ -103,7 +133,11 @@ def main() -> int:
         play_theirs(federation, server, local, rates, row["round"])
         ours = federation.method.state()["weights"]
         distance = apart(server.global_parameters, theirs_of(ours, names))
-        print(f"heterofl, norm {options.norm}, round {row['round']}: global weights {distance:.1e} apart", flush=True)
+        print(
+            f"heterofl, norm {options.norm}, round {row['round']}: global weights {distance:.1e} "
+            "apart",
+            flush=True,
+        )
         worst = max(worst, distance)
     federation.engine.close()
     return int(worst > APART)

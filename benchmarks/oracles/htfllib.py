@@ -1,10 +1,12 @@
-"""Nestling beside HtFLlib's own code: the same clients, networks, initial weights, order of batches and learning rate.
+"""Nestling beside HtFLlib's own code: the same clients, networks, initial weights, order of batches
+and learning rate.
 
     python benchmarks/oracles/htfllib.py FOLDER [--methods local,fedproto] [--rounds 3]
 
-FOLDER is a checkout of HtFLlib; nothing of it is changed. Its clients and servers are driven round by round, and before every round
-its server is given what ours sends, so that a difference in one round does not hide the next. Prints, for every method, how far the
-clients' weights are apart after each round, and how far what the servers made of the replies is. Ends with 1 if weights are apart by
+FOLDER is a checkout of HtFLlib; nothing of it is changed. Its clients and servers are driven round
+by round, and before every round its server is given what ours sends, so that a difference in one
+round does not hide the next. Prints, for every method, how far the clients' weights are apart after
+each round, and how far what the servers made of the replies is. Ends with 1 if weights are apart by
 more than 1e-5.
 """
 
@@ -21,7 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep import CLIENTS, Oracle, Split, apart, lay_out_as_they_do, our_batches, six_clients, split_of, stub, verdict
+from lockstep import (
+    CLIENTS,
+    Oracle,
+    Split,
+    apart,
+    lay_out_as_they_do,
+    our_batches,
+    six_clients,
+    split_of,
+    stub,
+    verdict,
+)
 from torch import Tensor
 
 from nestling import Named
@@ -48,13 +61,18 @@ class Theirs:
         networks = [self._network(client) for client in range(CLIENTS)]
         for known in [name for name in sys.modules if name.startswith("flcore")]:
             del sys.modules[known]  # it holds the networks of the last comparison
-        stub("flcore.trainmodel.models", BaseHeadSplit=lambda args, cid=0, *_, **__: copy.deepcopy(networks[cid]))
+        stub(
+            "flcore.trainmodel.models",
+            BaseHeadSplit=lambda args, cid=0, *_, **__: copy.deepcopy(networks[cid]),
+        )
         stub("utils.data_utils", read_client_data=lambda *_, **__: [])
         stub("h5py")
         self.base = __import__("flcore.clients.clientbase", fromlist=["Client"])
         self.module = __import__(f"flcore.servers.{oracle.module}", fromlist=[oracle.server])
         owner = self
-        self.base.Client.load_train_data = lambda self, batch_size=None: list(our_batches(federation, self.id, owner.round))
+        self.base.Client.load_train_data = lambda self, batch_size=None: list(
+            our_batches(federation, self.id, owner.round)
+        )
         self.clients = [self._client(number) for number in range(CLIENTS)]
         self.server = self._server()
 
@@ -63,9 +81,25 @@ class Theirs:
 
     def _args(self) -> argparse.Namespace:
         train = self.world.train
-        plain = {"algorithm": "", "dataset": "", "device": "cpu", "save_folder_name": "temp", "save_folder_name_full": self.home}
-        sizes = {"num_classes": self.world.classes, "batch_size": train.batch, "local_epochs": train.epochs, "few_shot": 0}
-        more = {"local_learning_rate": train.lr, "models_folder_name": "", "num_clients": CLIENTS, "join_ratio": 1.0}
+        plain = {
+            "algorithm": "",
+            "dataset": "",
+            "device": "cpu",
+            "save_folder_name": "temp",
+            "save_folder_name_full": self.home,
+        }
+        sizes = {
+            "num_classes": self.world.classes,
+            "batch_size": train.batch,
+            "local_epochs": train.epochs,
+            "few_shot": 0,
+        }
+        more = {
+            "local_learning_rate": train.lr,
+            "models_folder_name": "",
+            "num_clients": CLIENTS,
+            "join_ratio": 1.0,
+        }
         return argparse.Namespace(**plain, **sizes, **more, **self.oracle.options)
 
     def _client(self, number: int) -> Any:
@@ -75,7 +109,12 @@ class Theirs:
 
     def _server(self) -> Any:
         made = object.__new__(getattr(self.module, self.oracle.server))
-        made.args, made.role, made.device, made.save_folder_name = self._args(), "Server", "cpu", self.home
+        made.args, made.role, made.device, made.save_folder_name = (
+            self._args(),
+            "Server",
+            "cpu",
+            self.home,
+        )
         made.clients = made.selected_clients = self.clients
         made.num_classes, made.batch_size = self.world.classes, self.world.train.batch
         made.client_drop_rate, made.current_num_join_clients = 0.0, CLIENTS
@@ -102,9 +141,16 @@ def compare(name: str, oracle: Exchanged, rounds: int) -> float:
             for client in theirs.clients:
                 client.train()
             made = oracle.made(theirs)
-            server = f", what the server made {apart(made, oracle.ours_made(federation)):.1e}" if made else ""
+            server = (
+                f", what the server made {apart(made, oracle.ours_made(federation)):.1e}"
+                if made
+                else ""
+            )
             oracle.give(theirs, federation)
-            pairs = [(theirs.weights(c), federation.method.model_for(federation.world.device(c)).state) for c in range(CLIENTS)]
+            pairs = [
+                (theirs.weights(c), federation.method.model_for(federation.world.device(c)).state)
+                for c in range(CLIENTS)
+            ]
             weights = max(apart(one, other) for one, other in pairs)
             print(f"{name}, round {row['round']}: weights {weights:.1e} apart{server}", flush=True)
             worst, theirs.round = max(worst, weights), row["round"] + 1
@@ -120,17 +166,24 @@ def _prototypes(theirs: Theirs) -> dict[str, Tensor]:
 
 def _our_prototypes(federation: Federation) -> dict[str, Tensor]:
     table = federation.method.table  # type: ignore[attr-defined]
-    return {str(label): table.rows["features"][label] for label in table.known.nonzero().flatten().tolist()}
+    return {
+        str(label): table.rows["features"][label]
+        for label in table.known.nonzero().flatten().tolist()
+    }
 
 
 def _give_prototypes(theirs: Theirs, federation: Federation) -> None:
-    theirs.save({int(label): t for label, t in _our_prototypes(federation).items()}, "global_protos")
+    theirs.save(
+        {int(label): t for label, t in _our_prototypes(federation).items()}, "global_protos"
+    )
 
 
 def _our_head(federation: Federation) -> dict[str, Tensor]:
     model = federation.method.model_for(federation.world.device(0))
     start = f"{model.reference.taps.head}."
-    return {name.removeprefix(start): t for name, t in model.state.items() if name.startswith(start)}
+    return {
+        name.removeprefix(start): t for name, t in model.state.items() if name.startswith(start)
+    }
 
 
 def _head(theirs: Theirs) -> dict[str, Tensor]:
@@ -148,9 +201,12 @@ def _give_head(theirs: Theirs, federation: Federation) -> None:
 
 
 def _give_trained_prototypes(theirs: Theirs, federation: Federation) -> None:
-    """The server of FedTGP has a prototype of every class, whether anybody has told of it or not; ours sends those told of."""
+    """The server of FedTGP has a prototype of every class, whether anybody has told of it or not;
+    ours sends those told of."""
     known = _our_prototypes(federation)
-    theirs.save({label: known.get(str(label), []) for label in range(theirs.world.classes)}, "global_protos")
+    theirs.save(
+        {label: known.get(str(label), []) for label in range(theirs.world.classes)}, "global_protos"
+    )
 
 
 ORACLES = {
@@ -165,7 +221,9 @@ ORACLES = {
         _prototypes,
         _our_prototypes,
     ),
-    "lg-fedavg": Exchanged(Named("lg-fedavg"), "serverlg", "LG_FedAvg", "clientLG", {}, _give_head, _head, _our_head),
+    "lg-fedavg": Exchanged(
+        Named("lg-fedavg"), "serverlg", "LG_FedAvg", "clientLG", {}, _give_head, _head, _our_head
+    ),
     "fedgh": Exchanged(Named("fedgh"), "servergh", "FedGH", "clientGH", {}, _give_head),
     "fedtgp": Exchanged(
         Named("fedtgp", {"predict": "head", "lam": 1.0}),
@@ -179,7 +237,9 @@ ORACLES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--methods", default=",".join(ORACLES))
     parser.add_argument("--rounds", type=int, default=3)

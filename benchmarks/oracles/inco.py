@@ -1,21 +1,26 @@
-"""Nestling's InCoAvg beside the authors' own code: the same clients, initial weights, order of batches and learning rate.
+"""Nestling's InCoAvg beside the authors' own code: the same clients, initial weights, order of
+batches and learning rate.
 
     python benchmarks/oracles/inco.py FOLDER [--rounds 3] [--lr 0.001] [--single]
     python benchmarks/oracles/inco.py FOLDER --rounds 2 --lr 0.02
 
-FOLDER is a checkout of the authors' repository; nothing of it is changed. Its main program needs GPUs and accounts, so its functions
-are called one by one: it makes networks of five depths, from ResNet-10 to ResNet-26, its clients train with Adam, its server averages
-the updates, rewrites those of the deeper blocks, and adds them. Four of six clients take part in a round, so that deep blocks are
-sometimes nobody's. Prints how far the updates that clients send and the global models are apart, and how far the rewriting
-alone moved a weight; ends with 1 where they are more than 1e-5 apart. With the second command, θ and entries of updates are often at
-their limits. Both sides calculate in double precision: Adam makes a step of full length of a gradient that is all rounding, and in
-single precision weights part by 1e-2 within two rounds. `--single` is for the servers alone, both given what our clients send: they are
-nearly 1e-5 apart, as ours takes an update from merged weights that are rounded already and theirs averages exact updates, and more at
-larger rates, where θ of small updates is all rounding.
+FOLDER is a checkout of the authors' repository; nothing of it is changed. Its main program needs
+GPUs and accounts, so its functions are called one by one: it makes networks of five depths, from
+ResNet-10 to ResNet-26, its clients train with Adam, its server averages the updates, rewrites those
+of the deeper blocks, and adds them. Four of six clients take part in a round, so that deep blocks
+are sometimes nobody's. Prints how far the updates that clients send and the global models are
+apart, and how far the rewriting alone moved a weight; ends with 1 where they are more than 1e-5
+apart. With the second command, θ and entries of updates are often at their limits. Both sides
+calculate in double precision: Adam makes a step of full length of a gradient that is all rounding,
+and in single precision weights part by 1e-2 within two rounds. `--single` is for the servers alone,
+both given what our clients send: they are nearly 1e-5 apart, as ours takes an update from merged
+weights that are rounded already and theirs averages exact updates, and more at larger rates, where
+θ of small updates is all rounding.
 
-Matched: `compat = "code"`, which is the released θ, of whatever sign and at most five. Their client takes the difference of its new
-weights to a state that is no copy: on a GPU it becomes one when the network moves there, on a CPU every update would be zero. Here the
-network hands out copies.
+Matched: `compat = "code"`, which is the released θ, of whatever sign and at most five. Their client
+         takes the difference of its new
+weights to a state that is no copy: on a GPU it becomes one when the network moves there, on a CPU
+every update would be zero. Here the network hands out copies.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ TAKING_PART = 4
 SIZES = (0.55, 0.56, 0.795, 0.82, 0.995, 1.0)
 """Budgets that make clients of all five depths."""
 ARGS = argparse.Namespace(
-    dataset="FashionMNIST", data_dir="", batch_size=10, vit=False, optimizer="Adam", lr=1e-3, epochs_client=1, client_number=5,
+    dataset="FashionMNIST", data_dir="", batch_size=10, vit=False, optimizer="Adam", lr=1e-3,
+    epochs_client=1, client_number=5,
     InCo_training=1, clamp_max=5,
 )  # fmt: skip
 
@@ -51,7 +57,13 @@ class BasicBlock(nn.Module):
     expansion = 1
 
     def __init__(
-        self, before: int, after: int, stride: int = 1, downsample: nn.Module | None = None, *_: Any, **made: Any
+        self,
+        before: int,
+        after: int,
+        stride: int = 1,
+        downsample: nn.Module | None = None,
+        *_: Any,
+        **made: Any,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
@@ -78,12 +90,19 @@ class Batches(list[tuple[Tensor, Tensor]]):
 
 
 def load(folder: Path) -> Any:
-    """The authors' functions. What they import for logs, data and transformers stands empty; a client is handed its batches."""
+    """The authors' functions. What they import for logs, data and transformers stands empty; a
+    client is handed its batches."""
     stub("wandb")
     stub("tkinter", X=None)
     stub("torchvision")
     stub("torchvision.models")
-    stub("torchvision.models.resnet", ResNet=None, BasicBlock=BasicBlock, Bottleneck=None, conv1x1=projection)
+    stub(
+        "torchvision.models.resnet",
+        ResNet=None,
+        BasicBlock=BasicBlock,
+        Bottleneck=None,
+        conv1x1=projection,
+    )
     stub("fed_model.cv.VIT_hetavg_new", vit_small_16_Layers=None)
     for data in ("cifar10", "cinic10", "FashionMNIST", "SVHN"):
         loader = f"fed_api.data_preprocessing.{data}.data_loader"
@@ -105,7 +124,9 @@ class Theirs:
 
     def trained(self, rung: int, batches: Batches) -> dict[str, Tensor]:
         """The update of a client that has the network of a depth, counted from 0."""
-        network = self.code.set_model_params(self.weights, self.code.create_client_model(ARGS, 10, rung + 1))
+        network = self.code.set_model_params(
+            self.weights, self.code.create_client_model(ARGS, 10, rung + 1)
+        )
         network.register_forward_pre_hook(in_set_precision)
         read, found = network.state_dict, {}
         network.state_dict = lambda: {name: t.clone() for name, t in read().items()}
@@ -135,7 +156,9 @@ def play(federation: Federation, theirs: Theirs, method: Any, round: int, server
     replies, updates, depths, worst = replies_of(federation, method, round, who), [], [], 0.0
     for reply in replies:
         depths.append(federation.method.ladder.rung(reply.device))
-        own = {name: t - reply.sent["weights"][name] for name, t in reply.message["weights"].items()}
+        own = {
+            name: t - reply.sent["weights"][name] for name, t in reply.message["weights"].items()
+        }
         batches = Batches(our_batches(federation, reply.device.id, round))
         update = own if servers else theirs.trained(depths[-1], batches)
         assert set(own) == set(update), "they trained other tensors"
@@ -144,20 +167,28 @@ def play(federation: Federation, theirs: Theirs, method: Any, round: int, server
     moved = theirs.merge(updates, round)
     federation.method.merge(replies, round)
     merged = apart(theirs.weights, federation.method.state()["weights"])
-    said = f"updates {worst:.1e}, global weights {merged:.1e} apart (rewriting moved them by up to {moved:.1e})"
+    said = (
+        f"updates {worst:.1e}, global weights {merged:.1e} apart (rewriting moved them by up "
+        f"to {moved:.1e})"
+    )
     print(f"inco, round {round}: depths {sorted(depths)}, {said}", flush=True)
     return max(worst, merged)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=ARGS.lr)
     parser.add_argument("--single", action="store_true")
     options = parser.parse_args()
     if not (options.folder / "fed_experiments" / "InCo" / "utils.py").is_file():
-        raise SystemExit(f"{options.folder} is no checkout of InCo-Aggregation: it has no fed_experiments/InCo/utils.py")
+        raise SystemExit(
+            f"{options.folder} is no checkout of InCo-Aggregation: it has no "
+            "fed_experiments/InCo/utils.py"
+        )
     ARGS.lr = options.lr
     lay_out_as_they_do()
     torch.set_default_dtype(torch.float32 if options.single else torch.float64)
@@ -169,7 +200,12 @@ def main() -> int:
     train = {"optimizer": "adam", "lr": ARGS.lr, "size": 20}
     settled, federation = assemble(six_clients(inco, options.rounds, SIZES, model=network, **train))
     theirs, method = Theirs(code, federation.world.main.initial), settled.make_method()
-    worst = max([play(federation, theirs, method, round, options.single) for round in range(1, options.rounds + 1)])
+    worst = max(
+        [
+            play(federation, theirs, method, round, options.single)
+            for round in range(1, options.rounds + 1)
+        ]
+    )
     return int(worst > APART)
 
 

@@ -1,17 +1,23 @@
-"""Nestling's ScaleFL beside the authors' own code: the same clients, initial weights, order of batches and learning rate.
+"""Nestling's ScaleFL beside the authors' own code: the same clients, initial weights, order of
+batches and learning rate.
 
     python benchmarks/oracles/scalefl.py FOLDER [--rounds 3] [--gamma 5] [--single]
 
-FOLDER is a checkout of the authors' repository; nothing of it is changed. The network is their ResNet with four exits, of six blocks
-instead of 54, its modules put into our form of a network with exits. Their server cuts levels by following gradients and merges, their
-clients train with weighted exits and distillation, which begins in the second of three rounds; its weight is far above the published
-0.05, so that it counts. Prints how far the parts that are sent, the replies and the global models are apart; ends with 1 where that is
-more than 1e-5. Both sides calculate in double precision: rounding to single precision soon decides on which side of zero an activation
-lies, and weights part by 1e-3 in the third round. `--single` is for the servers alone, which are both given what our clients send.
+FOLDER is a checkout of the authors' repository; nothing of it is changed. The network is their
+ResNet with four exits, of six blocks instead of 54, its modules put into our form of a network with
+exits. Their server cuts levels by following gradients and merges, their clients train with weighted
+exits and distillation, which begins in the second of three rounds; its weight is far above the
+published 0.05, so that it counts. Prints how far the parts that are sent, the replies and the
+global models are apart; ends with 1 where that is more than 1e-5. Both sides calculate in double
+precision: rounding to single precision soon decides on which side of zero an activation lies, and
+weights part by 1e-3 in the third round. `--single` is for the servers alone, which are both given
+what our clients send.
 
-Matched: widths of which both sides cut the same number of channels (theirs round down, ours up). They do not divide what a shortcut's
-convolution puts out; ours divides behind every convolution, so those of shortcuts are hidden from it here. They begin to distil when
-the rounds that are over are more than a quarter of all, ours when they are at least that many: `kd_start` is set a little higher.
+Matched: widths of which both sides cut the same number of channels (theirs round down, ours up).
+         They do not divide what a shortcut's
+convolution puts out; ours divides behind every convolution, so those of shortcuts are hidden from
+it here. They begin to distil when the rounds that are over are more than a quarter of all, ours
+when they are at least that many: `kd_start` is set a little higher.
 """
 
 from __future__ import annotations
@@ -28,7 +34,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lockstep import APART, CLIENTS, apart, lay_out_as_they_do, names_of, our_batches, replies_of, six_clients, stub
+from lockstep import (
+    APART,
+    CLIENTS,
+    apart,
+    lay_out_as_they_do,
+    names_of,
+    our_batches,
+    replies_of,
+    six_clients,
+    stub,
+)
 from torch import Tensor, nn
 
 from nestling import Named
@@ -45,14 +61,16 @@ TRAIN = {"lr": 0.05, "lr_type": "none", "momentum": 0.9, "weight_decay": 5e-4, "
 
 
 class Colour(nn.Module):
-    """Images of three channels, as the authors' network wants them, in the precision that is set."""
+    """Images of three channels, as the authors' network wants them, in the precision that is
+    set."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.to(torch.get_default_dtype()).expand(-1, 3, -1, -1)
 
 
 class Projection(nn.Module):
-    """A convolution of a shortcut that our method does not know as one, since theirs does not divide what it puts out."""
+    """A convolution of a shortcut that our method does not know as one, since theirs does not
+    divide what it puts out."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
@@ -63,7 +81,8 @@ class Projection(nn.Module):
 
 
 def load(folder: Path) -> types.SimpleNamespace:
-    """The authors' federator, network and criterion. What they import for data, tests and other networks stands empty."""
+    """The authors' federator, network and criterion. What they import for data, tests and other
+    networks stands empty."""
     stub("data_tools")
     stub("data_tools.dataloader", get_client_dataloader=None)
     stub("predict", local_validate=None)
@@ -72,26 +91,36 @@ def load(folder: Path) -> types.SimpleNamespace:
     for module, name in (entry.split(":") for entry in networks):
         stub(f"models.{module}", **dict.fromkeys((f"{name}_1", f"{name}_4")))
     sys.path.insert(0, str(folder))
-    fed, resnet, utils = (__import__(name, fromlist=["x"]) for name in ("fed", "models.resnet", "models.model_utils"))
+    fed, resnet, utils = (
+        __import__(name, fromlist=["x"]) for name in ("fed", "models.resnet", "models.model_utils")
+    )
     return types.SimpleNamespace(fed=fed, resnet=resnet, KDLoss=utils.KDLoss)
 
 
 def their_network(code: types.SimpleNamespace) -> nn.Module:
-    network: nn.Module = code.resnet.ResNet(code.resnet.BasicBlock, list(BLOCKS), 10, ee_layer_locations=list(EXITS))
+    network: nn.Module = code.resnet.ResNet(
+        code.resnet.BasicBlock, list(BLOCKS), 10, ee_layer_locations=list(EXITS)
+    )
     return network
 
 
 def as_exits(theirs: Any) -> ExitNet:
-    """The authors' network's modules as stem, stages and heads: a stage ends where an exit stands."""
+    """The authors' network's modules as stem, stages and heads: a stage ends where an exit
+    stands."""
     stages: list[list[nn.Module]] = [[]]
     for group in theirs.layers:
         for number, part in enumerate(group):
             stages += [[]] if number else []
             stages[-1] += [undivided(block) for block in part]
-    heads = [named(layers=exit.layers, linear=exit.fc) for exit in chain.from_iterable(theirs.ee_classifiers)]
+    heads = [
+        named(layers=exit.layers, linear=exit.fc)
+        for exit in chain.from_iterable(theirs.ee_classifiers)
+    ]
     heads.append(named(pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), linear=theirs.linear))
     stem = named(colour=Colour(), conv=theirs.conv1, norm=theirs.bn1, relu=nn.ReLU())
-    return ExitNet(stem, nn.ModuleList([nn.Sequential(*stage) for stage in stages]), nn.ModuleList(heads))
+    return ExitNet(
+        stem, nn.ModuleList([nn.Sequential(*stage) for stage in stages]), nn.ModuleList(heads)
+    )
 
 
 def undivided(block: Any) -> nn.Module:
@@ -104,13 +133,17 @@ def undivided(block: Any) -> nn.Module:
 class Theirs:
     """The authors' federation: a global network that levels are cut from."""
 
-    def __init__(self, code: types.SimpleNamespace, initial: Mapping[str, Tensor], rounds: int, gamma: float) -> None:
+    def __init__(
+        self, code: types.SimpleNamespace, initial: Mapping[str, Tensor], rounds: int, gamma: float
+    ) -> None:
         self.code, network = code, their_network(code)
         network.load_state_dict(initial)
         levels = len(WIDTHS)
         self.args = argparse.Namespace(
-            vertical_scale_ratios=list(WIDTHS), horizontal_scale_ratios=list(range(1, levels + 1)), client_split_ratios=[1] * levels,
-            num_rounds=rounds, num_clients=CLIENTS, sample_rate=1.0, alpha=100, use_gpu=0, arch="resnet", image_size=(28, 28),
+            vertical_scale_ratios=list(WIDTHS), horizontal_scale_ratios=list(range(1, levels + 1)),
+            client_split_ratios=[1] * levels,
+            num_rounds=rounds, num_clients=CLIENTS, sample_rate=1.0, alpha=100, use_gpu=0,
+            arch="resnet", image_size=(28, 28),
             print_freq=1, KD_T=3, KD_gamma=gamma,
         )  # fmt: skip
         self.server, self.criterion = code.fed.Federator(network, self.args), code.KDLoss(self.args)
@@ -120,7 +153,9 @@ class Theirs:
         network: nn.Module = self.server.get_local_split(level, WIDTHS[level])
         return network
 
-    def trained(self, level: int, batches: list[tuple[Tensor, Tensor]], client: int, round: int) -> tuple[Any, Any]:
+    def trained(
+        self, level: int, batches: list[tuple[Tensor, Tensor]], client: int, round: int
+    ) -> tuple[Any, Any]:
         """A client's round: its weights, and which of them it trained."""
         own = [self.sent(level), batches, level, WIDTHS[level], level + 1, client]
         with contextlib.redirect_stdout(io.StringIO()):
@@ -143,20 +178,37 @@ def level_of(reply: Reply) -> int:
 
 
 def play(
-    federation: Federation, theirs: Theirs, names: Mapping[str, str], method: Any, round: int, servers: bool
+    federation: Federation,
+    theirs: Theirs,
+    names: Mapping[str, str],
+    method: Any,
+    round: int,
+    servers: bool,
 ) -> dict[str, float]:
-    """One round on both sides, or only of both `servers`: how far what is sent, comes back and is made of it are apart."""
-    replies, levels, found, colour = replies_of(federation, method, round, range(CLIENTS)), [], [], Colour()
+    """One round on both sides, or only of both `servers`: how far what is sent, comes back and is
+    made of it are apart."""
+    replies, levels, found, colour = (
+        replies_of(federation, method, round, range(CLIENTS)),
+        [],
+        [],
+        Colour(),
+    )
     worst = {"parts": 0.0, "replies": 0.0}
     for reply in replies:
         client, level = reply.device.id, level_of(reply)
-        given, own = ({names[n]: t for n, t in m["weights"].items()} for m in (reply.sent, reply.message))
+        given, own = (
+            {names[n]: t for n, t in m["weights"].items()} for m in (reply.sent, reply.message)
+        )
         worst["parts"] = max(worst["parts"], apart(given, theirs.sent(level).state_dict()))
         batches = [(colour(x), y) for x, y in our_batches(federation, client, round)]
         same = own, {name: name in own for name in names.values()}
         weights, flags = same if servers else theirs.trained(level, batches, client, round)
-        assert {name for name, trained in flags.items() if trained} == set(own), "they trained other tensors"
-        worst["replies"] = max(worst["replies"], apart(own, {name: t.detach() for name, t in weights.items()}))
+        assert {name for name, trained in flags.items() if trained} == set(own), (
+            "they trained other tensors"
+        )
+        worst["replies"] = max(
+            worst["replies"], apart(own, {name: t.detach() for name, t in weights.items()})
+        )
         levels.append(level)
         found.append((weights, flags))
     federation.method.merge(replies, round)
@@ -168,7 +220,9 @@ def play(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gamma", type=float, default=5.0)
@@ -186,7 +240,9 @@ def main() -> int:
     late = (options.rounds // 4 + 0.5) / options.rounds
     scalefl = Named("scalefl", {"widths": list(WIDTHS), "gamma": options.gamma, "kd_start": late})
     train = {name: TRAIN[name] for name in ("lr", "momentum", "weight_decay")}
-    settled, federation = assemble(six_clients(scalefl, options.rounds, SIZES, model=network, size=20, **train))
+    settled, federation = assemble(
+        six_clients(scalefl, options.rounds, SIZES, model=network, size=20, **train)
+    )
     initial = {names[n]: t for n, t in federation.world.main.initial.items()}
     theirs = Theirs(code, initial, options.rounds, options.gamma)
     worst, method = 0.0, settled.make_method()

@@ -1,4 +1,5 @@
-"""Federated averaging as one writes it by hand in PyTorch: one network, one optimiser, a running weighted mean."""
+"""Federated averaging as one writes it by hand in PyTorch: one network, one optimiser, a running
+weighted mean."""
 
 from __future__ import annotations
 

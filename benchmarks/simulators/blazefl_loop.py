@@ -1,10 +1,12 @@
-"""The task in BlazeFL (Apache-2.0; no dependency of Nestling): its FedAvg server and its clients in threads, as many as workers.
+"""The task in BlazeFL (Apache-2.0; no dependency of Nestling): its FedAvg server and its clients in
+threads, as many as workers.
 
-Threads share one interpreter: without a free-threaded Python they take turns. BlazeFL 3.0.0a1 is written for 3.13 and runs from
-3.11; 3.0.0 needs 3.14, since annotations in a class name the class itself.
+Threads share one interpreter: without a free-threaded Python they take turns. BlazeFL 3.0.0a1 is
+written for 3.13 and runs from 3.11; 3.0.0 needs 3.14, since annotations in a class name the class
+itself.
 
-Where BlazeFL leaves a choice, the lightest is taken: networks are copied, not initialised; batches are slices of the client's
-rows, not put together sample by sample; there are no progress bars.
+Where BlazeFL leaves a choice, the lightest is taken: networks are copied, not initialised; batches
+are slices of the client's rows, not put together sample by sample; there are no progress bars.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from entry import enter
 from plan import Plan
 from torch import Tensor, nn
 
-# Its only need beside torch and numpy is a progress bar; with a stand-in for that, the folder with its code is enough.
+# Its only need beside torch and numpy is a progress bar; with a stand-in for that, the folder with
+# its code is enough.
 sys.modules["tqdm"] = ModuleType("tqdm")
 sys.modules["tqdm"].tqdm = lambda waited_for, **_: waited_for  # type: ignore[attr-defined]
 try:
     from blazefl.contrib import FedAvgBaseServerHandler, FedAvgThreadPoolClientTrainer
 except (SyntaxError, NameError) as error:
-    raise ImportError(f"this BlazeFL is not written for Python {platform.python_version()} ({error})") from error
+    raise ImportError(
+        f"this BlazeFL is not written for Python {platform.python_version()} ({error})"
+    ) from error
 finally:
     del sys.modules["tqdm"]  # torch looks for the true one later
 
@@ -36,7 +41,8 @@ SEED = 0
 
 
 class Rows:
-    """What a client trains on in a round: every pass over it gives the batches of the next epoch."""
+    """What a client trains on in a round: every pass over it gives the batches of the next
+    epoch."""
 
     def __init__(self, plan: Plan, round: int, place: int) -> None:
         self._plan, self._round, self._place = plan, round, place
@@ -96,9 +102,13 @@ def run(network: nn.Module, plan: Plan, watch: Stopwatch, workers: int) -> None:
         "batch_size": plan.batch,
         "seed": SEED,
     }
-    server = Server(**shared, global_round=plan.rounds, sample_ratio=plan.participants / plan.clients)
+    server = Server(
+        **shared, global_round=plan.rounds, sample_ratio=plan.participants / plan.clients
+    )
     server.num_clients_per_round = plan.participants  # a ratio may be rounded to one less
-    clients = FedAvgThreadPoolClientTrainer(**shared, epochs=plan.epochs, lr=plan.lr, num_parallels=workers)
+    clients = FedAvgThreadPoolClientTrainer(
+        **shared, epochs=plan.epochs, lr=plan.lr, num_parallels=workers
+    )
     watch.start()
     for _ in range(plan.rounds):
         chosen = server.sample_clients()

@@ -1,4 +1,5 @@
-"""What every contestant's script shares: its arguments, its stopwatch, and the line of JSON it ends with."""
+"""What every contestant's script shares: its arguments, its stopwatch, and the line of JSON it ends
+with."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 BEGAN = "NESTLING_BENCHMARK_BEGAN"
-"""The environment variable that holds when the process was asked for, in seconds since the epoch."""
+"""The environment variable that holds when the process was asked for, in seconds since the
+epoch."""
 
 
 def arguments() -> argparse.Namespace:
-    """FOLDER (of the plan) --device --workers --precision, and for Nestling --engine and --compile."""
+    """FOLDER (of the plan) --device --workers --precision, and for Nestling --engine and
+    --compile."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu")
@@ -29,7 +32,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine", default="inline")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    # Everybody may round as Nestling's engine does; bf16 is for its engine alone, since autocast makes eager loops slower.
+    # Everybody may round as Nestling's engine does; bf16 is for its engine alone, since autocast
+    # makes eager loops slower.
     tf32 = options.precision != "float32"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     return options
@@ -37,9 +41,11 @@ def arguments() -> argparse.Namespace:
 
 @dataclass
 class Stopwatch:
-    """Notes when rounds end. `start` begins the first; start-up counts from the birth of the process, imports included.
+    """Notes when rounds end. `start` begins the first; start-up counts from the birth of the
+    process, imports included.
 
-    On a GPU it waits for the device at the end of a round, unless `waits` is off: for who reads results of a round before it ends.
+    On a GPU it waits for the device at the end of a round, unless `waits` is off: for who reads
+    results of a round before it ends.
     """
 
     device: str = "cpu"
@@ -73,9 +79,22 @@ class Stopwatch:
         return time.time()
 
 
-def report(watch: Stopwatch, folder: Path, name: str, accuracy: float, state: Mapping[str, Tensor], seconds: list[float]) -> None:
-    """Prints the result of a contestant that has tested its final weights, and saves these beside the plan."""
-    result: dict[str, object] = {"seconds": seconds, "start_up": watch.start_up(), "whole": watch.whole(), "accuracy": accuracy}
+def report(
+    watch: Stopwatch,
+    folder: Path,
+    name: str,
+    accuracy: float,
+    state: Mapping[str, Tensor],
+    seconds: list[float],
+) -> None:
+    """Prints the result of a contestant that has tested its final weights, and saves these beside
+    the plan."""
+    result: dict[str, object] = {
+        "seconds": seconds,
+        "start_up": watch.start_up(),
+        "whole": watch.whole(),
+        "accuracy": accuracy,
+    }
     result["python"] = _interpreter()
     if watch.device == "cuda":
         result["gpu_megabytes"] = torch.cuda.max_memory_allocated() / 2**20

@@ -1,4 +1,5 @@
-"""How a contestant that trains a network in place takes part: reads the plan, trains, tests, reports."""
+"""How a contestant that trains a network in place takes part: reads the plan, trains, tests,
+reports."""
 
 from __future__ import annotations
 

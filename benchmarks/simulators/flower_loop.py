@@ -38,7 +38,14 @@ def main() -> None:
     )
     network = NETWORKS[plan.network]()
     network.load_state_dict(found)
-    report(watch, options.folder, "flower", accuracy(network, plan.x_test, plan.y_test), found, watch.seconds())
+    report(
+        watch,
+        options.folder,
+        "flower",
+        accuracy(network, plan.x_test, plan.y_test),
+        found,
+        watch.seconds(),
+    )
 
 
 if __name__ == "__main__":

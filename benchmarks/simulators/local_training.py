@@ -1,4 +1,5 @@
-"""One client's training and the test of a network, as plain PyTorch: used by the bare loop and by Flower's clients."""
+"""One client's training and the test of a network, as plain PyTorch: used by the bare loop and by
+Flower's clients."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 TEST_BATCH = 500
 
 
-def train(network: nn.Module, optimiser: torch.optim.Optimizer, plan: Plan, round: int, place: int) -> None:
+def train(
+    network: nn.Module, optimiser: torch.optim.Optimizer, plan: Plan, round: int, place: int
+) -> None:
     """Trains the network in place on the rows of one client of a round."""
     network.train()
     for epoch in range(plan.epochs):

@@ -13,7 +13,8 @@ SHORTEST_PAUSE = 0.2
 
 @dataclass
 class Peak:
-    """Megabytes at their highest. `rss` counts pages that processes share once for each of them, `pss` once in all (0: unknown)."""
+    """Megabytes at their highest. `rss` counts pages that processes share once for each of them,
+    `pss` once in all (0: unknown)."""
 
     rss: float = 0.0
     pss: float = 0.0
@@ -23,7 +24,8 @@ class Peak:
         while process.poll() is None:
             began = time.monotonic()
             self._sample(process.pid)
-            # Looking into large processes takes a while and stops them: it may cost them a fiftieth of their time.
+            # Looking into large processes takes a while and stops them: it may cost them a fiftieth
+            # of their time.
             time.sleep(max(SHORTEST_PAUSE, 50 * (time.monotonic() - began)))
 
     def _sample(self, root: int) -> None:
@@ -53,7 +55,10 @@ def _parent(process: int) -> int:
 
 def _sizes(process: int) -> tuple[float, float]:
     try:
-        fields = dict(line.split(":") for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:])
+        fields = dict(
+            line.split(":")
+            for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]
+        )
         return _megabytes(fields["Rss"]), _megabytes(fields["Pss"])
     except (OSError, KeyError, ValueError):
         return _resident(process), 0.0
@@ -61,7 +66,11 @@ def _sizes(process: int) -> tuple[float, float]:
 
 def _resident(process: int) -> float:
     try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return (
+            int(Path(f"/proc/{process}/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 2**20
+        )
     except (OSError, IndexError, ValueError):
         return 0.0
 

@@ -11,9 +11,11 @@ from nestling import EngineConfig
 
 
 def main() -> None:
-    """Runs the task whose plan lies in the folder; of the plan it takes the name and the number of rounds only."""
+    """Runs the task whose plan lies in the folder; of the plan it takes the name and the number of
+    rounds only."""
     options = arguments()
-    # A round's metrics have its losses in them; to wait for the device as well would stop the next round, which is under way by then.
+    # A round's metrics have its losses in them; to wait for the device as well would stop the next
+    # round, which is under way by then.
     watch = Stopwatch(options.device, waits=False)
     plan = read(options.folder, mapped=True)
     engine = EngineConfig(

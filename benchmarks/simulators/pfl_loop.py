@@ -1,6 +1,8 @@
-"""The task in pfl-research: FederatedAveraging on its SimulatedBackend, in one process, as its own benchmarks do it.
+"""The task in pfl-research: FederatedAveraging on its SimulatedBackend, in one process, as its own
+benchmarks do it.
 
-Clients come in the order of the plan, each with its rows in the order of its first pass; pfl keeps that order in further passes.
+Clients come in the order of the plan, each with its rows in the order of its first pass; pfl keeps
+that order in further passes.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ def run(network: nn.Module, plan: Plan, watch: Stopwatch) -> None:
         @torch.no_grad()
         def metrics(self, x: Tensor, y: Tensor) -> dict[str, Weighted]:
             self.eval()
-            return {"loss": Weighted(F.cross_entropy(self.network(x), y, reduction="sum").item(), len(y))}
+            return {
+                "loss": Weighted(
+                    F.cross_entropy(self.network(x), y, reduction="sum").item(), len(y)
+                )
+            }
 
     class Laps(TrainingProcessCallback):
         """Notes the end of every round."""
@@ -61,7 +67,9 @@ def run(network: nn.Module, plan: Plan, watch: Stopwatch) -> None:
     def client_data(user: tuple[int, int]) -> Dataset:
         return Dataset(plan.epoch(*user, 0))
 
-    visits = iter([(round, place) for round in range(plan.rounds) for place in range(plan.participants)])
+    visits = iter(
+        [(round, place) for round in range(plan.rounds) for place in range(plan.participants)]
+    )
     clients = FederatedDataset(client_data, lambda: next(visits))
     learner = Learner()
     central = torch.optim.SGD(learner.parameters(), lr=1.0)
@@ -72,8 +80,12 @@ def run(network: nn.Module, plan: Plan, watch: Stopwatch) -> None:
             train_cohort_size=plan.participants,
             val_cohort_size=0,
         ),
-        backend=SimulatedBackend(training_data=clients, val_data=clients, postprocessors=[WeightByDatapoints()]),
-        model=PyTorchModel(model=learner, local_optimizer_create=torch.optim.SGD, central_optimizer=central),
+        backend=SimulatedBackend(
+            training_data=clients, val_data=clients, postprocessors=[WeightByDatapoints()]
+        ),
+        model=PyTorchModel(
+            model=learner, local_optimizer_create=torch.optim.SGD, central_optimizer=central
+        ),
         model_train_params=NNTrainHyperParams(
             local_num_epochs=plan.epochs, local_learning_rate=plan.lr, local_batch_size=plan.batch
         ),

@@ -1,6 +1,8 @@
-"""What all contestants of a task share, on disk: data, clients of each round, rows of each client, their order, start weights.
+"""What all contestants of a task share, on disk: data, clients of each round, rows of each client,
+their order, start weights.
 
-Nestling decides it and `write` puts it down; the others `read` it and so need nothing of Nestling at run time.
+Nestling decides it and `write` puts it down; the others `read` it and so need nothing of Nestling
+at run time.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ _FILE = "plan.pt"
 
 @dataclass(frozen=True)
 class Plan:
-    """A task in numbers. Round and place count from 0; `place` is a client's place among those of its round.
+    """A task in numbers. Round and place count from 0; `place` is a client's place among those of
+    its round.
 
-    chosen: (rounds, participants) clients. rows: (clients, size) of the training data. order: (rounds, participants, epochs, size),
+    chosen: (rounds, participants) clients. rows: (clients, size) of the training data. order:
+            (rounds, participants, epochs, size),
     in which order a client goes through its rows. network is "" where only Nestling can build it.
     """
 
@@ -43,8 +47,12 @@ class Plan:
     y_test: Tensor
 
     def on(self, device: str) -> Plan:
-        """The same with its data and start weights on a device; who trains when stays where it is."""
-        moved = {name: getattr(self, name).to(device) for name in ("rows", "order", "x", "y", "x_test", "y_test")}
+        """The same with its data and start weights on a device; who trains when stays where it
+        is."""
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("rows", "order", "x", "y", "x_test", "y_test")
+        }
         start = {name: tensor.to(device) for name, tensor in self.start.items()}
         return Plan(**{**vars(self), **moved, "start": start})
 
@@ -75,14 +83,28 @@ def write(task: Task, folder: Path) -> None:
 
     settled, federation = assemble(task.experiment)
     world, bench, train = federation.world, federation.bench, settled.train
-    plain = (train.optimizer, train.momentum, train.decay, train.augment, train.weight_decay) == ("sgd", 0.0, 1.0, "none", 0.0)
+    plain = (train.optimizer, train.momentum, train.decay, train.augment, train.weight_decay) == (
+        "sgd",
+        0.0,
+        1.0,
+        "none",
+        0.0,
+    )
     if task.network and not plain:
         raise ValueError("contestants know plain SGD only")
-    chosen = np.array([world.fleet.choose(round, federation.participants) for round in range(1, task.rounds + 1)])
+    chosen = np.array(
+        [world.fleet.choose(round, federation.participants) for round in range(1, task.rounds + 1)]
+    )
     rows = np.array([world.split.indices(client) for client in range(len(world.fleet))])
     size = rows.shape[1]
     order = [
-        [[order_of_rows(settled.seed, int(client), round, 0, epoch, size) for epoch in range(train.epochs)] for client in clients]
+        [
+            [
+                order_of_rows(settled.seed, int(client), round, 0, epoch, size)
+                for epoch in range(train.epochs)
+            ]
+            for client in clients
+        ]
         for round, clients in enumerate(chosen, start=1)
     ]
     plan = Plan(

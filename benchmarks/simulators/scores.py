@@ -10,16 +10,17 @@ from memory import Peak
 
 TOLERANCE = 0.005
 HEAD = (
-    "s a round, median | mean | start-up s | first three s | whole run s | peak RSS MB | peak PSS MB | GPU MB | accuracy"
+    "s a round, median | mean | start-up s | first three s | whole run s | peak RSS MB | peak "
+    "PSS MB | GPU MB | accuracy"
     " | weights differ"
 )
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a contestant did in a turn: seconds a round over the steady rounds; seconds since its birth to the end of the first
-    round, of the third, and to the test of the final weights; peak megabytes; accuracy; how far its weights are from Nestling's
-    (None: unknown).
+    """What a contestant did in a turn: seconds a round over the steady rounds; seconds since its
+    birth to the end of the first round, of the third, and to the test of the final weights; peak
+    megabytes; accuracy; how far its weights are from Nestling's (None: unknown).
     """
 
     name: str
@@ -37,11 +38,14 @@ class Score:
     def __str__(self) -> str:
         speed = f"{self.median:.4f} s a round (mean {self.mean:.4f})"
         memory = f"{self.peak.rss:.0f} MB" + (f", {self.gpu:.0f} MB on the GPU" if self.gpu else "")
-        return f"{self.name}: {speed}, {memory}, accuracy {100 * self.accuracy:.2f} %, {self.python}"
+        return (
+            f"{self.name}: {speed}, {memory}, accuracy {100 * self.accuracy:.2f} %, {self.python}"
+        )
 
 
 def middle(scores: Sequence[Score]) -> Score:
-    """The turn whose rounds are neither fast nor slow; of an even number the slower of the two in the middle.
+    """The turn whose rounds are neither fast nor slow; of an even number the slower of the two in
+    the middle.
 
     A whole turn, so that its seconds, memory and weights belong together.
     """
@@ -70,11 +74,15 @@ def print_table(scores: Sequence[Score]) -> None:
 
 
 def verdict(turns: Sequence[Sequence[Score]]) -> int:
-    """Prints how many times the first's time and memory the others take; 1 where somebody did not do the same work in a turn."""
+    """Prints how many times the first's time and memory the others take; 1 where somebody did not
+    do the same work in a turn."""
     accuracies = [score.accuracy for turn in turns for score in turn]
     spread = max(accuracies) - min(accuracies)
     agree = spread <= TOLERANCE
-    print(f"\naccuracies {'agree' if agree else 'DO NOT agree'}: they differ by {100 * spread:.2f} points")
+    print(
+        f"\naccuracies {'agree' if agree else 'DO NOT agree'}: they differ by {100 * spread:.2f} "
+        "points"
+    )
     first, *others = zip(*turns, strict=True)
     for other in others:
         _print_ratio(other, first)
@@ -84,8 +92,14 @@ def verdict(turns: Sequence[Sequence[Score]]) -> int:
 def _print_ratio(other: Sequence[Score], first: Sequence[Score]) -> None:
     ours, theirs = middle(first), middle(other)
     memory = f", {theirs.peak.rss / ours.peak.rss:.2f} times the memory"
-    print(f"{theirs.name} takes {theirs.median / ours.median:.2f} times the seconds of {ours.name} a round{memory}")
+    print(
+        f"{theirs.name} takes {theirs.median / ours.median:.2f} times the seconds of {ours.name} "
+        f"a round{memory}"
+    )
     if len(first) > 1:
         # Who shares a turn shares what else the machine did meanwhile.
         ratios = [b.median / a.median for a, b in zip(first, other, strict=True)]
-        print(f"    turn by turn: {', '.join(f'{ratio:.2f}' for ratio in ratios)}; median {statistics.median(ratios):.2f}")
+        print(
+            f"    turn by turn: {', '.join(f'{ratio:.2f}' for ratio in ratios)}; median "
+            f"{statistics.median(ratios):.2f}"
+        )

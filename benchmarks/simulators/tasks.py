@@ -1,4 +1,5 @@
-"""The fixed tasks: each an experiment of Nestling that the other contestants repeat with the same clients, rows and start weights."""
+"""The fixed tasks: each an experiment of Nestling that the other contestants repeat with the same
+clients, rows and start weights."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from images import made_up_images
 from networks import NETWORKS
 from torch import nn
 
-from nestling import Data, EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    Data,
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 
 FEW_IMAGES = {"train": 10_000, "test": 2_000}
 HETEROFL_RATIOS = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -19,7 +30,8 @@ HETEROFL_RATIOS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 @dataclass(frozen=True)
 class Task:
-    """A task of so many rounds. `network` builds what the others train; None where only Nestling can do the task."""
+    """A task of so many rounds. `network` builds what the others train; None where only Nestling
+    can do the task."""
 
     name: str
     experiment: Experiment
@@ -34,13 +46,18 @@ class Task:
 def cnn9k(rounds: int = 30) -> Task:
     """The embedded digits and 9098 parameters: the overhead of a simulator shows."""
     train = _sgd(epochs=1, batch=10)
-    return _fedavg("cnn9k", Data("mnist12k"), rounds, clients=100, rows=50, participants=20, train=train)
+    return _fedavg(
+        "cnn9k", Data("mnist12k"), rounds, clients=100, rows=50, participants=20, train=train
+    )
 
 
 def cifar_cnn(rounds: int = 12) -> Task:
-    """The CIFAR-10 setting of pfl-research's benchmarks: 1.6 M parameters, 50 of 1000 clients a round."""
+    """The CIFAR-10 setting of pfl-research's benchmarks: 1.6 M parameters, 50 of 1000 clients a
+    round."""
     train = _sgd(epochs=1, batch=10)
-    return _fedavg("cifar_cnn", _colour_images(), rounds, clients=1000, rows=50, participants=50, train=train)
+    return _fedavg(
+        "cifar_cnn", _colour_images(), rounds, clients=1000, rows=50, participants=50, train=train
+    )
 
 
 def vgg16(rounds: int = 8) -> Task:
@@ -69,14 +86,18 @@ def heterofl_resnet18(rounds: int = 12) -> Task:
 
 
 def heterofl_vgg16(rounds: int = 8) -> Task:
-    """HeteroFL with five widths of VGG16, ten of a hundred clients with 500 images each, five epochs. For a GPU."""
+    """HeteroFL with five widths of VGG16, ten of a hundred clients with 500 images each, five
+    epochs. For a GPU."""
     tiers = tuple(Tier(name=f"width-{ratio:g}", ratio=ratio, count=20) for ratio in HETEROFL_RATIOS)
     return _vgg16_parts("heterofl_vgg16", Named("heterofl"), tiers, rounds)
 
 
 def flexfl_vgg16(rounds: int = 8) -> Task:
     """FlexFL with its three levels of VGG16, else the same."""
-    tiers = tuple(Tier(name=f"size-{size:g}", ratio=1.0, share=1 / 3, memory_mean=100 * size) for size in (0.25, 0.5, 1.0))
+    tiers = tuple(
+        Tier(name=f"size-{size:g}", ratio=1.0, share=1 / 3, memory_mean=100 * size)
+        for size in (0.25, 0.5, 1.0)
+    )
     method = Named("flexfl", {"levels": [0.25, 0.5, 1.0], "pretrain": 1})
     return _vgg16_parts("flexfl_vgg16", method, tiers, rounds)
 
@@ -92,7 +113,9 @@ TASKS: dict[str, Callable[..., Task]] = {
 """Every task by name; called with a number of rounds, or without for its own."""
 
 
-def _fedavg(name: str, data: Data, rounds: int, *, clients: int, rows: int, participants: int, train: Train) -> Task:
+def _fedavg(
+    name: str, data: Data, rounds: int, *, clients: int, rows: int, participants: int, train: Train
+) -> Task:
     experiment = Experiment(
         method="fedavg",
         model=Named(f"networks:{name}"),
@@ -126,7 +149,15 @@ def _vgg16_parts(name: str, method: Named, tiers: tuple[Tier, ...], rounds: int)
 
 
 def _sgd(epochs: int, batch: int) -> Train:
-    return Train(epochs=epochs, batch=batch, optimizer="sgd", lr=0.05, momentum=0.0, decay=1.0, augment="none")
+    return Train(
+        epochs=epochs,
+        batch=batch,
+        optimizer="sgd",
+        lr=0.05,
+        momentum=0.0,
+        decay=1.0,
+        augment="none",
+    )
 
 
 def _colour_images() -> Data:

@@ -1,6 +1,8 @@
-"""How alike the clients' models are: what they see (CKA, maps of their features) and what they say (agreement).
+"""How alike the clients' models are: what they see (CKA, maps of their features) and what they say
+(agreement).
 
-Everything here takes plain networks and tensors, so that it serves any models; `nestling.runs.analysis` applies it to a run.
+Everything here takes plain networks and tensors, so that it serves any models;
+`nestling.runs.analysis` applies it to a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What clients say: how often two models name the same class, how far apart their softmaxes are, how often each is right."""
+"""What clients say: how often two models name the same class, how far apart their softmaxes are,
+how often each is right."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from nestling.errors import InputError
 class Agreement:
     """Of every two clients, as (clients, clients), and of each with the labels.
 
-    equal: share of inputs given the same class. kl: mean KL divergence of the column's softmax from the row's, in bits. js: mean
-    Jensen-Shannon divergence, in bits, 0 (the same) to 1. right: share of inputs given their label, where labels are known.
+    equal: share of inputs given the same class. kl: mean KL divergence of the column's softmax from
+           the row's, in bits. js: mean
+    Jensen-Shannon divergence, in bits, 0 (the same) to 1. right: share of inputs given their label,
+    where labels are known.
     """
 
     equal: Tensor
@@ -27,9 +30,14 @@ class Agreement:
 
 
 def agreement(logits: Sequence[Tensor], labels: Tensor | None = None) -> Agreement:
-    """The agreement of clients whose logits (inputs, classes) are of the same inputs, in the same order."""
+    """The agreement of clients whose logits (inputs, classes) are of the same inputs, in the same
+    order."""
     if not logits or len({tuple(one.shape) for one in logits}) != 1:
-        raise InputError("the clients' logits differ in shape", field="logits", fix="give every client the same inputs")
+        raise InputError(
+            "the clients' logits differ in shape",
+            field="logits",
+            fix="give every client the same inputs",
+        )
     logs = torch.stack([one.double().log_softmax(-1) for one in logits])
     named = torch.stack([one.argmax(-1) for one in logits])
     rows = logs.shape[1]
@@ -43,7 +51,8 @@ def agreement(logits: Sequence[Tensor], labels: Tensor | None = None) -> Agreeme
 
 
 def _jensen_shannon(one: Tensor, others: Tensor) -> Tensor:
-    """Mean divergence of one client (rows, classes) from each of the others, of log-probabilities."""
+    """Mean divergence of one client (rows, classes) from each of the others, of
+    log-probabilities."""
     middle = torch.logaddexp(one.expand_as(others), others) - math.log(2)
     apart = (one.exp() * (one - middle) + others.exp() * (others - middle)).sum(-1) / 2
     return (apart.mean(-1) / math.log(2)).clamp(0, 1)

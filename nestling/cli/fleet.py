@@ -15,24 +15,53 @@ from nestling.errors import InputError
 
 
 def serve(
-    file: Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment; its fleet says who can take part.")],
-    certs: Annotated[Path | None, typer.Option(metavar="DIR", help="Certificates and keys (see `nestling certs`).")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="RUN", help="The run folder (default: runs/EXPERIMENT).")] = None,
-    host: Annotated[str | None, typer.Option(help="The address to listen on (default: all; with --insecure 127.0.0.1).")] = None,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="EXPERIMENT.toml", help="The experiment; its fleet says who can take part."
+        ),
+    ],
+    certs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Certificates and keys (see `nestling certs`)."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="The run folder (default: runs/EXPERIMENT).")
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="The address to listen on (default: all; with --insecure 127.0.0.1)."),
+    ] = None,
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8443,
-    min_clients: Annotated[int, typer.Option(metavar="N", help="Clients that must be there to begin (0: a round's).")] = 0,
-    deadline: Annotated[float, typer.Option(metavar="S", help="Seconds after which a round goes on without the late.")] = 600.0,
-    quorum: Annotated[int, typer.Option(metavar="N", help="Replies that a round must have at its deadline (0: one).")] = 0,
+    min_clients: Annotated[
+        int, typer.Option(metavar="N", help="Clients that must be there to begin (0: a round's).")
+    ] = 0,
+    deadline: Annotated[
+        float,
+        typer.Option(metavar="S", help="Seconds after which a round goes on without the late."),
+    ] = 600.0,
+    quorum: Annotated[
+        int,
+        typer.Option(metavar="N", help="Replies that a round must have at its deadline (0: one)."),
+    ] = 0,
     health: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to tell how the run is: /health, /metrics; or `off`.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Where to tell how the run is: /health, /metrics; or `off`."
+        ),
     ] = "127.0.0.1:8444",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor keys: this machine only.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Neither TLS nor keys: this machine only.")
+    ] = False,
     set_: Overrides = None,
 ) -> None:
-    """Serve an experiment to a fleet of real devices; the same command again goes on where the run stands."""
+    """Serve an experiment to a fleet of real devices; the same command again goes on where the run
+    stands."""
     if insecure == (certs is not None):
         raise InputError(
-            "give either --certs or --insecure", field="--certs", fix="`nestling certs DIR` makes a test authority and keys"
+            "give either --certs or --insecure",
+            field="--certs",
+            fix="`nestling certs DIR` makes a test authority and keys",
         )
     from nestling.experiment import Experiment
     from nestling.fleet.server.server import ServeOptions, serve
@@ -54,47 +83,111 @@ def serve(
     )
     summary = serve(options)["summary"]
     accuracy = summary["global_accuracy"]["last"]
-    print(f"done: {summary['rounds_done']} rounds" + (f", global accuracy {accuracy:.2%}" if accuracy is not None else ""))
+    print(
+        f"done: {summary['rounds_done']} rounds"
+        + (f", global accuracy {accuracy:.2%}" if accuracy is not None else "")
+    )
     print(f"report: {options.out / 'report.html'}")
     need_something_merged(summary)
 
 
 def join(
     server: Annotated[str, typer.Argument(metavar="SERVER", help="host or host:port.")],
-    device: Annotated[str, typer.Option(help="What this device is: a tier of the experiment, or a device of the catalogue.")],
-    data: Annotated[str, typer.Option(metavar="PATH", help="Its data; `experiment`: its share of the experiment's own.")],
-    certs: Annotated[Path | None, typer.Option(metavar="DIR", help="This device's key and the authority to trust.")] = None,
-    name: Annotated[str | None, typer.Option(help="What this device is called (default: as its key is).")] = None,
-    client: Annotated[
-        int | None, typer.Option(metavar="K", help="Which client of the experiment (default: a free one of its kind).")
+    device: Annotated[
+        str,
+        typer.Option(
+            help="What this device is: a tier of the experiment, or a device of the catalogue."
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH", help="Its data; `experiment`: its share of the experiment's own."
+        ),
+    ],
+    certs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="This device's key and the authority to trust."),
     ] = None,
-    memory: Annotated[str, typer.Option(help='What training may take: a share of what is free, or a size ("300 MB").')] = "100%",
-    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="Where it keeps what it must not forget.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor keys: a server on this machine only.")] = False,
+    name: Annotated[
+        str | None, typer.Option(help="What this device is called (default: as its key is).")
+    ] = None,
+    client: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", help="Which client of the experiment (default: a free one of its kind)."
+        ),
+    ] = None,
+    memory: Annotated[
+        str,
+        typer.Option(help='What training may take: a share of what is free, or a size ("300 MB").'),
+    ] = "100%",
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where it keeps what it must not forget.")
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Neither TLS nor keys: a server on this machine only."),
+    ] = False,
 ) -> None:
     """Join a server as one of its devices, until stopped."""
-    _join(server, certs, name, folder, insecure, device=device, data=data, client=client, memory=memory)
+    _join(
+        server,
+        certs,
+        name,
+        folder,
+        insecure,
+        device=device,
+        data=data,
+        client=client,
+        memory=memory,
+    )
 
 
 def gateway(
     server: Annotated[str, typer.Argument(metavar="SERVER", help="host or host:port.")],
-    devices: Annotated[Path, typer.Option(metavar="FILE.toml", help="The devices that it speaks for, and how they are reached.")],
-    certs: Annotated[Path | None, typer.Option(metavar="DIR", help="The gateway's key and the authority to trust.")] = None,
-    name: Annotated[str | None, typer.Option(help="What the gateway is called (default: as its key is).")] = None,
-    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="Where it keeps what it must not forget.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor keys: a server on this machine only.")] = False,
+    devices: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE.toml", help="The devices that it speaks for, and how they are reached."
+        ),
+    ],
+    certs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The gateway's key and the authority to trust."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What the gateway is called (default: as its key is).")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where it keeps what it must not forget.")
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Neither TLS nor keys: a server on this machine only."),
+    ] = False,
 ) -> None:
     """Join a server for many small devices that cannot run Python, until stopped."""
     from nestling.fleet.node.gateway import read_devices
 
-    read_devices(devices)  # what is wrong with the file is said here, and not by a process that is started again and again
+    # what is wrong with the file is said here, and not by a process that is started again and again
+    read_devices(devices)
     _join(server, certs, name, folder, insecure, device="", data="", devices=devices.absolute())
 
 
-def _join(server: str, certs: Path | None, name: str | None, folder: Path | None, insecure: bool, **more: Any) -> None:
+def _join(
+    server: str,
+    certs: Path | None,
+    name: str | None,
+    folder: Path | None,
+    insecure: bool,
+    **more: Any,
+) -> None:
     if insecure == (certs is not None):
         raise InputError(
-            "give either --certs or --insecure", field="--certs", fix="`nestling certs` makes keys, on the server's side"
+            "give either --certs or --insecure",
+            field="--certs",
+            fix="`nestling certs` makes keys, on the server's side",
         )
 
     from nestling.fleet.care.certs import check_name, device_files
@@ -112,25 +205,49 @@ def _join(server: str, certs: Path | None, name: str | None, folder: Path | None
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the authority; made where it is missing.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="The folder of the authority; made where it is missing."
+        ),
+    ],
     host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME_OR_IP", help="What devices call the server; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME_OR_IP", help="What devices call the server; repeatable."),
     ] = None,
-    device: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A device to make a key for; repeatable.")] = None,
-    revoke: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A device that may not join any more.")] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A device to make a key for; repeatable."),
+    ] = None,
+    revoke: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A device that may not join any more.")
+    ] = None,
     days: Annotated[int, typer.Option(help="How long the server's certificate lasts.")] = 365,
-    force: Annotated[bool, typer.Option("--force", help="Replace what exists of what is named.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace what exists of what is named.")
+    ] = False,
 ) -> None:
-    """Make the certificates and keys of a fleet: an authority, the server's certificate, a key pair for every device."""
+    """Make the certificates and keys of a fleet: an authority, the server's certificate, a key pair
+    for every device."""
     from nestling.fleet.care.certs import issue
 
-    done = issue(folder, hosts=host or (), devices=device or (), revoke=revoke or (), force=force, days=days)
-    for line in done or [f"nothing to do: {folder} has an authority and a server; name a --device, a --host or one to --revoke"]:
+    done = issue(
+        folder, hosts=host or (), devices=device or (), revoke=revoke or (), force=force, days=days
+    )
+    for line in done or [
+        f"nothing to do: {folder} has an authority and a server; name a --device, a --host or "
+        "one to --revoke"
+    ]:
         print(line)
 
 
 def watch(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_URL", help="A run folder, or what `nestling serve` names as health.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_URL", help="A run folder, or what `nestling serve` names as health."
+        ),
+    ],
     once: Annotated[bool, typer.Option("--once", help="Show how it is now, and end.")] = False,
     every: Annotated[float, typer.Option(metavar="S", help="Seconds between two looks.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print how it is now as JSON.")] = False,
@@ -154,7 +271,9 @@ def log_to_terminal() -> None:
     """Logs from INFO on to standard error, with secrets hidden."""
     import logging
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
     from nestling.fleet.care.logs import Discreet
 
     for handler in logging.getLogger().handlers:

@@ -27,11 +27,29 @@ def method_rows() -> Rows:
 
 def method_table(rows: Rows) -> Table:
     """The methods as a table."""
-    table = Table("method", "family", "what may differ", "extra data", "global model", "group", "paper", "evidence")
+    table = Table(
+        "method",
+        "family",
+        "what may differ",
+        "extra data",
+        "global model",
+        "group",
+        "paper",
+        "evidence",
+    )
     for r in rows:
         whole = "yes" if r["global_model"] else "no"
         group = r["group"] or "all"
-        table.add_row(r["name"], r["family"], r["heterogeneity"], r["auxiliary"], whole, group, r["paper"], r["evidence"])
+        table.add_row(
+            r["name"],
+            r["family"],
+            r["heterogeneity"],
+            r["auxiliary"],
+            whole,
+            group,
+            r["paper"],
+            r["evidence"],
+        )
     return table
 
 
@@ -82,7 +100,10 @@ def device_table(_rows: Rows) -> Table:
 
 def model_rows() -> Rows:
     """Every network."""
-    return [{"name": n, "title": i.title, "input": i.input, "norm": i.norm, "note": i.note} for n, i in MODELS.items()]
+    return [
+        {"name": n, "title": i.title, "input": i.input, "norm": i.norm, "note": i.note}
+        for n, i in MODELS.items()
+    ]
 
 
 def model_table(rows: Rows) -> Table:
@@ -94,18 +115,37 @@ def model_table(rows: Rows) -> Table:
 
 
 def fit_rows(
-    model: str, shape: tuple[int, ...], classes: int, budget: Budget, device_name: str | None, fleet: Path | None
+    model: str,
+    shape: tuple[int, ...],
+    classes: int,
+    budget: Budget,
+    device_name: str | None,
+    fleet: Path | None,
 ) -> Rows:
     """The largest piece for one device or for every tier of a fleet."""
     main = reference_network(model, {}, shape, classes, 0, "main")
     if fleet is None:
         assert device_name is not None
         found = fit(device(device_name), lambda ratio: ratio_cost(main, ratio), budget)
-        return [{"tier": device_name, "count": 1, "whole": ratio_cost(main, 1.0).params, **asdict(found)}]
+        return [
+            {
+                "tier": device_name,
+                "count": 1,
+                "whole": ratio_cost(main, 1.0).params,
+                **asdict(found),
+            }
+        ]
     made = make_fleet(fleet_of(FleetConfig(path=str(fleet))), 0)
-    own = {t.name: reference_network(t.model, t.model_options, shape, classes, 0, t.name) for t in made.tiers if t.model}
+    own = {
+        t.name: reference_network(t.model, t.model_options, shape, classes, 0, t.name)
+        for t in made.tiers
+        if t.model
+    }
     plans = plan_tiers(made, own, main, budget)
-    return [_plan_row(plan, made.count_of(plan.tier), ratio_cost(main, 1.0).params) for plan in plans.values()]
+    return [
+        _plan_row(plan, made.count_of(plan.tier), ratio_cost(main, 1.0).params)
+        for plan in plans.values()
+    ]
 
 
 def _plan_row(plan: Plan, count: int, whole: int) -> dict[str, Any]:

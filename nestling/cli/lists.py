@@ -35,7 +35,12 @@ def models(as_json: AsJson = False) -> None:
 
 
 def fit(
-    model: Annotated[str, typer.Argument(help="A network by name (see `nestling models`) or package.module:callable.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A network by name (see `nestling models`) or package.module:callable."
+        ),
+    ],
     device: Annotated[str | None, typer.Option(help="A device of the catalogue.")] = None,
     fleet: Annotated[Path | None, typer.Option(help="A fleet's TOML file.")] = None,
     shape: Annotated[str, typer.Option(help="The shape of one input, e.g. 3,32,32.")] = "1,28,28",
@@ -53,7 +58,9 @@ def fit(
     from nestling.cli.listing import fit_rows, fit_table
     from nestling.devices import Budget
 
-    budget = Budget(batch=batch, samples=samples, epochs=epochs, optimizer=optimizer, seconds=seconds)
+    budget = Budget(
+        batch=batch, samples=samples, epochs=epochs, optimizer=optimizer, seconds=seconds
+    )
     rows = fit_rows(model, _shape(shape), classes, budget, device, fleet)
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -70,7 +77,11 @@ def _shape(text: str) -> tuple[int, ...]:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise InputError(f"cannot read the shape {text!r}", field="--shape", fix="write sizes with commas, e.g. 3,32,32")
+        raise InputError(
+            f"cannot read the shape {text!r}",
+            field="--shape",
+            fix="write sizes with commas, e.g. 3,32,32",
+        )
     return shape
 
 

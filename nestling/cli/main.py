@@ -48,7 +48,8 @@ for _command in COMMANDS:
 
 
 def main() -> None:
-    """The entry point: 0 done, 2 the user's input is wrong, 1 our fault, 3 a run went to its end and merged nothing."""
+    """The entry point: 0 done, 2 the user's input is wrong, 1 our fault, 3 a run went to its end
+    and merged nothing."""
     sys.exit(_guarded(app))
 
 
@@ -71,7 +72,8 @@ def _guarded(command: Callable[..., Any]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        # Usage errors come from click, which newer versions of Typer carry inside; they are known by what they can do.
+        # Usage errors come from click, which newer versions of Typer carry inside; they are known
+        # by what they can do.
         if hasattr(error, "format_message"):
             complain(error.format_message())
             return 2

@@ -10,7 +10,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from nestling.experiment import Experiment
 from nestling.report.tables import terminal_table
@@ -27,12 +34,17 @@ def quiet_watcher() -> Iterator[Watcher]:
 @contextmanager
 def json_watcher() -> Iterator[Watcher]:
     """One JSON line per round on standard output."""
-    yield Watcher(round=lambda metrics: print(json.dumps(metrics), flush=True), refusal=_tell_refusal, note=_tell_note)
+    yield Watcher(
+        round=lambda metrics: print(json.dumps(metrics), flush=True),
+        refusal=_tell_refusal,
+        note=_tell_note,
+    )
 
 
 @contextmanager
 def terminal_watcher() -> Iterator[Watcher]:
-    """A bar with the current accuracy and the time left; one plain line per round where there is no terminal."""
+    """A bar with the current accuracy and the time left; one plain line per round where there is no
+    terminal."""
     console = Console()
     bar = Progress(
         TextColumn("{task.description}"),
@@ -52,7 +64,11 @@ def terminal_watcher() -> Iterator[Watcher]:
 def _always_zero(tiers: list[dict[str, Any]]) -> str:
     """How many of the largest piece's parameters a method never uses, if any."""
     largest = max(tiers, key=lambda t: t["params"])
-    return f" ({largest['zeros'] / largest['params']:.0%} of the largest always zero)" if largest.get("zeros") else ""
+    return (
+        f" ({largest['zeros'] / largest['params']:.0%} of the largest always zero)"
+        if largest.get("zeros")
+        else ""
+    )
 
 
 def _follow(console: Console, bar: Progress) -> Watcher:
@@ -63,9 +79,10 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         state["rounds"] = experiment.rounds
         tiers = description["tiers"]
         console.print(
-            f"[bold]{experiment.method.name}[/bold] on {experiment.data.name}: {experiment.fleet.size} devices of {len(tiers)} kinds, "
-            f"{min(t['params'] for t in tiers):,} to {max(t['params'] for t in tiers):,} parameters of {experiment.model.name}"
-            + _always_zero(tiers)
+            f"[bold]{experiment.method.name}[/bold] on {experiment.data.name}: "
+            f"{experiment.fleet.size} devices of {len(tiers)} kinds, "
+            f"{min(t['params'] for t in tiers):,} to {max(t['params'] for t in tiers):,} "
+            f"parameters of {experiment.model.name}" + _always_zero(tiers)
         )
         engine = description["engine"]
         place = engine.get("device_name", engine["device"])
@@ -78,25 +95,40 @@ def _follow(console: Console, bar: Progress) -> Watcher:
     def round_(metrics: Metrics) -> None:
         if metrics["global_accuracy"] is not None:
             own = metrics["personal_accuracy"]
-            state["accuracy"] = f"global {metrics['global_accuracy']:.1%}" + (f" personal {own:.1%}" if own is not None else "")
+            state["accuracy"] = f"global {metrics['global_accuracy']:.1%}" + (
+                f" personal {own:.1%}" if own is not None else ""
+            )
         bar.update(task, advance=1, note=state.get("accuracy", ""))
         if bar.disable:
             print(
-                f"round {metrics['round']}/{state['rounds']}  {state.get('accuracy', '')}  {metrics['seconds']:.1f} s", flush=True
+                f"round {metrics['round']}/{state['rounds']}  {state.get('accuracy', '')}  "
+                f"{metrics['seconds']:.1f} s",
+                flush=True,
             )
 
     def refusal(client: int, round: int, reason: str) -> None:
-        console.print(f"[yellow]round {round}: the reply of client {client} was refused: {reason}[/yellow]")
+        console.print(
+            f"[yellow]round {round}: the reply of client {client} was refused: {reason}[/yellow]"
+        )
 
-    return Watcher(started, client, round_, refusal, lambda text: console.print(f"[dim]{escape(text)}[/dim]"))
+    return Watcher(
+        started, client, round_, refusal, lambda text: console.print(f"[dim]{escape(text)}[/dim]")
+    )
 
 
 @contextmanager
 def step_watcher() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for what goes in steps, told (what, done, of); nothing where there is no terminal."""
     console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
         task = bar.add_task("setting up", total=None)
         yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
 
@@ -110,18 +142,27 @@ def show_result(result: Result) -> None:
     if summary["empty_rounds"]:
         console.print(f"[bold]{escape(emptiness(summary))}[/bold]", soft_wrap=True)
     whole, own = summary["global_accuracy"], summary["personal_accuracy"]
-    what = "global model" if summary["global_model"] else "mean of the clients' models (no global model)"
+    what = (
+        "global model"
+        if summary["global_model"]
+        else "mean of the clients' models (no global model)"
+    )
     if whole["last"] is not None:
-        console.print(f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round {whole['best_round']})")
+        console.print(
+            f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round "
+            f"{whole['best_round']})"
+        )
     if own["last"] is not None:
         console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
     for name, other in summary.get("others", {}).items():
         console.print(
-            f"{name} instead: {other['global_accuracy']:.2%} on the common test, personal {other['personal_accuracy']:.2%}"
+            f"{name} instead: {other['global_accuracy']:.2%} on the common test, personal "
+            f"{other['personal_accuracy']:.2%}"
         )
     console.print(f"norm: {summary['norm'] or 'as the network has it'}")
     console.print(
-        f"sent up {_megabytes(summary['bytes_up'])}, down {_megabytes(summary['bytes_down'])}, {summary['seconds']:.0f} s"
+        f"sent up {_megabytes(summary['bytes_up'])}, down {_megabytes(summary['bytes_down'])}, "
+        f"{summary['seconds']:.0f} s"
     )
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True)
 

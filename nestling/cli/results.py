@@ -12,7 +12,9 @@ from nestling.cli.shared import AsJson, print_table
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders; several make a comparison.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run folders; several make a comparison.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Where to write a comparison.")] = None,
 ) -> None:
     """Write the HTML report of a run, or a page that compares several."""
@@ -28,11 +30,19 @@ def report(
 
 def analyse(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    clients: Annotated[int, typer.Option(help="How many clients' models, spread over the tiers.")] = 10,
-    rows: Annotated[int, typer.Option(help="How many rows of the test set, the same of every class.")] = 250,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the analysis as a page of its own.")] = None,
+    clients: Annotated[
+        int, typer.Option(help="How many clients' models, spread over the tiers.")
+    ] = 10,
+    rows: Annotated[
+        int, typer.Option(help="How many rows of the test set, the same of every class.")
+    ] = 250,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the analysis as a page of its own."),
+    ] = None,
 ) -> None:
-    """Compare the clients' models of a run: how alike they see (CKA, maps) and what they say; its report then shows it."""
+    """Compare the clients' models of a run: how alike they see (CKA, maps) and what they say; its
+    report then shows it."""
     from nestling.cli.progress import step_watcher
     from nestling.report.page import write_analysis_page, write_report
     from nestling.runs.analysis import write_analysis
@@ -51,7 +61,8 @@ def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders.")],
     out: Annotated[Path | None, typer.Option(help="Also write the comparison as a page.")] = None,
 ) -> None:
-    """Compare runs: mean and spread over seeds, and why they are not one fair column where they are not."""
+    """Compare runs: mean and spread over seeds, and why they are not one fair column where they are
+    not."""
     from nestling.report.page import compare_runs, write_comparison
 
     table, cautions = compare_runs(folders)
@@ -65,9 +76,15 @@ def compare(
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     device: Annotated[str, typer.Option(help="Whose model: a tier of the run, or its device.")],
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write (default: RUN/export-TIER).")] = None,
-    format_: Annotated[str, typer.Option("--format", help="What to write, with commas.")] = "c,tflite,onnx",
-    calibration: Annotated[int, typer.Option(help="Training rows that the ranges of the eight bits are taken from.")] = 500,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write (default: RUN/export-TIER).")
+    ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", help="What to write, with commas.")
+    ] = "c,tflite,onnx",
+    calibration: Annotated[
+        int, typer.Option(help="Training rows that the ranges of the eight bits are taken from.")
+    ] = 500,
     name: Annotated[str, typer.Option(help="Of the files and of the function in C.")] = "model",
     as_json: AsJson = False,
 ) -> None:
@@ -75,7 +92,9 @@ def export(
     from nestling.runs.export import export, export_table
 
     formats = tuple(part.strip() for part in format_.split(","))
-    report = export(folder, device=device, out=out, formats=formats, calibration=calibration, name=name)
+    report = export(
+        folder, device=device, out=out, formats=formats, calibration=calibration, name=name
+    )
     if as_json:
         print(json.dumps(report, indent=1))
     else:

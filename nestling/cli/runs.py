@@ -14,18 +14,29 @@ from nestling.errors import InputError
 
 
 def run(
-    file: Annotated[Path | None, typer.Argument(help="An experiment's TOML file; without one, the default experiment.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="An experiment's TOML file; without one, the default experiment."),
+    ] = None,
     set_: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder to make (default: a new one under runs/).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run folder to make (default: a new one under runs/).")
+    ] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a round, then the summary.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON line a round, then the summary.")
+    ] = False,
 ) -> None:
     """Run an experiment and write its run folder."""
     if quiet and as_json:
         raise InputError("--quiet and --json exclude each other", field="--json")
     if resume is not None and (file is not None or out is not None):
-        raise InputError("a resumed run has its file and folder already", field="--resume", fix="leave out FILE and --out")
+        raise InputError(
+            "a resumed run has its file and folder already",
+            field="--resume",
+            fix="leave out FILE and --out",
+        )
     from nestling.cli.progress import json_watcher, quiet_watcher, show_result, terminal_watcher
     from nestling.experiment import Experiment
     from nestling.runs import run as running
@@ -37,7 +48,9 @@ def run(
             result = running.resume(resume, watcher=watcher, overrides=overrides)
         else:
             experiment = Experiment.read(file, overrides)
-            result = running.run(experiment, out=out or new_folder(experiment.method.name), watcher=watcher)
+            result = running.run(
+                experiment, out=out or new_folder(experiment.method.name), watcher=watcher
+            )
     if as_json:
         print(json.dumps(result.summary))
     elif not quiet:
@@ -46,17 +59,30 @@ def run(
 
 
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="A paper's table, or a TOML file of one; without, the list of them.")] = None,
-    lines: Annotated[str, typer.Option(help="Lines of the table, separated by commas (default: all).")] = "",
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A paper's table, or a TOML file of one; without, the list of them."),
+    ] = None,
+    lines: Annotated[
+        str, typer.Option(help="Lines of the table, separated by commas (default: all).")
+    ] = "",
     seeds: Annotated[int, typer.Option(help="Runs a line (0: as the paper's file says).")] = 0,
-    minutes: Annotated[float, typer.Option(help="Stop after so many minutes; the same command goes on (0: no limit).")] = 0.0,
+    minutes: Annotated[
+        float,
+        typer.Option(help="Stop after so many minutes; the same command goes on (0: no limit)."),
+    ] = 0.0,
     runs: Annotated[Path, typer.Option(help="Where the run folders are.")] = Path("runs/reproduce"),
-    out: Annotated[Path | None, typer.Option(help="A small JSON file of the results, beside the published ones.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A small JSON file of the results, beside the published ones."),
+    ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field of all runs.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field of all runs."),
     ] = None,
 ) -> None:
-    """Play a published table again, run by run, in pieces of as many minutes as one has; the paper's numbers stand beside ours."""
+    """Play a published table again, run by run, in pieces of as many minutes as one has; the
+    paper's numbers stand beside ours."""
     from nestling.cli.progress import terminal_watcher
     from nestling.runs import reproduction as reproducing
 
@@ -85,7 +111,8 @@ def reproduce(
 
 
 def new_folder(method: str) -> Path:
-    """A path under runs/ named by method and time, with a number added where that exists already."""
+    """A path under runs/ named by method and time, with a number added where that exists
+    already."""
     stem = f"{method.rpartition(':')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path("runs") / stem
     for number in range(2, 1000):

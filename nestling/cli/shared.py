@@ -10,10 +10,16 @@ from typing import Annotated, Any
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field.")
+]
 
 
-def show_rows(rows: Callable[[], list[dict[str, Any]]], table: Callable[[list[dict[str, Any]]], Any], as_json: bool) -> None:
+def show_rows(
+    rows: Callable[[], list[dict[str, Any]]],
+    table: Callable[[list[dict[str, Any]]], Any],
+    as_json: bool,
+) -> None:
     """Prints what `rows` gives, as JSON or as what `table` makes of it."""
     found = rows()
     if as_json:
@@ -36,7 +42,8 @@ def complain(text: str) -> None:
 
 
 def need_something_merged(summary: dict[str, Any]) -> None:
-    """Ends with a code of its own, and says why, where no reply of the whole run counted: its figures are of untrained models."""
+    """Ends with a code of its own, and says why, where no reply of the whole run counted: its
+    figures are of untrained models."""
     if summary.get("nothing_merged"):  # what an earlier version wrote does not say
         from nestling.runs.run import emptiness
 

@@ -1,7 +1,7 @@
 """Data sets by name, and how a fleet of clients divides one.
 
-`load` reads a data set from the data directory: `data_dir`, else the environment's NESTLING_DATA, else ~/.cache/nestling. Public
-files that are not there yet are downloaded into it once.
+`load` reads a data set from the data directory: `data_dir`, else the environment's NESTLING_DATA,
+else ~/.cache/nestling. Public files that are not there yet are downloaded into it once.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def load(
 ) -> Dataset:
     """The data set `name` of `DATASETS`, checked and ready to train on.
 
-    `path` is the file of "npz" and of nothing else; `missing` says what happens to NaN in .npz files ("refuse", "mean", "zero");
-    `seed` chooses the held-out rows of an .npz file that names none.
+    `path` is the file of "npz" and of nothing else; `missing` says what happens to NaN in .npz
+    files ("refuse", "mean", "zero"); `seed` chooses the held-out rows of an .npz file that names
+    none.
     """
     if name not in DATASETS:
         raise unknown("data set", name, DATASETS, field="data.name")
@@ -79,9 +80,13 @@ def load(
         raise unknown("rule for missing values", missing, npz.MISSING, field="data.missing")
     if path and name != "npz":
         raise InputError(
-            f"a path is given, but {name!r} has its own place", field="data.path", fix='remove it, or set data.name to "npz"'
+            f"a path is given, but {name!r} has its own place",
+            field="data.path",
+            fix='remove it, or set data.name to "npz"',
         )
-    dataset = DATASETS[name].read(Request(name, path, data_folder(data_dir), missing, seed, download))
+    dataset = DATASETS[name].read(
+        Request(name, path, data_folder(data_dir), missing, seed, download)
+    )
     dataset.check()
     return dataset
 
@@ -93,7 +98,18 @@ def data_folder(data_dir: str | None = None) -> Path:
 
 _EMBEDDED = Path(__file__).parent / "embedded" / "mnist12k.npz"
 _DIGITS = tuple("0123456789")
-_GARMENTS = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_GARMENTS = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 _MNIST_STATS = ((0.1307,), (0.3081,))
 _FASHION_STATS = ((0.2860,), (0.3530,))
 _CIFAR_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -120,16 +136,31 @@ _Stats = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def image_statistics(name: str) -> _Stats | None:
-    """The mean and the standard deviation of each channel that a data set's pictures are prepared with, or None."""
+    """The mean and the standard deviation of each channel that a data set's pictures are prepared
+    with, or None."""
     by_name = {"fashion-mnist": _FASHION_STATS, "cifar-10": _CIFAR_STATS}
     return _MNIST_STATS if name in ("mnist", "mnist12k", "mnist12k-8x8") else by_name.get(name)
 
 
 def _images(
-    name: str, x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray, *, stats: _Stats, names: tuple[str, ...]
+    name: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    x_test: np.ndarray,
+    y_test: np.ndarray,
+    *,
+    stats: _Stats,
+    names: tuple[str, ...],
 ) -> Dataset:
     return Dataset(
-        name, normalise(x, *stats), as_labels(y), normalise(x_test, *stats), as_labels(y_test), len(names), None, names
+        name,
+        normalise(x, *stats),
+        as_labels(y),
+        normalise(x_test, *stats),
+        as_labels(y_test),
+        len(names),
+        None,
+        names,
     )
 
 
@@ -141,13 +172,17 @@ def _embedded() -> tuple[np.ndarray, ...]:
 
 def _read_embedded(request: Request) -> Dataset:
     x, y, x_test, y_test = _embedded()
-    return _images(request.name, x[:, None], y, x_test[:, None], y_test, stats=_MNIST_STATS, names=_DIGITS)
+    return _images(
+        request.name, x[:, None], y, x_test[:, None], y_test, stats=_MNIST_STATS, names=_DIGITS
+    )
 
 
 def _read_small(request: Request) -> Dataset:
     """The embedded digits without their empty border, every 3×3 pixels one."""
     x, y, x_test, y_test = _embedded()
-    return _images(request.name, _thirds(x), y, _thirds(x_test), y_test, stats=_MNIST_STATS, names=_DIGITS)
+    return _images(
+        request.name, _thirds(x), y, _thirds(x_test), y_test, stats=_MNIST_STATS, names=_DIGITS
+    )
 
 
 def _thirds(x: np.ndarray) -> np.ndarray:
@@ -161,7 +196,9 @@ def _idx_reader(
     def read(request: Request) -> Dataset:
         files = [_idx_file(request, folder, file, url, digest) for file, digest in md5.items()]
         (x, y), (x_test, y_test) = idx.read_images(*files[:2]), idx.read_images(*files[2:])
-        return _images(request.name, x[:, None], y, x_test[:, None], y_test, stats=stats, names=names)
+        return _images(
+            request.name, x[:, None], y, x_test[:, None], y_test, stats=stats, names=names
+        )
 
     return read
 
@@ -185,15 +222,24 @@ def _read_cifar(request: Request) -> Dataset:
                 raise _absent(request, folder)
             fetch([_CIFAR_URL], archive, md5=_CIFAR_MD5)
         extract(archive, request.folder, [f"{_CIFAR_FOLDER}/{file}" for file in cifar.FILES])
-    return _images(request.name, *cifar.read_folder(folder), stats=_CIFAR_STATS, names=cifar.CLASS_NAMES)
+    return _images(
+        request.name, *cifar.read_folder(folder), stats=_CIFAR_STATS, names=cifar.CLASS_NAMES
+    )
 
 
 def _read_npz(request: Request) -> Dataset:
     if not request.path:
         raise InputError(
-            '"npz" reads a file of yours', field="data.path", fix="give the path of an .npz file with arrays x and y"
+            '"npz" reads a file of yours',
+            field="data.path",
+            fix="give the path of an .npz file with arrays x and y",
         )
-    return npz.read_npz(Path(request.path).expanduser(), name=request.name, missing=request.missing, seed=request.seed)
+    return npz.read_npz(
+        Path(request.path).expanduser(),
+        name=request.name,
+        missing=request.missing,
+        seed=request.seed,
+    )
 
 
 def _read_named_npz(request: Request) -> Dataset:
@@ -221,7 +267,12 @@ DATASETS: dict[str, DatasetInfo] = {
         _read_embedded,
     ),
     "mnist12k-8x8": DatasetInfo(
-        "the same digits in 8×8 pixels, for the smallest devices", "CC BY-SA 3.0", (1, 8, 8), 10, False, _read_small
+        "the same digits in 8×8 pixels, for the smallest devices",
+        "CC BY-SA 3.0",
+        (1, 8, 8),
+        10,
+        False,
+        _read_small,
     ),
     "mnist": DatasetInfo(
         "60 000 + 10 000 handwritten digits",
@@ -240,14 +291,43 @@ DATASETS: dict[str, DatasetInfo] = {
         _idx_reader("FashionMNIST/raw", _FASHION_URL, _FASHION_MD5, _FASHION_STATS, _GARMENTS),
     ),
     "cifar-10": DatasetInfo(
-        "50 000 + 10 000 colour photographs", "none stated; cite Krizhevsky 2009", (3, 32, 32), 10, False, _read_cifar
+        "50 000 + 10 000 colour photographs",
+        "none stated; cite Krizhevsky 2009",
+        (3, 32, 32),
+        10,
+        False,
+        _read_cifar,
     ),
-    "har": DatasetInfo("smartphone motion, windows of 128 steps, 30 people", "CC BY 4.0", (6, 128), 6, True, _read_named_npz),
-    "audiomnist": DatasetInfo("spoken digits as log-mel pictures, 60 speakers", "MIT", (1, 32, 32), 10, True, _read_named_npz),
+    "har": DatasetInfo(
+        "smartphone motion, windows of 128 steps, 30 people",
+        "CC BY 4.0",
+        (6, 128),
+        6,
+        True,
+        _read_named_npz,
+    ),
+    "audiomnist": DatasetInfo(
+        "spoken digits as log-mel pictures, 60 speakers",
+        "MIT",
+        (1, 32, 32),
+        10,
+        True,
+        _read_named_npz,
+    ),
     "wisdm": DatasetInfo(
-        "accelerometer features, 36 people, some missing", "none stated; cite Kwapisz 2010", (43,), 6, True, _read_named_npz
+        "accelerometer features, 36 people, some missing",
+        "none stated; cite Kwapisz 2010",
+        (43,),
+        6,
+        True,
+        _read_named_npz,
     ),
     "npz": DatasetInfo(
-        "a file of yours (data.path) with x, y and, if wanted, client and test", "yours", None, None, False, _read_npz
+        "a file of yours (data.path) with x, y and, if wanted, client and test",
+        "yours",
+        None,
+        None,
+        False,
+        _read_npz,
     ),
 }

@@ -1,7 +1,8 @@
 """Reader for the original CIFAR-10 python files.
 
-They are pickles, and a pickle may run any code when loaded. Here it cannot: the three names an array needs resolve to an inert
-stand-in, every other name is refused, and the array is rebuilt from the raw bytes afterwards.
+They are pickles, and a pickle may run any code when loaded. Here it cannot: the three names an
+array needs resolve to an inert stand-in, every other name is refused, and the array is rebuilt from
+the raw bytes afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from nestling.errors import InputError
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_FILE = "test_batch"
 FILES = (*TRAIN_FILES, TEST_FILE, "batches.meta")
-CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CLASS_NAMES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 
 _PIXELS = 3 * 32 * 32
 _ARRAY_NAMES = {
@@ -61,7 +73,9 @@ class _Inert:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ARRAY_NAMES:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which CIFAR-10 files never do")
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which CIFAR-10 files never do"
+            )
         return _Inert
 
 
@@ -78,7 +92,8 @@ def _load(path: Path) -> Any:
 
 
 def _bound_memo(raw: bytes) -> None:
-    # The unpickler's memo is a table as long as the largest index: five bytes could ask for gigabytes.
+    # The unpickler's memo is a table as long as the largest index: five bytes could ask for
+    # gigabytes.
     for opcode, argument, _ in pickletools.genops(raw):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(raw):
             raise pickle.UnpicklingError("its memo index is out of range")
@@ -93,7 +108,11 @@ def _rebuild(array: Any, path: Path) -> np.ndarray:
 
 
 def _labels(labels: Any, path: Path) -> np.ndarray:
-    good = isinstance(labels, list) and labels and all(type(label) is int and 0 <= label < len(CLASS_NAMES) for label in labels)
+    good = (
+        isinstance(labels, list)
+        and labels
+        and all(type(label) is int and 0 <= label < len(CLASS_NAMES) for label in labels)
+    )
     if not good:
         raise _bad(path, f"'labels' is not a list of numbers 0..{len(CLASS_NAMES) - 1}")
     return np.array(labels, np.uint8)

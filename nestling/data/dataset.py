@@ -1,4 +1,5 @@
-"""What every reader returns: samples, labels, test rows and, where the data has them, natural clients."""
+"""What every reader returns: samples, labels, test rows and, where the data has them, natural
+clients."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from nestling.errors import InputError
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and test rows in memory. One sample is (C, H, W), (C, L) or (F,); channels come first."""
+    """Training and test rows in memory. One sample is (C, H, W), (C, L) or (F,); channels come
+    first."""
 
     name: str
     x: Tensor  # float32, normalised, contiguous
@@ -31,54 +33,74 @@ class Dataset:
         return tuple(self.x.shape[1:])
 
     def check(self) -> None:
-        """Raise `InputError` unless the parts fit together: lengths, types, labels in range, finite values."""
+        """Raise `InputError` unless the parts fit together: lengths, types, labels in range, finite
+        values."""
         if self.classes < 2:
             raise self._wrong(f"{self.classes} class(es)", "at least two classes are needed")
         self._check_rows("training", self.x, self.y)
         self._check_rows("test", self.x_test, self.y_test)
         if self.x_test.shape[1:] != self.x.shape[1:]:
             raise self._wrong(
-                f"training samples are {self.shape}, test samples not: {tuple(self.x_test.shape)}", "make them alike"
+                f"training samples are {self.shape}, test samples not: {tuple(self.x_test.shape)}",
+                "make them alike",
             )
         if self.class_names and len(self.class_names) != self.classes:
-            raise self._wrong(f"{len(self.class_names)} class names for {self.classes} classes", "name each class once or none")
+            raise self._wrong(
+                f"{len(self.class_names)} class names for {self.classes} classes",
+                "name each class once or none",
+            )
         if self.client is not None:
             self._check_client(self.client)
 
     def _check_rows(self, part: str, x: Tensor, y: Tensor) -> None:
         if x.dtype != torch.float32 or y.dtype != torch.int64:
-            raise self._wrong(f"{part} rows are {x.dtype} with {y.dtype} labels", "samples are float32, labels int64")
+            raise self._wrong(
+                f"{part} rows are {x.dtype} with {y.dtype} labels",
+                "samples are float32, labels int64",
+            )
         if y.dim() != 1 or x.dim() not in (2, 3, 4):
             raise self._wrong(
-                f"{part} samples are {tuple(x.shape)}, labels {tuple(y.shape)}", "samples are (N, F), (N, C, L) or (N, C, H, W)"
+                f"{part} samples are {tuple(x.shape)}, labels {tuple(y.shape)}",
+                "samples are (N, F), (N, C, L) or (N, C, H, W)",
             )
         if len(x) != len(y):
-            raise self._wrong(f"{len(x)} {part} samples but {len(y)} labels", "give one label a sample")
+            raise self._wrong(
+                f"{len(x)} {part} samples but {len(y)} labels", "give one label a sample"
+            )
         if x.numel() == 0:
             raise self._wrong(f"no {part} rows", "give at least one sample with at least one value")
         if not x.is_contiguous():
             raise self._wrong(f"{part} samples are not contiguous", "call .contiguous() on them")
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= self.classes:
-            raise self._wrong(f"{part} labels run from {low} to {high}", f"labels lie in 0..{self.classes - 1}")
-        # The extremes are finite exactly when everything is (NaN propagates), and no mask of the data's size is made.
+            raise self._wrong(
+                f"{part} labels run from {low} to {high}", f"labels lie in 0..{self.classes - 1}"
+            )
+        # The extremes are finite exactly when everything is (NaN propagates), and no mask of the
+        # data's size is made.
         if not all(torch.isfinite(extreme) for extreme in torch.aminmax(x)):
-            raise self._wrong(f"{part} samples hold NaN or infinite values", "replace them before use")
+            raise self._wrong(
+                f"{part} samples hold NaN or infinite values", "replace them before use"
+            )
 
     def _check_client(self, client: np.ndarray) -> None:
         if client.dtype != np.int64 or client.shape != (len(self.y),):
             raise self._wrong(
-                f"clients are {client.dtype} {client.shape}", f"give one int64 client for each of {len(self.y)} rows"
+                f"clients are {client.dtype} {client.shape}",
+                f"give one int64 client for each of {len(self.y)} rows",
             )
         if client.min() < 0 or not np.bincount(client).all():
-            raise self._wrong("client numbers have gaps or are negative", "number the clients 0..K-1")
+            raise self._wrong(
+                "client numbers have gaps or are negative", "number the clients 0..K-1"
+            )
 
     def _wrong(self, message: str, fix: str) -> InputError:
         return InputError(f"{self.name}: {message}", field="data", fix=fix)
 
 
 def normalise(images: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """8-bit images (N, C, H, W) as float32: scaled to 0..1, then (value - mean) / std per channel."""
+    """8-bit images (N, C, H, W) as float32: scaled to 0..1, then (value - mean) / std per
+    channel."""
     out = images.astype(np.float32, order="C")
     out /= 255
     out -= np.asarray(mean, np.float32).reshape(-1, 1, 1)

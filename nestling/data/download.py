@@ -21,10 +21,18 @@ _CHUNK = 1 << 18
 _TIMEOUT = 30.0
 
 
-def fetch(urls: Sequence[str], path: Path, *, sha256: str | None = None, md5: str | None = None, progress: bool = True) -> Path:
+def fetch(
+    urls: Sequence[str],
+    path: Path,
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
+    progress: bool = True,
+) -> Path:
     """Download the first of `urls` that answers with the right digest to `path`, and return `path`.
 
-    The bytes go to a temporary file beside `path`, which takes its name only once the digest agrees.
+    The bytes go to a temporary file beside `path`, which takes its name only once the digest
+    agrees.
     """
     algorithm, expected = ("sha256", sha256) if sha256 else ("md5", md5)
     if not expected:
@@ -44,14 +52,17 @@ def fetch(urls: Sequence[str], path: Path, *, sha256: str | None = None, md5: st
 
 
 def extract(archive: Path, folder: Path, members: Iterable[str]) -> None:
-    """Copy the named regular files of a .tar.gz into `folder`; nothing else in the archive is written anywhere."""
+    """Copy the named regular files of a .tar.gz into `folder`; nothing else in the archive is
+    written anywhere."""
     try:
         with tarfile.open(archive, "r:gz") as tar:
             for member in members:
                 _copy_member(tar, member, folder / member)
     except (tarfile.TarError, zlib.error, EOFError, OSError, KeyError) as error:
         raise InputError(
-            f"{archive} could not be unpacked: {error}", field="data.name", fix="delete the archive, so that it is fetched again"
+            f"{archive} could not be unpacked: {error}",
+            field="data.name",
+            fix="delete the archive, so that it is fetched again",
         ) from error
 
 
@@ -60,7 +71,11 @@ def _download(url: str, path: Path, algorithm: str, expected: str, progress: boo
     part = _part(path)
     try:
         digest = hashlib.new(algorithm, usedforsecurity=False)
-        with urllib.request.urlopen(url, timeout=_TIMEOUT) as response, part.open("wb") as file, _bar(progress) as bar:
+        with (
+            urllib.request.urlopen(url, timeout=_TIMEOUT) as response,
+            part.open("wb") as file,
+            _bar(progress) as bar,
+        ):
             length = response.headers.get("Content-Length")
             total = int(length) if length else None
             task = bar.add_task(path.name, total=total)
@@ -103,5 +118,12 @@ def _part(path: Path) -> Path:
 
 def _bar(progress: bool) -> Progress:
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=console, disable=not (progress and console.is_terminal), transient=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    return Progress(
+        *columns, console=console, disable=not (progress and console.is_terminal), transient=True
+    )

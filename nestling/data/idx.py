@@ -47,17 +47,23 @@ def read_images(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
 def _parse(file: BinaryIO | gzip.GzipFile, path: Path, limit: int) -> np.ndarray:
     magic = file.read(4)
     if len(magic) < 4 or magic[:3] != b"\x00\x00\x08" or magic[3] == 0:
-        raise _bad(path, f"is not an IDX file of unsigned bytes (it starts with {magic.hex() or 'nothing'})")
+        raise _bad(
+            path,
+            f"is not an IDX file of unsigned bytes (it starts with {magic.hex() or 'nothing'})",
+        )
     header = file.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
         raise _bad(path, "is truncated inside its header")
     shape = struct.unpack(f">{magic[3]}I", header)
     size = math.prod(shape)
-    # A header may promise terabytes: believe only what the file could hold before any memory is asked for.
+    # A header may promise terabytes: believe only what the file could hold before any memory is
+    # asked for.
     body = file.read(size + 1) if size <= limit else b""
     if len(body) != size:
         found = "more" if len(body) > size else str(len(body)) if size <= limit else "fewer"
-        raise _bad(path, f"is truncated or damaged: its header promises {size} values, it holds {found}")
+        raise _bad(
+            path, f"is truncated or damaged: its header promises {size} values, it holds {found}"
+        )
     return np.frombuffer(body, np.uint8).reshape(shape)
 
 

@@ -3,8 +3,8 @@
 | key | content |
 |---|---|
 | `x` | the samples, see the table below |
-| `y` | (N,) integers or strings; re-numbered 0..C-1 in sorted order, the original values become the class names |
-| `client` | (N,) integers or strings: the natural client of each row; re-numbered 0..K-1 in sorted order over the training rows |
+| `y` | (N,) integers or strings; re-numbered 0..C-1 in sorted order, named by their values |
+| `client` | (N,) integers or strings: each row's natural client; re-numbered 0..K-1 like `y` |
 | `test` | (N,) booleans: the held-out rows |
 
 | `x` | read as | values |
@@ -12,15 +12,17 @@
 | 2-d (N, F) | vectors | standardised per feature |
 | 3-d (N, H, W), uint8 | grey images -> (N, 1, H, W) | scaled to 0..1 |
 | 3-d (N, L, C), any other number | sequences -> (N, C, L) | standardised per channel |
-| 4-d, last dimension 1, 3 or 4 | images (N, H, W, C) -> (N, C, H, W) | uint8 scaled to 0..1, else standardised per channel |
+| 4-d, last one 1, 3 or 4 | images (N, H, W, C) -> (N, C, H, W) | uint8 to 0..1, else as above |
 | 4-d otherwise | images (N, C, H, W) | the same |
 
-Standardised means (value - mean) / standard deviation, both of the training rows alone; a constant feature becomes zero.
+Standardised means (value - mean) / standard deviation, both of the training rows alone; a constant
+feature becomes zero.
 
-Without `test`, 20 % of the rows (of each client, if there are clients) are held out at random, but never all rows of a class.
+Without `test`, 20 % of the rows (of each client, if there are clients) are held out at random, but
+never all rows of a class.
 
-Missing values (NaN) are refused unless `missing` is "mean" (the training mean of that feature or channel) or "zero"; infinite
-values are refused always.
+Missing values (NaN) are refused unless `missing` is "mean" (the training mean of that feature or
+channel) or "zero"; infinite values are refused always.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ TEST_SHARE = 0.2
 
 
 def read_npz(path: Path, *, name: str = "npz", missing: str = "refuse", seed: int = 0) -> Dataset:
-    """The data set in one .npz file, by the rules above. `seed` chooses the held-out rows where the file does not."""
+    """The data set in one .npz file, by the rules above. `seed` chooses the held-out rows where the
+    file does not."""
     if missing not in MISSING:
         raise unknown("rule for missing values", missing, MISSING, field="data.missing")
     arrays = _open(path)
@@ -62,7 +65,9 @@ def read_npz(path: Path, *, name: str = "npz", missing: str = "refuse", seed: in
         x_test=torch.from_numpy(x[test]),
         y_test=as_labels(y[test]),
         classes=len(names),
-        client=None if client is None else np.unique(client[~test], return_inverse=True)[1].astype(np.int64),
+        client=None
+        if client is None
+        else np.unique(client[~test], return_inverse=True)[1].astype(np.int64),
         class_names=names,
     )
     dataset.check()
@@ -73,7 +78,9 @@ def _open(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise _bad(path, "there is no such file", "give the path of an .npz file")
     if not zipfile.is_zipfile(path):
-        raise _bad(path, "not an .npz file", "write it with numpy.savez_compressed(path, x=..., y=...)")
+        raise _bad(
+            path, "not an .npz file", "write it with numpy.savez_compressed(path, x=..., y=...)"
+        )
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in ("x", "y", "client", "test") if key in file.files}
@@ -82,7 +89,11 @@ def _open(path: Path) -> dict[str, np.ndarray]:
         raise _bad(path, f"cannot be read: {error or type(error).__name__}", fix) from error
     for key in ("x", "y"):
         if key not in arrays:
-            raise _bad(path, f"has no array {key!r}", "the file needs x (samples) and y (labels); client and test are optional")
+            raise _bad(
+                path,
+                f"has no array {key!r}",
+                "the file needs x (samples) and y (labels); client and test are optional",
+            )
     return arrays
 
 
@@ -91,7 +102,9 @@ def _samples(x: np.ndarray, path: Path) -> np.ndarray:
         raise _bad(path, f"x has type {x.dtype}", "give numbers")
     if x.ndim not in (2, 3, 4):
         raise _bad(
-            path, f"x has shape {x.shape}", "give (N, F) vectors, (N, L, C) sequences, or (N, H, W) or (N, H, W, C) images"
+            path,
+            f"x has shape {x.shape}",
+            "give (N, F) vectors, (N, L, C) sequences, or (N, H, W) or (N, H, W, C) images",
         )
     if x.ndim == 3:
         return x[:, None] if x.dtype == np.uint8 else x.transpose(0, 2, 1)
@@ -113,23 +126,35 @@ def _check_length(key: str, values: np.ndarray, rows: int, path: Path) -> None:
         raise _bad(path, f"x has {rows} rows but {key} has {len(values)}", "give one value a row")
 
 
-def _test_mask(test: np.ndarray | None, labels: np.ndarray, client: np.ndarray | None, seed: int, path: Path) -> np.ndarray:
+def _test_mask(
+    test: np.ndarray | None, labels: np.ndarray, client: np.ndarray | None, seed: int, path: Path
+) -> np.ndarray:
     if test is None:
         test = _hold_out(labels, client, seed)
         if not test.any():
             raise _bad(
-                path, f"{len(labels)} row(s) are too few to hold some out for the test", "add rows, or a boolean array 'test'"
+                path,
+                f"{len(labels)} row(s) are too few to hold some out for the test",
+                "add rows, or a boolean array 'test'",
             )
         return test
     if test.dtype != np.bool_ or test.shape != labels.shape:
-        raise _bad(path, f"test is {test.dtype} {test.shape}", f"give {len(labels)} booleans, True for held-out rows")
+        raise _bad(
+            path,
+            f"test is {test.dtype} {test.shape}",
+            f"give {len(labels)} booleans, True for held-out rows",
+        )
     if test.all() or not test.any():
-        raise _bad(path, f"test marks {int(test.sum())} of {len(test)} rows", "mark some rows, but not all")
+        raise _bad(
+            path, f"test marks {int(test.sum())} of {len(test)} rows", "mark some rows, but not all"
+        )
     return test
 
 
 def _hold_out(labels: np.ndarray, client: np.ndarray | None, seed: int) -> np.ndarray:
-    _, group, sizes = np.unique(np.zeros(len(labels)) if client is None else client, return_inverse=True, return_counts=True)
+    _, group, sizes = np.unique(
+        np.zeros(len(labels)) if client is None else client, return_inverse=True, return_counts=True
+    )
     order = np.lexsort((stream(seed, "npz", "test").random(len(labels)), group))
     place = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     test = np.zeros(len(labels), bool)
@@ -138,19 +163,30 @@ def _hold_out(labels: np.ndarray, client: np.ndarray | None, seed: int) -> np.nd
     return test & np.isin(labels, labels[~test])
 
 
-def _number_labels(labels: np.ndarray, test: np.ndarray, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:
+def _number_labels(
+    labels: np.ndarray, test: np.ndarray, path: Path
+) -> tuple[np.ndarray, tuple[str, ...]]:
     values = np.unique(labels[~test])
     unseen = np.setdiff1d(labels[test], values)
     if len(unseen):
         few = ", ".join(map(str, unseen[:5]))
-        raise _bad(path, f"test rows have labels that no training row has: {few}", "mark other rows as test")
+        raise _bad(
+            path,
+            f"test rows have labels that no training row has: {few}",
+            "mark other rows as test",
+        )
     if len(values) < 2:
-        raise _bad(path, f"all training rows have the label {values[0]!s}", "at least two classes are needed")
+        raise _bad(
+            path,
+            f"all training rows have the label {values[0]!s}",
+            "at least two classes are needed",
+        )
     return np.searchsorted(values, labels), tuple(str(value) for value in values)
 
 
 def _scaled(x: np.ndarray, test: np.ndarray, missing: str, path: Path) -> np.ndarray:
-    """Contiguous float32: 8-bit images in 0..1, everything else standardised by the training rows."""
+    """Contiguous float32: 8-bit images in 0..1, everything else standardised by the training
+    rows."""
     if x.dtype == np.uint8 and x.ndim == 4:
         return np.ascontiguousarray(x, np.float32) / np.float32(255)
     x = np.ascontiguousarray(x, np.float64)
@@ -158,15 +194,22 @@ def _scaled(x: np.ndarray, test: np.ndarray, missing: str, path: Path) -> np.nda
     _fill_missing(x, test, axes, missing, path)
     with np.errstate(over="ignore", invalid="ignore"):
         mean, std = x[~test].mean(axes, keepdims=True), x[~test].std(axes, keepdims=True)
-        # Rounding leaves a constant feature a deviation just above zero; dividing by that would blow the noise up.
+        # Rounding leaves a constant feature a deviation just above zero; dividing by that would
+        # blow the noise up.
         std[std <= 1e-10 * np.abs(mean)] = 1
         x = ((x - mean) / std).astype(np.float32)
     if not (np.isfinite(std).all() and np.isfinite(x).all()):
-        raise _bad(path, "x has values too large to standardise", "rescale them to the range of 32-bit floats")
+        raise _bad(
+            path,
+            "x has values too large to standardise",
+            "rescale them to the range of 32-bit floats",
+        )
     return x
 
 
-def _fill_missing(x: np.ndarray, test: np.ndarray, axes: tuple[int, ...], missing: str, path: Path) -> None:
+def _fill_missing(
+    x: np.ndarray, test: np.ndarray, axes: tuple[int, ...], missing: str, path: Path
+) -> None:
     if np.isinf(x).any():
         raise _bad(path, "x has infinite values", "replace them; only NaN counts as missing")
     gaps = np.isnan(x)

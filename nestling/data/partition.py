@@ -1,4 +1,5 @@
-"""Who owns which row when rows are divided among clients: one function per kind, which returns each row's owner (-1: nobody)."""
+"""Who owns which row when rows are divided among clients: one function per kind, which returns each
+row's owner (-1: nobody)."""
 
 from __future__ import annotations
 
@@ -17,18 +18,25 @@ def iid(rows: int, clients: int, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(np.arange(rows) % clients)
 
 
-def quantity(rows: int, clients: int, alpha: float, min_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Shuffled rows in shares of unequal size: `min_size` each, and Dirichlet(alpha) shares of the remainder."""
+def quantity(
+    rows: int, clients: int, alpha: float, min_size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Shuffled rows in shares of unequal size: `min_size` each, and Dirichlet(alpha) shares of the
+    remainder."""
     spare = rows - clients * min_size
     sizes = min_size + np.diff(_cuts(proportions(alpha, clients, rng), spare))
     return rng.permutation(np.repeat(np.arange(clients), sizes))
 
 
-def dirichlet(y: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Each class divided by its own Dirichlet(alpha) proportions, re-drawn until everyone has `min_size` rows.
+def dirichlet(
+    y: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Each class divided by its own Dirichlet(alpha) proportions, re-drawn until everyone has
+    `min_size` rows.
 
-    A client that already has its fair share (rows / clients) takes no part in the classes that follow, as published experiments
-    have it: client sizes stay comparable and the skew is in the labels. If no draw suffices, the largest clients give rows away.
+    A client that already has its fair share (rows / clients) takes no part in the classes that
+    follow, as published experiments have it: client sizes stay comparable and the skew is in the
+    labels. If no draw suffices, the largest clients give rows away.
     """
     groups = [rng.permutation(rows) for rows in class_rows(y)]
     for _ in range(_TRIES):
@@ -38,11 +46,14 @@ def dirichlet(y: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.
     return _top_up(owner, sizes, min_size, rng)
 
 
-def classes(y: np.ndarray, clients: int, per_client: int, min_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Exactly `per_client` classes per client; the rows of a class are divided evenly among its holders.
+def classes(
+    y: np.ndarray, clients: int, per_client: int, min_size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Exactly `per_client` classes per client; the rows of a class are divided evenly among its
+    holders.
 
-    Larger classes get more holders, so that client sizes stay comparable. With fewer places (clients x classes) than classes some
-    classes have no holder and their rows no owner.
+    Larger classes get more holders, so that client sizes stay comparable. With fewer places
+    (clients x classes) than classes some classes have no holder and their rows no owner.
     """
     groups = [rng.permutation(rows) for rows in class_rows(y)]
     per_client = min(per_client, len(groups))
@@ -59,18 +70,22 @@ def classes(y: np.ndarray, clients: int, per_client: int, min_size: int, rng: np
         if sizes.min() >= min_size:
             return owner
     raise InputError(
-        f"with {per_client} classes a client the smallest client would get {sizes.min()} of its {min_size} rows",
+        f"with {per_client} classes a client the smallest client would get {sizes.min()} of its "
+        f"{min_size} rows",
         field="split.min_size",
         fix="lower it, use fewer clients, or give each client more classes",
     )
 
 
 def natural(client: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
-    """The data's own clients: all of them under their own numbers, or the first `clients` of a shuffle."""
+    """The data's own clients: all of them under their own numbers, or the first `clients` of a
+    shuffle."""
     known = int(client.max()) + 1
     if clients > known:
         raise InputError(
-            f"{clients} clients wanted, the data has {known}", field="clients", fix=f"use at most {known}, or another split.kind"
+            f"{clients} clients wanted, the data has {known}",
+            field="clients",
+            fix=f"use at most {known}, or another split.kind",
         )
     if clients == known:
         return client.copy()
@@ -88,12 +103,14 @@ def class_rows(y: np.ndarray) -> list[np.ndarray]:
 
 def proportions(alpha: float, n: int, rng: np.random.Generator) -> np.ndarray:
     """Dirichlet(alpha) shares of `n` parties."""
-    # Beyond these limits the shares are one-hot or equal anyway, and the sampler runs out of digits.
+    # Beyond these limits the shares are one-hot or equal anyway, and the sampler runs out of
+    # digits.
     return rng.dirichlet(np.full(n, min(max(alpha, 1e-6), 1e6)))
 
 
 def shared_out(total: int, weight: np.ndarray) -> np.ndarray:
-    """`total` as whole numbers in proportion to `weight`: rounded down, the largest remainders get what is left."""
+    """`total` as whole numbers in proportion to `weight`: rounded down, the largest remainders get
+    what is left."""
     exact = total * (weight / weight.sum())
     whole = np.floor(exact).astype(np.int64)
     whole[np.argsort(whole - exact, kind="stable")[: total - whole.sum()]] += 1
@@ -121,8 +138,11 @@ def _divide_classes(
     return owner, sizes
 
 
-def _top_up(owner: np.ndarray, sizes: np.ndarray, min_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows move from the largest clients, lowered to one common level, to those below `min_size`."""
+def _top_up(
+    owner: np.ndarray, sizes: np.ndarray, min_size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Rows move from the largest clients, lowered to one common level, to those below
+    `min_size`."""
     wanted = np.maximum(min_size - sizes, 0)
     given = _level(sizes, int(wanted.sum()))
     order = rng.permutation(len(owner))
@@ -135,18 +155,24 @@ def _top_up(owner: np.ndarray, sizes: np.ndarray, min_size: int, rng: np.random.
 
 
 def _level(sizes: np.ndarray, total: int) -> np.ndarray:
-    """How many rows each of the largest gives, `total` in all, so that they end on one level (within one row)."""
+    """How many rows each of the largest gives, `total` in all, so that they end on one level
+    (within one row)."""
     low, high = 0, int(sizes.max())
     while low < high:  # the highest level that yields enough
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if np.maximum(sizes - middle, 0).sum() >= total else (low, middle - 1)
+        low, high = (
+            (middle, high) if np.maximum(sizes - middle, 0).sum() >= total else (low, middle - 1)
+        )
     given = np.maximum(sizes - low, 0)
     given[np.flatnonzero(given)[: given.sum() - total]] -= 1
     return given
 
 
-def _holders(counts: np.ndarray, clients: int, per_client: int, rng: np.random.Generator) -> np.ndarray:
-    """How many clients hold each class: in proportion to its rows, at least one if the places suffice, at most its rows."""
+def _holders(
+    counts: np.ndarray, clients: int, per_client: int, rng: np.random.Generator
+) -> np.ndarray:
+    """How many clients hold each class: in proportion to its rows, at least one if the places
+    suffice, at most its rows."""
     places = clients * per_client
     most = np.minimum(counts, clients)
     if most.sum() < places:
@@ -160,25 +186,35 @@ def _holders(counts: np.ndarray, clients: int, per_client: int, rng: np.random.G
     holders = np.full(len(counts), int(places >= len(counts)))
     while left := places - int(holders.sum()):
         room = most - holders
-        weight = np.where(room > 0, np.maximum(counts * (places / counts.sum()) - holders, 1e-9), 0.0)
+        weight = np.where(
+            room > 0, np.maximum(counts * (places / counts.sum()) - holders, 1e-9), 0.0
+        )
         holders += np.minimum(shared_out(left, weight), room)
     back = np.empty_like(holders)
     back[order] = holders
     return back
 
 
-def _deal(holders: np.ndarray, clients: int, per_client: int, rng: np.random.Generator) -> np.ndarray:
-    """A random clients x classes table of booleans with `per_client` in each row and `holders` in each column."""
+def _deal(
+    holders: np.ndarray, clients: int, per_client: int, rng: np.random.Generator
+) -> np.ndarray:
+    """A random clients x classes table of booleans with `per_client` in each row and `holders` in
+    each column."""
     table = np.zeros((clients, len(holders)), bool)
-    for client, hand in zip(rng.permutation(clients), _hands(holders, clients, per_client, rng), strict=True):
+    for client, hand in zip(
+        rng.permutation(clients), _hands(holders, clients, per_client, rng), strict=True
+    ):
         table[client, hand] = True
     return table
 
 
-def _hands(holders: np.ndarray, clients: int, per_client: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+def _hands(
+    holders: np.ndarray, clients: int, per_client: int, rng: np.random.Generator
+) -> Iterator[np.ndarray]:
     left = holders.copy()
     for remaining in range(clients, 0, -1):
-        # Weighted draw without replacement; a class with as many places as there are clients left must be taken now.
+        # Weighted draw without replacement; a class with as many places as there are clients left
+        # must be taken now.
         score = np.where(left > 0, rng.random(len(left)) ** (1 / np.maximum(left, 1)), -1.0)
         score[left == remaining] = 2.0
         hand = np.argpartition(-score, per_client - 1)[:per_client]

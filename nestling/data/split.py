@@ -1,7 +1,8 @@
 """Federated splits: which training rows each client has, decided by a seed.
 
-There are two ways. With `size = 0` the rows are divided: every row has one owner (or none), kept as one order array and offsets.
-With `size > 0` each client draws its own rows, on demand and from its own stream: a million clients cost nothing until asked for.
+There are two ways. With `size = 0` the rows are divided: every row has one owner (or none), kept as
+one order array and offsets. With `size > 0` each client draws its own rows, on demand and from its
+own stream: a million clients cost nothing until asked for.
 """
 
 from __future__ import annotations
@@ -28,36 +29,60 @@ class SplitConfig:
     kind: str = "dirichlet"  # iid | dirichlet | classes | quantity | natural
     alpha: float = 0.5  # Dirichlet concentration: over labels (dirichlet) or over sizes (quantity)
     classes: int = 2  # classes a client holds (classes)
-    min_size: int = 10  # fewest rows of a client, hold-out included; natural clients keep what they have
-    size: int = 0  # > 0: every client draws this many rows of its own (clients may overlap); 0: rows are divided
+    # fewest rows of a client, hold-out included; natural clients keep what they have
+    min_size: int = 10
+    # > 0: every client draws this many rows of its own (clients may overlap); 0: rows are divided
+    size: int = 0
     holdout: float = 0.0  # share of each client's rows kept for its personal test
     public: float = 0.01  # share of training rows the server takes before the split
 
     def check(self, classes: int | None = None) -> None:
-        """Raise `InputError` for a field out of range; `classes` is the number of classes of the data, where it is known."""
+        """Raise `InputError` for a field out of range; `classes` is the number of classes of the
+        data, where it is known."""
         if self.kind not in KINDS:
             raise unknown("kind of split", self.kind, KINDS, field="split.kind")
-        _require(math.isfinite(self.alpha) and self.alpha > 0, "alpha", self.alpha, "a positive number")
+        _require(
+            math.isfinite(self.alpha) and self.alpha > 0, "alpha", self.alpha, "a positive number"
+        )
         _require(self.classes >= 1, "classes", self.classes, "at least 1")
         _require(self.min_size >= 1, "min_size", self.min_size, "at least 1")
-        _require(self.size >= 0, "size", self.size, "0 (divide the rows) or more (rows each client draws)")
+        _require(
+            self.size >= 0,
+            "size",
+            self.size,
+            "0 (divide the rows) or more (rows each client draws)",
+        )
         _require(0 <= self.holdout < 1, "holdout", self.holdout, "a share from 0 to below 1")
         _check_share(self.public)
         if self.kind == "classes" and classes is not None:
-            _require(self.classes <= classes, "classes", self.classes, f"at most {classes}, the number of classes in the data")
+            _require(
+                self.classes <= classes,
+                "classes",
+                self.classes,
+                f"at most {classes}, the number of classes in the data",
+            )
         if self.size and self.kind in ("quantity", "natural"):
             raise InputError(
-                f"clients cannot draw rows with kind {self.kind!r}", field="split.size", fix="set it to 0, or choose another kind"
+                f"clients cannot draw rows with kind {self.kind!r}",
+                field="split.size",
+                fix="set it to 0, or choose another kind",
             )
         if self.size and self.kind == "classes":
-            _require(self.size >= self.classes, "size", self.size, f"at least split.classes = {self.classes}")
+            _require(
+                self.size >= self.classes,
+                "size",
+                self.size,
+                f"at least split.classes = {self.classes}",
+            )
 
 
 class Split(ABC):
-    """The rows of every client. Each answer depends on the client alone, not on what was asked before."""
+    """The rows of every client. Each answer depends on the client alone, not on what was asked
+    before."""
 
     def __init__(self, clients: int, y: np.ndarray, classes: int, holdout: float) -> None:
-        """Keeps the labels, from which the classes are counted, and the share of its rows that a client holds out."""
+        """Keeps the labels, from which the classes are counted, and the share of its rows that a
+        client holds out."""
         self.clients = clients
         self._y, self._classes, self._holdout = y, classes, holdout
 
@@ -66,7 +91,8 @@ class Split(ABC):
         return self._parts(client)[0]
 
     def holdout(self, client: int) -> np.ndarray:
-        """The rows one client keeps for its personal test; none of them is among its training rows."""
+        """The rows one client keeps for its personal test; none of them is among its training
+        rows."""
         return self._parts(client)[1]
 
     def size(self, client: int) -> int:
@@ -100,9 +126,16 @@ class DividedSplit(Split):
     """Every row has at most one owner."""
 
     def __init__(
-        self, owner: np.ndarray, clients: int, y: np.ndarray, classes: int, holdout: float, rng: np.random.Generator
+        self,
+        owner: np.ndarray,
+        clients: int,
+        y: np.ndarray,
+        classes: int,
+        holdout: float,
+        rng: np.random.Generator,
     ) -> None:
-        """Shuffles the rows and sorts them by `owner`, so that the rows of a client lie side by side."""
+        """Shuffles the rows and sorts them by `owner`, so that the rows of a client lie side by
+        side."""
         super().__init__(clients, y, classes, holdout)
         order = rng.permutation(len(owner))
         order = order[owner[order] != partition.NOBODY]
@@ -126,7 +159,9 @@ class DividedSplit(Split):
 class DrawnSplit(Split):
     """Every client draws its own rows, so that clients may share some."""
 
-    def __init__(self, config: SplitConfig, clients: int, y: np.ndarray, classes: int, seed: int) -> None:
+    def __init__(
+        self, config: SplitConfig, clients: int, y: np.ndarray, classes: int, seed: int
+    ) -> None:
         """Notes what the draws need; no client's rows are drawn yet."""
         super().__init__(clients, y, classes, config.holdout)
         self._config, self._seed, self._groups = config, seed, partition.class_rows(y)
@@ -148,7 +183,8 @@ class DrawnSplit(Split):
         return self._config.size
 
     def _rows(self, client: int) -> np.ndarray:
-        # Rows and class counts of one client are asked for in a row, and drawing costs more than all the rest.
+        # Rows and class counts of one client are asked for in a row, and drawing costs more than
+        # all the rest.
         if self._last[0] != client:
             self._last = (client, self._drawn(client))
         return self._last[1].copy()
@@ -158,7 +194,11 @@ class DrawnSplit(Split):
         if self._config.kind == "iid":
             return rng.choice(len(self._y), self._config.size, replace=False)
         takes = self._takes(rng)
-        drawn = [_draw(rows, take, rng) for rows, take in zip(self._groups, takes.tolist(), strict=True) if take]
+        drawn = [
+            _draw(rows, take, rng)
+            for rows, take in zip(self._groups, takes.tolist(), strict=True)
+            if take
+        ]
         return rng.permutation(np.concatenate(drawn))
 
     def _takes(self, rng: np.random.Generator) -> np.ndarray:
@@ -167,7 +207,9 @@ class DrawnSplit(Split):
         if self._config.kind == "dirichlet":
             return rng.multinomial(size, partition.proportions(self._config.alpha, present, rng))
         takes = np.zeros(present, np.int64)
-        takes[rng.choice(present, self._held, replace=False)] = np.diff(size * np.arange(self._held + 1) // self._held)
+        takes[rng.choice(present, self._held, replace=False)] = np.diff(
+            size * np.arange(self._held + 1) // self._held
+        )
         return takes
 
     def _parts(self, client: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,7 +218,8 @@ class DrawnSplit(Split):
         rows = self._rows(self._known(client))
         if not self._holdout:
             return rows, rows[:0]
-        # A row drawn twice must not be trained on and tested with: whole rows change sides, repeats included.
+        # A row drawn twice must not be trained on and tested with: whole rows change sides, repeats
+        # included.
         _, first = np.unique(rows, return_index=True)
         distinct = rows[np.sort(first)]
         held = np.isin(rows, distinct[: _kept(len(distinct), self._holdout)])
@@ -184,9 +227,16 @@ class DrawnSplit(Split):
 
 
 def make_split(
-    config: SplitConfig, *, y: np.ndarray, classes: int, clients: int, seed: int, client: np.ndarray | None = None
+    config: SplitConfig,
+    *,
+    y: np.ndarray,
+    classes: int,
+    clients: int,
+    seed: int,
+    client: np.ndarray | None = None,
 ) -> Split:
-    """The split of rows with labels `y` among `clients`; `client` gives the natural client of each row (kind "natural")."""
+    """The split of rows with labels `y` among `clients`; `client` gives the natural client of each
+    row (kind "natural")."""
     config.check(classes)
     y = _check_labels(np.asarray(y), classes)
     if clients < 1:
@@ -194,17 +244,23 @@ def make_split(
     if config.size:
         if config.size > len(y):
             raise InputError(
-                f"{config.size} rows a client, the data has {len(y)}", field="split.size", fix=f"use at most {len(y)}"
+                f"{config.size} rows a client, the data has {len(y)}",
+                field="split.size",
+                fix=f"use at most {len(y)}",
             )
         return DrawnSplit(config, clients, y, classes, seed)
     rng = stream(seed, "split", config.kind)
-    return DividedSplit(_owner(config, y, clients, client, rng), clients, y, classes, config.holdout, rng)
+    return DividedSplit(
+        _owner(config, y, clients, client, rng), clients, y, classes, config.holdout, rng
+    )
 
 
 def take_public(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Take `share` of the training rows out, stratified by class: (the remaining data, the public rows or None if `share` is 0).
+    """Take `share` of the training rows out, stratified by class: (the remaining data, the public
+    rows or None if `share` is 0).
 
-    Every class and every natural client keeps at least one row. The public part has no clients and the same test rows.
+    Every class and every natural client keeps at least one row. The public part has no clients and
+    the same test rows.
     """
     _check_share(share)
     if share == 0:
@@ -212,12 +268,16 @@ def take_public(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Dat
     public = _public_rows(dataset, share, stream(seed, "public"))
     if not public.any():
         raise InputError(
-            f"no row can be spared for a share of {share}", field="split.public", fix="set it to 0, or use more data"
+            f"no row can be spared for a share of {share}",
+            field="split.public",
+            fix="set it to 0, or use more data",
         )
     mask = torch.from_numpy(public)
     client = None if dataset.client is None else dataset.client[~public]
     rest = replace(dataset, x=dataset.x[~mask], y=dataset.y[~mask], client=client)
-    return rest, replace(dataset, name=f"{dataset.name} (public)", x=dataset.x[mask], y=dataset.y[mask], client=None)
+    return rest, replace(
+        dataset, name=f"{dataset.name} (public)", x=dataset.x[mask], y=dataset.y[mask], client=None
+    )
 
 
 def _public_rows(dataset: Dataset, share: float, rng: np.random.Generator) -> np.ndarray:
@@ -226,21 +286,31 @@ def _public_rows(dataset: Dataset, share: float, rng: np.random.Generator) -> np
     if dataset.client is not None:
         spare[np.unique(dataset.client, return_index=True)[1]] = False
     groups = partition.class_rows(y)
-    takes = partition.shared_out(max(1, round(share * len(y))), np.array([len(rows) for rows in groups], float))
+    takes = partition.shared_out(
+        max(1, round(share * len(y))), np.array([len(rows) for rows in groups], float)
+    )
     public = np.zeros(len(y), bool)
     for rows, take in zip(groups, takes, strict=True):
         public[rng.permutation(rows[spare[rows]])[: min(take, len(rows) - 1)]] = True
     return public
 
 
-def _owner(config: SplitConfig, y: np.ndarray, clients: int, client: np.ndarray | None, rng: np.random.Generator) -> np.ndarray:
+def _owner(
+    config: SplitConfig,
+    y: np.ndarray,
+    clients: int,
+    client: np.ndarray | None,
+    rng: np.random.Generator,
+) -> np.ndarray:
     if config.kind == "natural":
         return partition.natural(_check_client(client, len(y)), clients, rng)
     if clients * config.min_size > len(y):
         raise InputError(
-            f"{clients} clients with at least {config.min_size} rows each need more than the {len(y)} rows there are",
+            f"{clients} clients with at least {config.min_size} rows each need more than the "
+            f"{len(y)} rows there are",
             field="split.size",
-            fix="set split.size so that clients draw their own rows, lower split.min_size, or use fewer clients",
+            fix="set split.size so that clients draw their own rows, lower split.min_size, or "
+            "use fewer clients",
         )
     if config.kind == "iid":
         return partition.iid(len(y), clients, rng)
@@ -253,20 +323,32 @@ def _owner(config: SplitConfig, y: np.ndarray, clients: int, client: np.ndarray 
 
 def _check_labels(y: np.ndarray, classes: int) -> np.ndarray:
     if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) == 0:
-        raise InputError(f"labels are {y.dtype} {y.shape}", field="data", fix="give at least one integer label a row")
+        raise InputError(
+            f"labels are {y.dtype} {y.shape}",
+            field="data",
+            fix="give at least one integer label a row",
+        )
     if y.min() < 0 or y.max() >= classes:
-        raise InputError(f"labels run from {y.min()} to {y.max()}", field="data", fix=f"labels lie in 0..{classes - 1}")
+        raise InputError(
+            f"labels run from {y.min()} to {y.max()}",
+            field="data",
+            fix=f"labels lie in 0..{classes - 1}",
+        )
     return y.astype(np.int64)
 
 
 def _check_client(client: np.ndarray | None, rows: int) -> np.ndarray:
     if client is None:
         raise InputError(
-            "the data has no natural clients", field="split.kind", fix="use another kind, or data whose rows name their client"
+            "the data has no natural clients",
+            field="split.kind",
+            fix="use another kind, or data whose rows name their client",
         )
     if client.shape != (rows,) or client.dtype.kind not in "iu" or client.min() < 0:
         raise InputError(
-            f"clients are {client.dtype} {client.shape}", field="data", fix=f"give one client 0..K-1 for each of {rows} rows"
+            f"clients are {client.dtype} {client.shape}",
+            field="data",
+            fix=f"give one client 0..K-1 for each of {rows} rows",
         )
     return client.astype(np.int64)
 

@@ -1,4 +1,5 @@
-"""What devices have, what a network costs, which piece of it fits where, and who takes part in a round."""
+"""What devices have, what a network costs, which piece of it fits where, and who takes part in a
+round."""
 
 from nestling.devices.catalogue import Figure, Profile, catalogue, device, load_catalogue, mark
 from nestling.devices.clock import Timing, round_time

@@ -21,14 +21,24 @@ class Timing:
     total_s: float  # download, training and upload, one after another
 
 
-def round_time(profile: Profile, cost: Cost, budget: Budget, bytes_down: int, bytes_up: int, slowdown: float = 1.0) -> Timing:
+def round_time(
+    profile: Profile,
+    cost: Cost,
+    budget: Budget,
+    bytes_down: int,
+    bytes_up: int,
+    slowdown: float = 1.0,
+) -> Timing:
     """The round of one device: receive, train, send.
 
-    `slowdown` stretches all three, as on a busy or badly connected device; its energy grows with the time.
+    `slowdown` stretches all three, as on a busy or badly connected device; its energy grows with
+    the time.
     """
     if bytes_down < 0 or bytes_up < 0 or not slowdown > 0:
         fix = "give byte counts of at least 0 and a slowdown above 0"
-        raise InputError(f"bytes {bytes_down}/{bytes_up}, slowdown {slowdown}", field="round_time", fix=fix)
+        raise InputError(
+            f"bytes {bytes_down}/{bytes_up}, slowdown {slowdown}", field="round_time", fix=fix
+        )
     down = 8 * bytes_down / float(profile.down_bps) * slowdown
     up = 8 * bytes_up / float(profile.up_bps) * slowdown
     compute = need(profile, cost, budget).seconds * slowdown

@@ -1,16 +1,20 @@
-"""What a network costs to train: parameters, multiply-accumulates, and the memory of its activations.
+"""What a network costs to train: parameters, multiply-accumulates, and the memory of its
+activations.
 
-The memory is a liveness bound. Time is one step per operation: all forwards in order, the loss, then the backwards in reverse.
-An activation lives from its forward until the last step that needs it; its gradient lives from the backward of its last reader
-to the backward of its producer. The peak over time of what is live together is a floor under every allocator. Conventions:
+The memory is a liveness bound. Time is one step per operation: all forwards in order, the loss,
+then the backwards in reverse. An activation lives from its forward until the last step that needs
+it; its gradient lives from the backward of its last reader to the backward of its producer. The
+peak over time of what is live together is a floor under every allocator. Conventions:
 
-- an activation function (ReLU and its kin) is fused into the operation before it and undone from its output;
+- an activation function (ReLU and its kin) is fused into the operation before it and undone from
+  its output;
 - max-pooling keeps one index byte per output instead of its input;
-- an entry-by-entry operation overwrites an operand nobody else wants, and the loss overwrites the logits with their gradient;
+- an entry-by-entry operation overwrites an operand nobody else wants, and the loss overwrites the
+  logits with their gradient;
 - views (flatten, transpose) share the storage they look at; weights are counted apart.
 
-A microcontroller is not estimated: where the C runtime knows all of a network's operations, `Cost.planned` holds the sizes of the
-plan that it would be given.
+A microcontroller is not estimated: where the C runtime knows all of a network's operations,
+`Cost.planned` holds the sizes of the plan that it would be given.
 """
 
 from __future__ import annotations
@@ -43,20 +47,25 @@ class Cost:
     train_macs: int  # forward + gradients of inputs + gradients of weights
     activation_bytes: int  # peak of what is live in forward and backward
     inference_bytes: int  # peak of what is live in a forward alone
-    layers: int  # operations a runtime steps through: views and fused activation functions are not counted
+    # operations a runtime steps through: views and fused activation functions are not counted
+    layers: int
     planned: Footprint | None = None  # the plan for the C runtime, if that can train the network
     lacks: str = ""  # if not: what the C runtime lacks
 
 
 def cost_of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
-    """The cost of training `module` on samples of `shape` (no batch axis), from one recorded forward without computation.
+    """The cost of training `module` on samples of `shape` (no batch axis), from one recorded
+    forward without computation.
 
-    `dtype` is that of the input: float32, or int64 when the network begins with an embedding, unless given.
+    `dtype` is that of the input: float32, or int64 when the network begins with an embedding,
+    unless given.
     """
     recorded = record(module, tuple(shape), dtype)
     planned, lacks = _planned(recorded, module, tuple(shape))
     forward = fuse(recorded)
-    trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    trainable = sum(
+        parameter.numel() for parameter in module.parameters() if parameter.requires_grad
+    )
     macs = sum(operation.macs for operation in forward.operations)
     return Cost(
         params=trainable,
@@ -72,7 +81,9 @@ def cost_of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None
     )
 
 
-def _planned(forward: Record, module: nn.Module, shape: tuple[int, ...]) -> tuple[Footprint | None, str]:
+def _planned(
+    forward: Record, module: nn.Module, shape: tuple[int, ...]
+) -> tuple[Footprint | None, str]:
     try:
         return footprint(plan(lower_record(forward, module, shape))), ""
     except Unsupported as error:
@@ -84,23 +95,31 @@ def _planned(forward: Record, module: nn.Module, shape: tuple[int, ...]) -> tupl
 def state_bytes(module: nn.Module) -> int:
     """Bytes of the module's state; what two names share is counted once."""
     tensors = module.state_dict().values()
-    distinct = {(tensor.untyped_storage()._cdata, tensor.storage_offset()): tensor for tensor in tensors}
+    distinct = {
+        (tensor.untyped_storage()._cdata, tensor.storage_offset()): tensor for tensor in tensors
+    }
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
 
 def fuse(forward: Record) -> Record:
-    """The record with every activation function merged into the operation whose result only it reads."""
+    """The record with every activation function merged into the operation whose result only it
+    reads."""
     readers: dict[int, list[int]] = {}
     for position, operation in enumerate(forward.operations):
         for value in operation.reads:
             readers.setdefault(value, []).append(position)
     merged: list[Operation] = []
-    writer: dict[int, tuple[int, int]] = {}  # value -> (place in `merged`, position) of whoever wrote it last
+    # value -> (place in `merged`, position) of whoever wrote it last
+    writer: dict[int, tuple[int, int]] = {}
     for position, operation in enumerate(forward.operations):
         source = _fusable(operation, forward)
         at, wrote = writer.get(source, (-1, -1))
         in_place = source in operation.writes
-        if at >= 0 and source not in merged[at].keeps and not _read_elsewhere(readers[source], wrote, position, in_place):
+        if (
+            at >= 0
+            and source not in merged[at].keeps
+            and not _read_elsewhere(readers[source], wrote, position, in_place)
+        ):
             merged[at] = _merge(merged[at], operation, source)
         else:
             at = len(merged)
@@ -125,7 +144,12 @@ def _read_elsewhere(readers: list[int], wrote: int, position: int, in_place: boo
 
 def _merge(host: Operation, operation: Operation, source: int) -> Operation:
     writes = tuple(operation.writes[0] if value == source else value for value in host.writes)
-    return replace(host, writes=writes, keeps=host.keeps | operation.keeps, trained=host.trained or operation.trained)
+    return replace(
+        host,
+        writes=writes,
+        keeps=host.keeps | operation.keeps,
+        trained=host.trained or operation.trained,
+    )
 
 
 @dataclass
@@ -161,7 +185,9 @@ def _forward_lives(forward: Record) -> dict[int, _Life]:
 def _inference_lives(forward: Record) -> list[_Life]:
     lives = _forward_lives(forward)
     read = {value for operation in forward.operations for value in operation.reads}
-    lives = {value: life for value, life in lives.items() if value in read or value in forward.outputs}
+    lives = {
+        value: life for value, life in lives.items() if value in read or value in forward.outputs
+    }
     _overwrite_operands(forward, lives)
     return list(lives.values())
 

@@ -1,9 +1,11 @@
 """The largest piece of a model that trains on a device, with the numbers that prove it.
 
-On a microcontroller the numbers are those of the plan that its firmware would be given. Where the C runtime lacks something that the
-network or the optimiser needs they are an estimate, and the reasons say so: such a fleet can still be simulated.
+On a microcontroller the numbers are those of the plan that its firmware would be given. Where the C
+runtime lacks something that the network or the optimiser needs they are an estimate, and the
+reasons say so: such a fleet can still be simulated.
 
-Training data is not counted: a device reads it sample by sample from a sensor or from storage of its own.
+Training data is not counted: a device reads it sample by sample from a sensor or from storage of
+its own.
 """
 
 from __future__ import annotations
@@ -38,21 +40,36 @@ class Budget:
     optimizer: str = "sgd"
     seconds: float = 0.0  # 0: no limit per round
     ram_share: float = 1.0  # the free share of RAM now
-    blocks: tuple[str, ...] = ()  # what the method keeps on a microcontroller beside: "anchor", "mask", "target", "present"
+    # what the method keeps on a microcontroller beside: "anchor", "mask", "target", "present"
+    blocks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuses an unknown optimiser or block, and numbers out of range."""
         if self.optimizer not in STATES:
             raise unknown("optimizer", self.optimizer, STATES, field="budget.optimizer")
-        for name, least in (("batch", 1), ("samples", 0), ("epochs", 0), ("seconds", 0), ("ram_share", 0)):
+        for name, least in (
+            ("batch", 1),
+            ("samples", 0),
+            ("epochs", 0),
+            ("seconds", 0),
+            ("ram_share", 0),
+        ):
             value = getattr(self, name)
             if not value >= least:
-                raise InputError(f"{value} is less than {least}", field=f"budget.{name}", fix=f"give at least {least}")
+                raise InputError(
+                    f"{value} is less than {least}",
+                    field=f"budget.{name}",
+                    fix=f"give at least {least}",
+                )
         for name in self.blocks:
             if name not in BLOCKS:
                 raise unknown("block", name, BLOCKS, field="budget.blocks")
         if self.ram_share > 1:
-            raise InputError(f"{self.ram_share} is more than all of it", field="budget.ram_share", fix="give a share from 0 to 1")
+            raise InputError(
+                f"{self.ram_share} is more than all of it",
+                field="budget.ram_share",
+                fix="give a share from 0 to 1",
+            )
 
 
 @dataclass(frozen=True)
@@ -67,7 +84,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Fit:
-    """The piece a device trains. `binding` is the limit that forbids the next larger piece: "", "ram", "flash" or "time"."""
+    """The piece a device trains. `binding` is the limit that forbids the next larger piece: "",
+    "ram", "flash" or "time"."""
 
     device: str
     ratio: float  # 0 when nothing fits
@@ -90,7 +108,8 @@ def need(profile: Profile, cost: Cost, budget: Budget) -> Need:
 
 
 def exceeded(profile: Profile, cost: Cost, budget: Budget) -> str:
-    """The limit that a network of `cost` exceeds most ("ram", "flash" or "time"), or nothing where it trains."""
+    """The limit that a network of `cost` exceeds most ("ram", "flash" or "time"), or nothing where
+    it trains."""
     return _exceeded(need(profile, cost, budget), limits_of(profile, budget))
 
 
@@ -103,7 +122,8 @@ def ram_parts(profile: Profile, cost: Cost, budget: Budget) -> dict[str, int]:
         "weights": cost.weight_bytes,
         "gradients": cost.trainable_bytes,
         "optimiser": cost.trainable_bytes * STATES[budget.optimizer],
-        # The C runtime adds up the gradients of one sample after another; torch holds the whole batch.
+        # The C runtime adds up the gradients of one sample after another; torch holds the whole
+        # batch.
         "activations": cost.activation_bytes * (1 if on_c else budget.batch),
         "runtime": _statics(cost) if on_c else TORCH_RAM,
     }
@@ -124,11 +144,19 @@ def _lacks(cost: Cost, budget: Budget) -> str:
     return "" if cost.planned else cost.lacks or "plan for it"
 
 
-def fit(profile: Profile, cost_at: Callable[[float], Cost], budget: Budget, ratios: Sequence[float] = RATIOS) -> Fit:
-    """The largest of `ratios` that trains inside the device's RAM, flash and time. `cost_at` must not fall as the ratio grows."""
+def fit(
+    profile: Profile,
+    cost_at: Callable[[float], Cost],
+    budget: Budget,
+    ratios: Sequence[float] = RATIOS,
+) -> Fit:
+    """The largest of `ratios` that trains inside the device's RAM, flash and time. `cost_at` must
+    not fall as the ratio grows."""
     ladder = sorted(set(ratios))
     if not ladder or ladder[0] <= 0 or ladder[-1] > 1:
-        raise InputError(f"ratios {tuple(ratios)!r}", field="ratios", fix="give width ratios above 0 and up to 1")
+        raise InputError(
+            f"ratios {tuple(ratios)!r}", field="ratios", fix="give width ratios above 0 and up to 1"
+        )
     limits = limits_of(profile, budget)
     costs: dict[float, Cost] = {}
 
@@ -149,10 +177,26 @@ def fit(profile: Profile, cost_at: Callable[[float], Cost], budget: Budget, rati
     binding = over(failing) if failing < len(ladder) else ""
     larger = (ladder[failing], costs[ladder[failing]]) if binding else None
     if fitting < 0:
-        return Fit(profile.name, 0.0, 0, None, limits, binding, _reasons(profile, None, larger, budget, limits, binding))
+        return Fit(
+            profile.name,
+            0.0,
+            0,
+            None,
+            limits,
+            binding,
+            _reasons(profile, None, larger, budget, limits, binding),
+        )
     cost = costs[ladder[fitting]]
     reasons = _reasons(profile, cost, larger, budget, limits, binding)
-    return Fit(profile.name, ladder[fitting], cost.params, need(profile, cost, budget), limits, binding, reasons)
+    return Fit(
+        profile.name,
+        ladder[fitting],
+        cost.params,
+        need(profile, cost, budget),
+        limits,
+        binding,
+        reasons,
+    )
 
 
 def limits_of(profile: Profile, budget: Budget) -> dict[str, float]:
@@ -166,15 +210,27 @@ def limits_of(profile: Profile, budget: Budget) -> dict[str, float]:
 
 def _exceeded(wanted: Need, limits: dict[str, float]) -> str:
     """The limit `wanted` exceeds by the largest factor, or nothing."""
-    pairs: dict[str, tuple[float, float]] = {"ram": (wanted.ram, limits["ram"]), "flash": (wanted.flash, limits["flash"])}
+    pairs: dict[str, tuple[float, float]] = {
+        "ram": (wanted.ram, limits["ram"]),
+        "flash": (wanted.flash, limits["flash"]),
+    }
     if limits["seconds"]:
         pairs["time"] = (wanted.seconds, limits["seconds"])
-    over = {name: asked / limit if limit else float("inf") for name, (asked, limit) in pairs.items() if asked > limit}
+    over = {
+        name: asked / limit if limit else float("inf")
+        for name, (asked, limit) in pairs.items()
+        if asked > limit
+    }
     return max(over, key=lambda name: over[name]) if over else ""
 
 
 def _reasons(
-    profile: Profile, cost: Cost | None, larger: tuple[float, Cost] | None, budget: Budget, limits: dict[str, float], binding: str
+    profile: Profile,
+    cost: Cost | None,
+    larger: tuple[float, Cost] | None,
+    budget: Budget,
+    limits: dict[str, float],
+    binding: str,
 ) -> tuple[str, ...]:
     lines = []
     if cost:
@@ -184,7 +240,11 @@ def _reasons(
         lines.append(f"energy: ~{show_number(need(profile, cost, budget).energy, 'J')} a round")
     if larger:
         ratio, bigger = larger
-        what = f"the next larger piece ({ratio:g})" if cost else f"nothing fits: even the smallest piece ({ratio:g})"
+        what = (
+            f"the next larger piece ({ratio:g})"
+            if cost
+            else f"nothing fits: even the smallest piece ({ratio:g})"
+        )
         lines.append(f"{what} is too much: {_line(binding, profile, bigger, budget, limits)}")
         if not cost:
             lines.append(f"of that RAM: {_parts(profile, bigger, budget)}")
@@ -193,7 +253,10 @@ def _reasons(
     judged = cost or (larger[1] if larger else None)
     if judged and profile.runtime == "c" and _lacks(judged, budget):
         lines.append(f"estimate: the C runtime has no {_lacks(judged, budget)}")
-    return (*lines, "training data is not counted: it comes from a sensor or from storage of its own")
+    return (
+        *lines,
+        "training data is not counted: it comes from a sensor or from storage of its own",
+    )
 
 
 def _parts(profile: Profile, cost: Cost, budget: Budget) -> str:
@@ -209,11 +272,19 @@ def _line(name: str, profile: Profile, cost: Cost, budget: Budget, limits: dict[
         free = f"{mark(profile.ram_bytes)}{show_bytes(limits['ram'])}"
         return f"RAM: needs {guess}{show_bytes(wanted.ram)} of {free}"
     if name == "flash":
-        return f"flash: needs {guess}{show_bytes(wanted.flash)} of {mark(profile.flash_bytes)}{show_bytes(limits['flash'])}"
-    allowed = f" of {show_number(limits['seconds'], 's')}" if limits["seconds"] else ", no limit set"
-    return f"time: {mark(profile.macs_per_second)}{show_number(wanted.seconds, 's')} a round{allowed}"
+        return (
+            f"flash: needs {guess}{show_bytes(wanted.flash)} of "
+            f"{mark(profile.flash_bytes)}{show_bytes(limits['flash'])}"
+        )
+    allowed = (
+        f" of {show_number(limits['seconds'], 's')}" if limits["seconds"] else ", no limit set"
+    )
+    return (
+        f"time: {mark(profile.macs_per_second)}{show_number(wanted.seconds, 's')} a round{allowed}"
+    )
 
 
 def _guess(profile: Profile, cost: Cost, budget: Budget) -> str:
-    """The mark of a sum that no plan proves: what torch takes, or a network that the C runtime cannot train."""
+    """The mark of a sum that no plan proves: what torch takes, or a network that the C runtime
+    cannot train."""
     return "" if profile.runtime == "c" and not _lacks(cost, budget) else "~"

@@ -19,12 +19,14 @@ CUTS = ("width", "depth")
 
 @dataclass(frozen=True)
 class Tier:
-    """Devices of one kind, which train what fits `device`, a part of the model of size `ratio`, or a network of their own, `model`."""
+    """Devices of one kind, which train what fits `device`, a part of the model of size `ratio`, or
+    a network of their own, `model`."""
 
     name: str = ""  # by default the device's or the board's name, "ratio-0.25", or the model's name
     device: str = ""
     ratio: float = 0.0
-    cut: str = "width"  # what `ratio` is of: the "width" of every layer, or the parameters, met by leaving out "depth"
+    # what `ratio` is of: the "width" of every layer, or the parameters, met by leaving out "depth"
+    cut: str = "width"
     model: str = ""
     model_options: dict[str, Any] = field(default_factory=dict)
     share: float = 0.0
@@ -36,14 +38,17 @@ class Tier:
     availability: float = 1.0  # probability of being reachable in a round
     dropout: float = 0.0  # probability of vanishing in the middle of a round
     slow: float = 0.0  # sigma of the log-normal slowdown of a round
-    # Where its devices train: "" in the simulation (PyTorch), "host" in the C runtime of the firmware compiled for this machine, or on
-    # a board (see `nestling.tiny.boards.table`), of which every device of the tier is one.
+    # Where its devices train: "" in the simulation (PyTorch), "host" in the C runtime of the
+    # firmware compiled for this machine, or on a board (see `nestling.tiny.boards.table`), of which
+    # every device of the tier is one.
     board: str = ""
 
     def __post_init__(self) -> None:
         """Makes `memory_std` a tuple, and gives a tier without a name its default one."""
         std = self.memory_std
-        object.__setattr__(self, "memory_std", tuple(std) if isinstance(std, (list, tuple)) else (std,))
+        object.__setattr__(
+            self, "memory_std", tuple(std) if isinstance(std, (list, tuple)) else (std,)
+        )
         if not self.name:
             object.__setattr__(self, "name", self._default_name())
 
@@ -76,19 +81,22 @@ class FleetConfig:
     tiers: tuple[Tier, ...] = ()  # empty: DEFAULT_TIERS
     deadline: float = 0.0  # virtual seconds after which a reply is late and refused; 0: none
     catalogue: str = ""  # a file of devices of the user's own, beside the built-in ones
-    # Networks, each a table of name and options: a tier that names only a device trains the largest that fits it, instead of a part
-    # of the model.
+    # Networks, each a table of name and options: a tier that names only a device trains the largest
+    # that fits it, instead of a part of the model.
     networks: tuple[dict[str, Any], ...] = ()
 
 
 def read_fleet(path: str | Path, defaults: FleetConfig | None = None) -> FleetConfig:
-    """A fleet file: `size`, `deadline`, `catalogue` and [[tiers]] tables. Absent keys come from `defaults`."""
+    """A fleet file: `size`, `deadline`, `catalogue` and [[tiers]] tables. Absent keys come from
+    `defaults`."""
     defaults = defaults or FleetConfig()
     table = read_toml(path, "fleet.path")
     check_keys(table, ("size", "deadline", "catalogue", "networks", "tiers"), "fleet")
     raw = table.get("tiers", [])
     if not isinstance(raw, list) or not all(isinstance(tier, dict) for tier in raw):
-        raise InputError("tiers must be tables", field="fleet.tiers", fix="write [[tiers]] before each of them")
+        raise InputError(
+            "tiers must be tables", field="fleet.tiers", fix="write [[tiers]] before each of them"
+        )
     for index, tier in enumerate(raw):
         check_keys(tier, [one.name for one in fields(Tier)], f"fleet.tiers[{index}]")
     tiers = tuple(Tier(**tier) for tier in raw)
@@ -98,7 +106,9 @@ def read_fleet(path: str | Path, defaults: FleetConfig | None = None) -> FleetCo
         tiers=tiers,
         deadline=table.get("deadline", defaults.deadline),
         networks=tuple(table.get("networks", defaults.networks)),
-        catalogue=str(Path(path).parent / own) if isinstance(own, str) and own else own or defaults.catalogue,
+        catalogue=str(Path(path).parent / own)
+        if isinstance(own, str) and own
+        else own or defaults.catalogue,
     )
     check_fleet(config)
     return config
@@ -114,11 +124,17 @@ def check_fleet(config: FleetConfig) -> None:
     _number(config.size, "fleet.size", most=LARGEST, whole=True)
     _number(config.deadline, "fleet.deadline")
     if not isinstance(config.catalogue, str):
-        raise InputError(f"{config.catalogue!r} is not a path", field="fleet.catalogue", fix="give the path of a TOML file")
+        raise InputError(
+            f"{config.catalogue!r} is not a path",
+            field="fleet.catalogue",
+            fix="give the path of a TOML file",
+        )
     for index, network in enumerate(config.networks):
         if not isinstance(network, dict) or not isinstance(network.get("name"), str):
             raise InputError(
-                f"{network!r} names no network", field=f"fleet.networks[{index}]", fix='write { name = "resnet8", width = 0.5 }'
+                f"{network!r} names no network",
+                field=f"fleet.networks[{index}]",
+                fix='write { name = "resnet8", width = 0.5 }',
             )
     devices = devices_of(config)
     for index, tier in enumerate(config.tiers):
@@ -128,28 +144,47 @@ def check_fleet(config: FleetConfig) -> None:
 
 
 def devices_of(config: FleetConfig) -> dict[str, Profile]:
-    """The built-in devices and, where the configuration names a catalogue file, those in it, which win."""
+    """The built-in devices and, where the configuration names a catalogue file, those in it, which
+    win."""
     return {**catalogue(), **load_catalogue(config.catalogue)} if config.catalogue else catalogue()
 
 
 def _check_tier(tier: Tier, where: str, devices: dict[str, Profile]) -> None:
     for name in ("device", "model", "name", "board"):
         if not isinstance(getattr(tier, name), str):
-            raise InputError(f"{getattr(tier, name)!r} is not text", field=f"{where}.{name}", fix="write it in quotes")
+            raise InputError(
+                f"{getattr(tier, name)!r} is not text",
+                field=f"{where}.{name}",
+                fix="write it in quotes",
+            )
     if not isinstance(tier.model_options, dict):
-        raise InputError(f"{tier.model_options!r} is not a table", field=f"{where}.model_options", fix="write { key = value }")
+        raise InputError(
+            f"{tier.model_options!r} is not a table",
+            field=f"{where}.model_options",
+            fix="write { key = value }",
+        )
     _number(tier.ratio, f"{where}.ratio", most=1)
     if tier.cut not in CUTS:
         raise unknown("cut", str(tier.cut), CUTS, field=f"{where}.cut")
     if tier.cut != "width" and not tier.ratio:
-        raise InputError("cut without a ratio", field=f"{where}.cut", fix="give ratio too: the share of the model's parameters")
+        raise InputError(
+            "cut without a ratio",
+            field=f"{where}.cut",
+            fix="give ratio too: the share of the model's parameters",
+        )
     if tier.ratio and tier.model:
         fix = "give the width of the shared model or a network of its own, not both"
         raise InputError("ratio and model are both set", field=f"{where}.ratio", fix=fix)
     if not (tier.device or tier.ratio or tier.model or tier.board not in ("", "host")):
-        raise InputError("nothing says what this tier trains", field=where, fix="give device, ratio or model, or a board")
+        raise InputError(
+            "nothing says what this tier trains",
+            field=where,
+            fix="give device, ratio or model, or a board",
+        )
     if tier.model_options and not tier.model:
-        raise InputError("options without a model", field=f"{where}.model_options", fix="give model too")
+        raise InputError(
+            "options without a model", field=f"{where}.model_options", fix="give model too"
+        )
     if tier.device and tier.device not in devices:
         raise unknown("device", tier.device, devices, field=f"{where}.device")
     _number(tier.share, f"{where}.share", most=1)
@@ -160,12 +195,16 @@ def _check_tier(tier: Tier, where: str, devices: dict[str, Profile]) -> None:
     # More than all of a chip's RAM cannot be free; more than the full model's size can.
     _number(tier.memory_mean, f"{where}.memory_mean", most=100 if tier.device else math.inf)
     if not tier.memory_std:
-        raise InputError("no value", field=f"{where}.memory_std", fix="give at least one, such as [0]")
+        raise InputError(
+            "no value", field=f"{where}.memory_std", fix="give at least one, such as [0]"
+        )
     for std in tier.memory_std:
         _number(std, f"{where}.memory_std")
 
 
-def _number(value: object, where: str, *, least: float = 0, most: float = math.inf, whole: bool = False) -> None:
+def _number(
+    value: object, where: str, *, least: float = 0, most: float = math.inf, whole: bool = False
+) -> None:
     kind = "a whole number" if whole else "a number"
     span = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
     good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
@@ -178,7 +217,9 @@ def _check_names(tiers: Sequence[Tier]) -> None:
     for index, tier in enumerate(tiers):
         if tier.name in seen:
             fix = "give each tier a name of its own"
-            raise InputError(f"two tiers are called {tier.name!r}", field=f"fleet.tiers[{index}].name", fix=fix)
+            raise InputError(
+                f"two tiers are called {tier.name!r}", field=f"fleet.tiers[{index}].name", fix=fix
+            )
         seen.add(tier.name)
 
 
@@ -189,14 +230,24 @@ def _check_sizes(tiers: Sequence[Tier], size: int) -> None:
     for index, tier in enumerate(tiers):
         if by_count and tier.share:
             fix = "use share in every tier, or count in every tier"
-            raise InputError("some tiers give a share and some a count", field=f"fleet.tiers[{index}].share", fix=fix)
+            raise InputError(
+                "some tiers give a share and some a count",
+                field=f"fleet.tiers[{index}].share",
+                fix=fix,
+            )
         if not tier.share and not tier.count:
             key = "count" if by_count else "share"
             fix = f"say how large this tier is: {key} = ..., or leave the tier out"
             raise InputError("missing or 0", field=f"fleet.tiers[{index}].{key}", fix=fix)
     total = sum(tier.count for tier in tiers)
     if by_count and size and total != size:
-        raise InputError(f"the counts add up to {total}, the fleet has {size}", field="fleet.tiers", fix=f"set size = {total}")
+        raise InputError(
+            f"the counts add up to {total}, the fleet has {size}",
+            field="fleet.tiers",
+            fix=f"set size = {total}",
+        )
     shares = math.fsum(tier.share for tier in tiers)
     if not by_count and abs(shares - 1) > 1e-6:
-        raise InputError(f"the shares add up to {shares:g}", field="fleet.tiers", fix="make them add up to 1")
+        raise InputError(
+            f"the shares add up to {shares:g}", field="fleet.tiers", fix="make them add up to 1"
+        )

@@ -19,7 +19,8 @@ UNITS: dict[str, dict[str, float]] = {
 
 
 def quantity(raw: object, dimension: str, field: str) -> float:
-    """`raw` in the base unit of `dimension` (a key of `UNITS`); a bare number is already in the base unit."""
+    """`raw` in the base unit of `dimension` (a key of `UNITS`); a bare number is already in the
+    base unit."""
     units = UNITS[dimension]
     example = f'write it like "2 {list(units)[-2]}"' if units else "write a number"
     if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
@@ -28,11 +29,17 @@ def quantity(raw: object, dimension: str, field: str) -> float:
     unit = unit.strip()
     if unit and unit not in units:
         allowed = ", ".join(units) or "none"
-        raise InputError(f"unknown unit {unit!r} in {raw!r}", field=field, fix=f"units of {dimension}: {allowed}; {example}")
+        raise InputError(
+            f"unknown unit {unit!r} in {raw!r}",
+            field=field,
+            fix=f"units of {dimension}: {allowed}; {example}",
+        )
     try:
         value = float(number) * units.get(unit, 1)
     except ValueError:
-        raise InputError(f"{raw!r} is not a quantity of {dimension}", field=field, fix=example) from None
+        raise InputError(
+            f"{raw!r} is not a quantity of {dimension}", field=field, fix=example
+        ) from None
     if not math.isfinite(value) or value < 0:
         raise InputError(f"{raw!r} is not a finite number of at least 0", field=field, fix=example)
     return value

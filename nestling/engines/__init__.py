@@ -18,14 +18,23 @@ PRECISIONS = ("float32", "tf32", "bf16")
 
 
 def choose_where(name: str, device: str, precision: str = "float32") -> Where:
-    """Where an engine computes: on a GPU where one is asked for, or is there and the engine can use it well."""
+    """Where an engine computes: on a GPU where one is asked for, or is there and the engine can use
+    it well."""
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
-        raise InputError("there is no CUDA device here", field="engine.device", fix='leave it out, or use "cpu"')
+        raise InputError(
+            "there is no CUDA device here", field="engine.device", fix='leave it out, or use "cpu"'
+        )
     if device == "cuda" and name in ("pool", "ray"):
-        raise InputError(f"the engine {name!r} works on CPU cores", field="engine.device", fix='use engine.name = "cohort"')
+        raise InputError(
+            f"the engine {name!r} works on CPU cores",
+            field="engine.device",
+            fix='use engine.name = "cohort"',
+        )
     if device == "cuda" or (device == "auto" and there and name in ("auto", "cohort")):
-        return Where(torch.device("cuda", torch.cuda.current_device()), precision, recorded=name != "inline")
+        return Where(
+            torch.device("cuda", torch.cuda.current_device()), precision, recorded=name != "inline"
+        )
     return CPU
 
 
@@ -40,13 +49,18 @@ def make_engine(
 ) -> Engine:
     """The engine of a name, for a device.
 
-    `auto` takes the cohort on a GPU; on a CPU a pool where there is more than one core and enough to do, else this process.
-    `portable` says whether the method and its networks can be sent to another process.
+    `auto` takes the cohort on a GPU; on a CPU a pool where there is more than one core and enough
+    to do, else this process. `portable` says whether the method and its networks can be sent to
+    another process.
     """
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES, field="engine.name")
     if where.device.type == "cuda":
-        return Inline(where) if name == "inline" else CudaCohort(where, CudaSettings(where.precision, compile))
+        return (
+            Inline(where)
+            if name == "inline"
+            else CudaCohort(where, CudaSettings(where.precision, compile))
+        )
     if name == "auto":
         name = "pool" if portable and (workers or cores()) > 1 and work_items >= 40 else "inline"
     if name == "ray":

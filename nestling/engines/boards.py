@@ -1,8 +1,9 @@
 """Clients that train on microcontrollers, beside others that any other engine trains.
 
-To the server a board is a client like any other: this engine takes the tasks of clients whose tier has a board, turns each phase into
-a job (see `tiny.lowering`), has the board do it, and gives everybody else's tasks to the engine it is built around. All of torch runs
-in this thread; what waits for boards are threads that know of jobs only.
+To the server a board is a client like any other: this engine takes the tasks of clients whose tier
+has a board, turns each phase into a job (see `tiny.lowering`), has the board do it, and gives
+everybody else's tasks to the engine it is built around. All of torch runs in this thread; what
+waits for boards are threads that know of jobs only.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ KEPT_BLOBS = 256
 """Of how many clients the data are kept in the form that boards read."""
 
 
-def with_boards(base: Engine, fleet: Fleet, *, verify: bool = True, home: Path | None = None) -> Engine:
-    """The engine for a fleet: `base`, and where some tier has a board, with boards beside it. `home` is where a run that is resumed
-    finds what its boards had done."""
+def with_boards(
+    base: Engine, fleet: Fleet, *, verify: bool = True, home: Path | None = None
+) -> Engine:
+    """The engine for a fleet: `base`, and where some tier has a board, with boards beside it.
+    `home` is where a run that is resumed finds what its boards had done."""
     if not any(tier.board for tier in fleet.tiers):
         return base
     emulated: dict[int, str] = {}
@@ -47,10 +50,15 @@ def with_boards(base: Engine, fleet: Fleet, *, verify: bool = True, home: Path |
                 raise InputError(
                     f"more than {MOST_BOARDS} emulated boards",
                     field=f"fleet.tiers[{number}].count",
-                    fix=f'make the tier smaller, or set its board to "{HOST}": the same arithmetic without emulation',
+                    fix=f'make the tier smaller, or set its board to "{HOST}": the same '
+                    "arithmetic without emulation",
                 )
-            emulated.update({fleet.member(number, k): tier.board for k in range(fleet.count_of(number))})
-    return Boards(base, fleet, Lab(emulated, LabSettings(verify=verify), home) if emulated else None)
+            emulated.update(
+                {fleet.member(number, k): tier.board for k in range(fleet.count_of(number))}
+            )
+    return Boards(
+        base, fleet, Lab(emulated, LabSettings(verify=verify), home) if emulated else None
+    )
 
 
 @dataclass(eq=False)
@@ -67,7 +75,8 @@ class Boards(Engine):
     """Boards beside another engine. It reports every job that an emulated board did."""
 
     def __init__(self, base: Engine, fleet: Fleet, lab: Lab | None = None) -> None:
-        """Stands around `base`, whose notes it shares; without a `lab` all boards are the C runtime on this machine."""
+        """Stands around `base`, whose notes it shares; without a `lab` all boards are the C runtime
+        on this machine."""
         self.base, self.fleet, self.lab = base, fleet, lab
         self.name, self.where = f"{base.name}, boards beside it", base.where
         self.notes = base.notes
@@ -86,7 +95,8 @@ class Boards(Engine):
             self.notes.append(self.lab.describe())
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
-        """Starts the boards' jobs first, then runs the base engine's tasks and yields what boards finish meanwhile."""
+        """Starts the boards' jobs first, then runs the base engine's tasks and yields what boards
+        finish meanwhile."""
         own = [task for task in tasks if self.fleet.tier_of(task.client).board]
         rest = [task for task in tasks if not self.fleet.tier_of(task.client).board]
         for task in own:
@@ -118,7 +128,9 @@ class Boards(Engine):
             with self._blaming(waited.task):
                 report = future.result()
                 yield from self._reported(waited.task, report.facts)
-                outcome = self._go_on(waited.task, waited.round, board_trained(waited.client, waited.job, report.done))
+                outcome = self._go_on(
+                    waited.task, waited.round, board_trained(waited.client, waited.job, report.done)
+                )
             if outcome is not None:
                 yield outcome
 
@@ -157,10 +169,15 @@ class Boards(Engine):
 
     def _reported(self, task: Task, facts: dict[str, Any]) -> Iterator[BoardReport]:
         if facts:
-            yield BoardReport({"round": task.round, "tier": self.fleet.tier_of(task.client).name, **facts})
+            yield BoardReport(
+                {"round": task.round, "tier": self.fleet.tier_of(task.client).name, **facts}
+            )
         if facts.get("restarts"):
             times = "once" if facts["restarts"] == 1 else f"{facts['restarts']} times"
-            self.notes.append(f"round {task.round}: the board of client {task.client} ({facts['board']}) started anew {times}")
+            self.notes.append(
+                f"round {task.round}: the board of client {task.client} ({facts['board']}) "
+                f"started anew {times}"
+            )
 
     @contextmanager
     def _blaming(self, task: Task) -> Iterator[None]:
@@ -170,13 +187,16 @@ class Boards(Engine):
             yield
         except InputError as error:
             field = error.field or f"fleet.tiers[{self.fleet.tier_index(task.client)}].board"
-            raise InputError(f"client {task.client} on {tier.board}: {error.message}", field=field, fix=error.fix) from error
+            raise InputError(
+                f"client {task.client} on {tier.board}: {error.message}", field=field, fix=error.fix
+            ) from error
         except Exception as error:
             raise blame(task, error) from error
 
 
 def _in_thread(function: Callable[..., Report], *arguments: Any) -> Future[Report]:
-    """Runs a function in a thread that nobody has to wait for: a board may take its time to come back."""
+    """Runs a function in a thread that nobody has to wait for: a board may take its time to come
+    back."""
     future: Future[Report] = Future()
 
     def run() -> None:

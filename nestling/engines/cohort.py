@@ -1,10 +1,11 @@
 """The cohort engine: clients that do the same are trained as one.
 
-The clients of a round are grouped by network and phase, and each group is trained as a stack of networks. On a CPU that pays for
-small networks only, so a rule by arithmetic decides (a rule and not a stop-watch, so that a command gives the same bits twice). How
-high a stack is changes no bit of a client's result, as long as it is higher than one: a group may be shared out between any number
-of workers, in parts of two or more. What cannot be stacked runs one by one. Against the in-process engine results differ by
-rounding only.
+The clients of a round are grouped by network and phase, and each group is trained as a stack of
+networks. On a CPU that pays for small networks only, so a rule by arithmetic decides (a rule and
+not a stop-watch, so that a command gives the same bits twice). How high a stack is changes no bit
+of a client's result, as long as it is higher than one: a group may be shared out between any number
+of workers, in parts of two or more. What cannot be stacked runs one by one. Against the in-process
+engine results differ by rounding only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ HEIGHT = 32
 """The most clients in one stack on a CPU."""
 
 SMALL_STEP = 1.5e7
-"""Multiply-accumulates of a forward pass over one batch up to which a stack beats the plain loop on a CPU core."""
+"""Multiply-accumulates of a forward pass over one batch up to which a stack beats the plain loop on
+a CPU core."""
 
 
 class Cohort(Engine):
@@ -39,7 +41,11 @@ class Cohort(Engine):
     def __init__(self, workers: int = 1) -> None:
         """With more than one worker, makes a pool whose chunks are stacks."""
         self.workers, self.notes = workers, list[str]()
-        self._pool = Pool(workers, do=work_chunk, chunks=partial(chunks, workers=workers)) if workers > 1 else None
+        self._pool = (
+            Pool(workers, do=work_chunk, chunks=partial(chunks, workers=workers))
+            if workers > 1
+            else None
+        )
 
     def open(self, method: ClientSide, site: Site) -> None:
         """Opens the pool, or readies this process where there is none."""
@@ -65,7 +71,8 @@ class Cohort(Engine):
 
 
 def chunks(tasks: Sequence[Task], site: Site, workers: int = 1) -> list[list[Task]]:
-    """The tasks by network and view, shared out between the workers; where stacks would not pay, each for itself."""
+    """The tasks by network and view, shared out between the workers; where stacks would not pay,
+    each for itself."""
     kinds: dict[tuple[str, bytes], list[Task]] = {}
     for task in tasks:
         reference = site.references[task.network]
@@ -74,7 +81,9 @@ def chunks(tasks: Sequence[Task], site: Site, workers: int = 1) -> list[list[Tas
     for (network, _), own in kinds.items():
         reference = site.references[network]
         small = macs_of(reference, reference.view(own[0].spec)) * site.train.batch <= SMALL_STEP
-        found += _parts(own, max(-(-len(own) // HEIGHT), min(workers, len(own) // 2), 1) if small else len(own))
+        found += _parts(
+            own, max(-(-len(own) // HEIGHT), min(workers, len(own) // 2), 1) if small else len(own)
+        )
     return found
 
 
@@ -95,7 +104,10 @@ def _train(found: list[Group]) -> list[Losses]:
 
 def _train_group(group: Group) -> Losses:
     client = group.clients[0]
-    if len(group.clients) > 1 and macs_of(client.reference, client.view) * group.phase.batch <= SMALL_STEP:
+    if (
+        len(group.clients) > 1
+        and macs_of(client.reference, client.view) * group.phase.batch <= SMALL_STEP
+    ):
         with contextlib.suppress(CannotStack):
             return train_stack(group)
     return train_one_by_one(group)

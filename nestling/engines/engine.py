@@ -1,4 +1,5 @@
-"""What an engine is: it runs the clients' work of a round and knows nothing of the method it runs."""
+"""What an engine is: it runs the clients' work of a round and knows nothing of the method it
+runs."""
 
 from __future__ import annotations
 
@@ -41,8 +42,10 @@ class Engine:
 
     name:      what it is called where people read of it.
     where:     the device it computes on; it refuses data that lies on another.
-    notes:     what the engine has to say of how it runs things (what could not be stacked or recorded, and why).
-    lookahead: how many rounds may be started before the results of one are looked at; above 0 only where work is asynchronous.
+    notes:     what the engine has to say of how it runs things (what could not be stacked or
+               recorded, and why).
+    lookahead: how many rounds may be started before the results of one are looked at; above 0 only
+               where work is asynchronous.
     """
 
     name: str
@@ -63,7 +66,8 @@ class Engine:
         raise NotImplementedError
 
     def discard(self, client: int, round: int) -> None:
-        """A client's outcome was refused when it was looked at. Real devices keep what is theirs, and have to be told."""
+        """A client's outcome was refused when it was looked at. Real devices keep what is theirs,
+        and have to be told."""
 
     def recorded(self) -> dict[str, object]:
         """What of the work was recorded, for engines that record it."""
@@ -77,12 +81,20 @@ def failed(task: Task, reason: object) -> ClientError:
 
 def blame(task: Task, error: Exception) -> Exception:
     """Any error as one that says which client it happened on."""
-    return error if isinstance(error, ClientError) else failed(task, f"{type(error).__name__}: {error}")
+    return (
+        error
+        if isinstance(error, ClientError)
+        else failed(task, f"{type(error).__name__}: {error}")
+    )
 
 
 def account(engine: Engine) -> dict[str, Any]:
     """What an engine really is and did: for the first lines of a run and for its summary."""
-    found = {"name": engine.name, "device": str(engine.where.device), "precision": engine.where.precision}
+    found = {
+        "name": engine.name,
+        "device": str(engine.where.device),
+        "precision": engine.where.precision,
+    }
     if engine.where.device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(engine.where.device)
     return {**found, **engine.recorded()}

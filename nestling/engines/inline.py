@@ -12,7 +12,8 @@ from nestling.where import CPU, Where
 
 
 class Inline(Engine):
-    """Runs every task where it stands. The plainest engine, and the one that all others must equal."""
+    """Runs every task where it stands. The plainest engine, and the one that all others must
+    equal."""
 
     name = "inline"
 

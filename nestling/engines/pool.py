@@ -1,8 +1,9 @@
 """A pool of worker processes, spawned once.
 
-Each worker has one torch thread and the data by shared memory. The tasks of a round are cut into chunks; a worker has one chunk at
-work and one waiting, and tensors travel in blocks of memory that both sides see (see `shared_memory`). Which worker takes which
-chunk does not matter, since all chance is derived from (seed, client, round): the result is bit for bit that of the in-process
+Each worker has one torch thread and the data by shared memory. The tasks of a round are cut into
+chunks; a worker has one chunk at work and one waiting, and tensors travel in blocks of memory that
+both sides see (see `shared_memory`). Which worker takes which chunk does not matter, since all
+chance is derived from (seed, client, round): the result is bit for bit that of the in-process
 engine.
 """
 
@@ -30,8 +31,9 @@ from nestling.message import Message, payload
 from nestling.training.client import ClientSide, Outcome, Site, Task, work
 
 Do = Callable[[ClientSide, Sequence[Task], Site], "list[Outcome]"]
-"""What a worker does with a chunk: a function of a module, since the worker imports it. It must not write to what the tasks hold, nor
-keep any of it; an error that is a `ClientError` says itself whom it is about."""
+"""What a worker does with a chunk: a function of a module, since the worker imports it. It must not
+write to what the tasks hold, nor keep any of it; an error that is a `ClientError` says itself whom
+it is about."""
 
 Cut = Callable[[Sequence[Task], Site], "list[list[Task]]"]
 """How a round is cut into chunks: every task in one of them."""
@@ -57,7 +59,8 @@ def singly(tasks: Sequence[Task], _site: Site) -> list[list[Task]]:
 
 
 class Pool(Engine):
-    """`workers` processes (0: one per core) that do `do` with the chunks that `chunks` makes of a round."""
+    """`workers` processes (0: one per core) that do `do` with the chunks that `chunks` makes of a
+    round."""
 
     name = "pool"
 
@@ -76,7 +79,8 @@ class Pool(Engine):
                 tensor.share_memory_()
         self._method, self._site = method, site
         self._common, self._spare = Block(DEPTH), Spare()
-        # Side by side: a start waits until the new process has imported what it needs to read what it is given.
+        # Side by side: a start waits until the new process has imported what it needs to read what
+        # it is given.
         with _main_script_hidden(), ThreadPoolExecutor(self.workers) as starting:
             started = [starting.submit(self._spawn) for _ in range(self.workers)]
         self._members = [one.result() for one in started]
@@ -85,12 +89,14 @@ class Pool(Engine):
         return _Worker(self._method, self._site, self._do)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        """Hands out chunks, the longest first; a chunk whose worker dies is tried once more on a fresh one."""
+        """Hands out chunks, the longest first; a chunk whose worker dies is tried once more on a
+        fresh one."""
         chunks = self._chunks(tasks)
         common = _Common(self._common, chunks)
         # The longest work first, so that no worker is left alone with it at the end.
         waiting = deque(sorted(chunks, key=lambda c: -c.cost))
-        wanted = set(chunks)  # a worker may still be busy with a chunk of a round that nobody waits for any more
+        # a worker may still be busy with a chunk of a round that nobody waits for any more
+        wanted = set(chunks)
         while wanted:
             if not self._members:
                 raise RuntimeError("the pool is not open")
@@ -118,7 +124,8 @@ class Pool(Engine):
     def close(self) -> None:
         """Closes the pipes of all workers and waits for them to end."""
         for member in self._members:
-            member.channel.connection.close()  # all of them first, so that they end at the same time
+            # all of them first, so that they end at the same time
+            member.channel.connection.close()
         for member in self._members:
             member.end()
         self._members = []
@@ -133,13 +140,15 @@ class Pool(Engine):
         return [_Chunk(part, sum(map(cost, part))) for part in self._cut(tasks, self._site) if part]
 
     def _hand_out(self, waiting: deque[_Chunk], common: _Common) -> None:
-        """Gives every worker something to do and something to do next, the next chunk always to whoever has the least to do."""
+        """Gives every worker something to do and something to do next, the next chunk always to
+        whoever has the least to do."""
         while waiting and (free := [m for m in self._members if len(m.given) < DEPTH]):
             least = min(free, key=lambda m: (sum(c.cost for c in m.given), len(m.given)))
             least.give(waiting.popleft(), common)
 
     def _replace(self, member: _Worker) -> list[_Chunk]:
-        """A fresh worker in the place of one whose process is gone (killed, out of memory). Gives the chunks it had."""
+        """A fresh worker in the place of one whose process is gone (killed, out of memory). Gives
+        the chunks it had."""
         with _main_script_hidden():
             self._members[self._members.index(member)] = self._spawn()
         member.end()
@@ -155,11 +164,14 @@ class _Chunk:
 
 
 class _Common:
-    """The messages that several chunks of a round share. They are written once, when the first of these chunks is given away."""
+    """The messages that several chunks of a round share. They are written once, when the first of
+    these chunks is given away."""
 
     def __init__(self, block: Block, chunks: Sequence[_Chunk]) -> None:
         self._page = Page(block)
-        self._uses = Counter(number for c in chunks for number in {id(task.message) for task in c.tasks})
+        self._uses = Counter(
+            number for c in chunks for number in {id(task.message) for task in c.tasks}
+        )
         self._packets: dict[int, PagePacket] = {}
 
     @property
@@ -191,27 +203,35 @@ class _Worker:
         page = self.channel.page()
         page.finish(_pack_tasks(chunk.tasks, page, common))
         self.given.append(chunk)
-        with contextlib.suppress(OSError), self._in_step():  # a dead worker is noticed when its answer is awaited
+        # a dead worker is noticed when its answer is awaited
+        with contextlib.suppress(OSError), self._in_step():
             self.channel.post(page, *common.blocks)
 
     def take(self, spare: Spare) -> list[Outcome] | str:
         """The outcomes of the oldest chunk, or what went wrong with it."""
         with self._in_step():
             answer = self.channel.fetch()
-            found = answer if isinstance(answer, str) else [_unpack_outcome(one, self.channel, spare) for one in answer]
+            found = (
+                answer
+                if isinstance(answer, str)
+                else [_unpack_outcome(one, self.channel, spare) for one in answer]
+            )
             self.given.popleft()
             return found
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Whatever breaks off an exchange leaves it unclear what was said: then the worker goes, and a fresh one will be taken."""
+        """Whatever breaks off an exchange leaves it unclear what was said: then the worker goes,
+        and a fresh one will be taken."""
         try:
             yield
         except BaseException:
             self.process.kill()
             self.process.join(
                 timeout=10
-            )  # once it is gone the next round sees so at once, and not in the middle of something else
+                # once it is gone the next round sees so at once, and not in the middle of something
+                # else
+            )
             raise
 
     def end(self) -> None:
@@ -244,7 +264,11 @@ def _answer(tasks: list[Task], channel: Channel, method: ClientSide, site: Site,
             raise RuntimeError(f"the outcomes are those of clients {[o.client for o in outcomes]}")
         page.finish([_pack_outcome(outcome, page) for outcome in outcomes])
     except Exception as error:
-        named = error if isinstance(error, ClientError) else _blame(tasks, f"{type(error).__name__}: {error}")
+        named = (
+            error
+            if isinstance(error, ClientError)
+            else _blame(tasks, f"{type(error).__name__}: {error}")
+        )
         page = channel.page()
         page.finish(f"{named}\n{''.join(traceback.format_exception(error.__cause__ or error))}")
     return page
@@ -253,16 +277,30 @@ def _answer(tasks: list[Task], channel: Channel, method: ClientSide, site: Site,
 def _pack_tasks(tasks: Sequence[Task], page: Page, common: _Common) -> dict[str, Any]:
     messages = {id(task.message): task.message for task in tasks}
     return {
-        "messages": {number: (common.packet(m, page), dict(m.facts)) for number, m in messages.items()},
-        "tasks": [{**vars(t), "message": id(t.message), "memory": page.add({"memory": t.memory})} for t in tasks],
+        "messages": {
+            number: (common.packet(m, page), dict(m.facts)) for number, m in messages.items()
+        },
+        "tasks": [
+            {**vars(t), "message": id(t.message), "memory": page.add({"memory": t.memory})}
+            for t in tasks
+        ],
     }
 
 
 def _unpack_tasks(header: dict[str, Any], channel: Channel) -> list[Task]:
     """The tasks, their tensors where they lie; tasks that shared a message share one here."""
-    messages = {number: Message(channel.view(packet), facts) for number, (packet, facts) in header["messages"].items()}
+    messages = {
+        number: Message(channel.view(packet), facts)
+        for number, (packet, facts) in header["messages"].items()
+    }
     return [
-        Task(**{**one, "message": messages[one["message"]], "memory": dict(channel.view(one["memory"])["memory"])})
+        Task(
+            **{
+                **one,
+                "message": messages[one["message"]],
+                "memory": dict(channel.view(one["memory"])["memory"]),
+            }
+        )
         for one in header["tasks"]
     ]
 
@@ -274,28 +312,38 @@ def _pack_outcome(outcome: Outcome, page: Page) -> dict[str, Any]:
 
 
 def _unpack_outcome(packed: dict[str, Any], channel: Channel, spare: Spare) -> Outcome:
-    """The outcome in memory of its own: the reply and what stays on the client apart, since one is kept longer than the other."""
+    """The outcome in memory of its own: the reply and what stays on the client apart, since one is
+    kept longer than the other."""
     parts, facts = packed["reply"]
     memory = dict(channel.copy(packed["memory"], spare)["memory"])
-    return Outcome(**{**packed, "reply": Message(channel.copy(parts, spare), facts), "memory": memory})
+    return Outcome(
+        **{**packed, "reply": Message(channel.copy(parts, spare), facts), "memory": memory}
+    )
 
 
 def _died(chunk: _Chunk, member: _Worker) -> ClientError:
-    return _blame(chunk.tasks, f"its worker process died twice (exit code {member.process.exitcode})")
+    return _blame(
+        chunk.tasks, f"its worker process died twice (exit code {member.process.exitcode})"
+    )
 
 
 def _blame(tasks: Sequence[Task], reason: str) -> ClientError:
     """The error of a chunk, where it is not known which of its clients it happened on."""
     if len(tasks) == 1:
         return failed(tasks[0], reason)
-    return ClientError(f"one of the clients {', '.join(str(t.client) for t in tasks)} failed in round {tasks[0].round}: {reason}")
+    return ClientError(
+        f"one of the clients {', '.join(str(t.client) for t in tasks)} failed in round "
+        f"{tasks[0].round}: {reason}"
+    )
 
 
 @contextlib.contextmanager
 def _main_script_hidden() -> Iterator[None]:
     """Keeps a spawned process from running the user's script again: workers need nothing of it."""
     main = sys.modules["__main__"]
-    hidden: dict[str, Any] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
+    hidden: dict[str, Any] = {
+        name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__
+    }
     for name in hidden:
         del main.__dict__[name]
     main.__spec__ = None
@@ -307,4 +355,6 @@ def _main_script_hidden() -> Iterator[None]:
 
 def cores() -> int:
     """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    )

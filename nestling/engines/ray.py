@@ -1,8 +1,8 @@
 """Workers on Ray: on this machine, or on all machines of a cluster.
 
-One actor per worker, with one torch thread. The data lies once in each machine's object store, and actors read it there. Which
-actor takes which task does not matter, since all chance is derived from (seed, client, round): the result is bit for bit that of
-the in-process engine.
+One actor per worker, with one torch thread. The data lies once in each machine's object store, and
+actors read it there. Which actor takes which task does not matter, since all chance is derived from
+(seed, client, round): the result is bit for bit that of the in-process engine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ DEPTH = 2
 
 
 class Ray(Engine):
-    """`workers` actors (0: one per core of this machine, or of the whole cluster) on the cluster at `address` (empty: a local Ray
-    that is started for the run, or the one that this process already uses)."""
+    """`workers` actors (0: one per core of this machine, or of the whole cluster) on the cluster at
+    `address` (empty: a local Ray that is started for the run, or the one that this process already
+    uses)."""
 
     name = "ray"
 
@@ -53,7 +54,11 @@ class Ray(Engine):
         self._ray = _ray()
         self._connect()
         self._site = site
-        tensors = {f.name: getattr(site, f.name) for f in fields(site) if isinstance(getattr(site, f.name), Tensor)}
+        tensors = {
+            f.name: getattr(site, f.name)
+            for f in fields(site)
+            if isinstance(getattr(site, f.name), Tensor)
+        }
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
         without: dict[str, Any] = dict.fromkeys(arrays)
         self._shared = [self._ray.put(part) for part in (method, replace(site, **without), arrays)]
@@ -62,7 +67,8 @@ class Ray(Engine):
         self._members = [self._spawn() for _ in range(workers)]
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        """Hands out tasks, the longest first; a task whose actor dies is tried once more on a fresh one."""
+        """Hands out tasks, the longest first; a task whose actor dies is tried once more on a fresh
+        one."""
         # The longest work first, so that no worker is left alone with it at the end.
         waiting = deque(sorted(tasks, key=self._cost, reverse=True))
         letters, deaths = _Letters(self._ray, tasks), Counter[int]()
@@ -75,9 +81,12 @@ class Ray(Engine):
                     answer = self._ray.get(member.awaited)
                 except self._ray.exceptions.RayError as error:
                     again = self._replace(member, error)
-                    deaths.update(task.client for task in again[:1])  # the others were only waiting behind it
+                    # the others were only waiting behind it
+                    deaths.update(task.client for task in again[:1])
                     if again and deaths[again[0].client] > 1:
-                        raise failed(again[0], f"its worker process died twice ({error})") from error
+                        raise failed(
+                            again[0], f"its worker process died twice ({error})"
+                        ) from error
                     waiting.extendleft(reversed(again))
                     continue
                 if not member.ready:
@@ -126,7 +135,9 @@ class Ray(Engine):
         self._started = True
 
     def _cost(self, task: Task) -> int:
-        return (1 + task.message.nbytes + sum(payload(t) for t in task.memory.values())) * self._site.split.size(task.client)
+        return (
+            1 + task.message.nbytes + sum(payload(t) for t in task.memory.values())
+        ) * self._site.split.size(task.client)
 
     def _spawn(self, failures: int = 0) -> _Member:
         actor = self._actor.remote(*self._shared)
@@ -137,11 +148,13 @@ class Ray(Engine):
             self._ray.kill(member.actor)
 
     def _hand_out(self, waiting: deque[Task], letters: _Letters) -> None:
-        """Gives every actor something to do and something to do next. One that its machine has not started yet gets nothing, since
-        a busy cluster may never start it."""
+        """Gives every actor something to do and something to do next. One that its machine has not
+        started yet gets nothing, since a busy cluster may never start it."""
         while waiting and (free := [m for m in self._members if m.ready and len(m.given) < DEPTH]):
             member, task = min(free, key=lambda m: len(m.given)), waiting.popleft()
-            member.given.append((task, member.actor.work.remote(_pack_task(task), letters.of(task))))
+            member.given.append(
+                (task, member.actor.work.remote(_pack_task(task), letters.of(task)))
+            )
 
     def _heard_of(self) -> list[_Member]:
         """The actors that have something to say, at least one of them."""
@@ -150,7 +163,8 @@ class Ray(Engine):
         return [expected[reference] for reference in heard]
 
     def _replace(self, member: _Member, error: Exception) -> list[Task]:
-        """A fresh actor in the place of one that is gone (killed, out of memory, its machine lost). Gives the tasks it had."""
+        """A fresh actor in the place of one that is gone (killed, out of memory, its machine lost).
+        Gives the tasks it had."""
         failures = 0 if member.ready else member.failures + 1
         if failures > 1:
             raise RuntimeError(f"a Ray worker died twice while it started: {error}") from error
@@ -161,7 +175,8 @@ class Ray(Engine):
 
 @dataclass(eq=False)
 class _Member:
-    """An actor as we know it: whether it runs, and the tasks it has, each with the reference of its answer, oldest first."""
+    """An actor as we know it: whether it runs, and the tasks it has, each with the reference of its
+    answer, oldest first."""
 
     actor: Any
     hello: Any
@@ -175,8 +190,8 @@ class _Member:
 
 
 class _Letters:
-    """The messages of a round as bytes. One that several tasks share is put into the object store once, and taken out again after
-    the last of them."""
+    """The messages of a round as bytes. One that several tasks share is put into the object store
+    once, and taken out again after the last of them."""
 
     def __init__(self, ray: Any, tasks: Sequence[Task]) -> None:
         self._ray = ray
@@ -221,7 +236,8 @@ class _Actor:
 
 
 def _borrowed(array: np.ndarray) -> Tensor:
-    """A tensor over an array of the object store, without a copy. Torch warns that it must not be written to, which nobody does."""
+    """A tensor over an array of the object store, without a copy. Torch warns that it must not be
+    written to, which nobody does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)
@@ -233,15 +249,28 @@ def _pack_task(task: Task) -> dict[str, Any]:
 
 
 def _unpack_task(packed: dict[str, Any], message: bytes) -> Task:
-    return Task(**{**packed, "message": Message.from_bytes(message), "memory": _unpack(packed["memory"])})
+    return Task(
+        **{**packed, "message": Message.from_bytes(message), "memory": _unpack(packed["memory"])}
+    )
 
 
 def _pack_outcome(outcome: Outcome) -> dict[str, Any]:
-    return {**vars(outcome), "reply": outcome.reply.to_bytes(), "memory": _pack(outcome.memory), "loss": float(outcome.loss)}
+    return {
+        **vars(outcome),
+        "reply": outcome.reply.to_bytes(),
+        "memory": _pack(outcome.memory),
+        "loss": float(outcome.loss),
+    }
 
 
 def _unpack_outcome(packed: dict[str, Any]) -> Outcome:
-    return Outcome(**{**packed, "reply": Message.from_bytes(packed["reply"]), "memory": _unpack(packed["memory"])})
+    return Outcome(
+        **{
+            **packed,
+            "reply": Message.from_bytes(packed["reply"]),
+            "memory": _unpack(packed["memory"]),
+        }
+    )
 
 
 def _pack(state: State) -> bytes:
@@ -257,7 +286,11 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise InputError('engine "ray" needs the package ray', field="engine.name", fix="pip install 'nestling[ray]'") from None
+        raise InputError(
+            'engine "ray" needs the package ray',
+            field="engine.name",
+            fix="pip install 'nestling[ray]'",
+        ) from None
     return ray
 
 
@@ -270,10 +303,14 @@ def _knock(address: str) -> None:
 
 @contextlib.contextmanager
 def _on_loopback(ray: Any) -> Iterator[None]:
-    """Has a Ray that starts inside the block be reached from this machine only, and report nothing to its makers. Whoever reaches a
-    Ray can run anything in it, and on Linux it would listen on all networks."""
+    """Has a Ray that starts inside the block be reached from this machine only, and report nothing
+    to its makers. Whoever reaches a Ray can run anything in it, and on Linux it would listen on all
+    networks."""
     constants = ray._private.ray_constants
-    before, environment = getattr(constants, "ENABLE_RAY_CLUSTER", True), os.environ.get("RAY_USAGE_STATS_ENABLED")
+    before, environment = (
+        getattr(constants, "ENABLE_RAY_CLUSTER", True),
+        os.environ.get("RAY_USAGE_STATS_ENABLED"),
+    )
     constants.ENABLE_RAY_CLUSTER = False
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:

@@ -1,9 +1,10 @@
 """Tensors between two processes, through memory that both see.
 
-A `Block` is a piece of memory without a name, known to whoever was handed it: it goes when the last of them ends, however it ends,
-so there is nothing to clean up. Through a `Channel` one process fills a `Page` (a block of its own, from the start) and posts it;
-only the page's number and length go through the pipe. What arrives lies in the block and is *read-only by agreement*: `view` shows
-it there, `copy` takes it out in one piece.
+A `Block` is a piece of memory without a name, known to whoever was handed it: it goes when the last
+of them ends, however it ends, so there is nothing to clean up. Through a `Channel` one process
+fills a `Page` (a block of its own, from the start) and posts it; only the page's number and length
+go through the pipe. What arrives lies in the block and is *read-only by agreement*: `view` shows it
+there, `copy` takes it out in one piece.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Place(NamedTuple):
 
 
 class PagePart(NamedTuple):
-    """A state in a block: its float32 tensors in one piece, the others one by one. `order` is that of the names, where the state is
-    not one that `Packed` can hold."""
+    """A state in a block: its float32 tensors in one piece, the others one by one. `order` is that
+    of the names, where the state is not one that `Packed` can hold."""
 
     start: int
     names: tuple[str, ...]
@@ -52,7 +53,8 @@ class PagePart(NamedTuple):
 
 
 class PagePacket(NamedTuple):
-    """States in a block: which block, from where to where, and each of them. It is what travels in place of tensors."""
+    """States in a block: which block, from where to where, and each of them. It is what travels in
+    place of tensors."""
 
     block: int
     begin: int
@@ -80,7 +82,8 @@ class Block:
             self.show(size)
 
     def show(self, size: int) -> None:
-        """Maps the block, which has that size now. An earlier mapping shows the same memory, and lasts as long as its tensors."""
+        """Maps the block, which has that size now. An earlier mapping shows the same memory, and
+        lasts as long as its tensors."""
         if size > self.size:
             self.memory, self.size = mmap.mmap(self.handle, size), size
             self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -105,7 +108,9 @@ class Page:
         """Copies what was added: the one copy on this side."""
         self.block.reserve(max(self.size, 1))
         for start, tensor in self._waiting:
-            _tensor(self.block.bytes, Place(start, tensor.dtype, tuple(tensor.shape))).copy_(tensor.detach())
+            _tensor(self.block.bytes, Place(start, tensor.dtype, tuple(tensor.shape))).copy_(
+                tensor.detach()
+            )
         self._waiting = []
 
     def finish(self, header: object) -> None:
@@ -122,14 +127,18 @@ class Page:
         if getattr(part, "layout", None) is plan:
             self._waiting.append((start, part.flat))  # type: ignore[attr-defined]
         else:
-            self._waiting += [(start + plan.offsets[name][0] * FLOAT.itemsize, part[name]) for name in plan.names]
+            self._waiting += [
+                (start + plan.offsets[name][0] * FLOAT.itemsize, part[name]) for name in plan.names
+            ]
         others = {name: self._place(part[name]) for name in plan.others}
         order = tuple(part)
         whole = order == (*plan.names, *plan.others)
         return PagePart(start, plan.names, plan.shapes, others, None if whole else order)
 
     def _place(self, tensor: Tensor) -> Place:
-        place = Place(self._room(tensor.numel() * tensor.element_size()), tensor.dtype, tuple(tensor.shape))
+        place = Place(
+            self._room(tensor.numel() * tensor.element_size()), tensor.dtype, tuple(tensor.shape)
+        )
         self._waiting.append((place.start, tensor))
         return place
 
@@ -140,7 +149,8 @@ class Page:
 
 
 class Spare:
-    """Memory for copies. What nobody refers to any more is used again, since fresh pages cost far more than the copy itself.
+    """Memory for copies. What nobody refers to any more is used again, since fresh pages cost far
+    more than the copy itself.
 
     All in all there is never more of it than was in use at once.
     """
@@ -190,12 +200,13 @@ class Spare:
 class Channel:
     """One end of a pipe and the blocks that belong to it.
 
-    Pages are written to `depth` blocks in turn: whoever posts must have had an answer to its last but `depth` page, which says
-    that the other end is done with it.
+    Pages are written to `depth` blocks in turn: whoever posts must have had an answer to its last
+    but `depth` page, which says that the other end is done with it.
     """
 
     def __init__(self, connection: Connection, depth: int) -> None:
-        """Makes `depth` blocks to write to; those of the other end are met as they are mentioned."""
+        """Makes `depth` blocks to write to; those of the other end are met as they are
+        mentioned."""
         self.connection = connection
         self._own = [Block(number) for number in range(depth)]
         self._turn = 0
@@ -210,14 +221,17 @@ class Channel:
         """Tells the other end of a finished page, and of other blocks that it mentions."""
         self._turn += 1
         blocks = (page.block, *also)
-        self.connection.send_bytes(json.dumps([[(b.number, b.size) for b in blocks], *page.header]).encode())
+        self.connection.send_bytes(
+            json.dumps([[(b.number, b.size) for b in blocks], *page.header]).encode()
+        )
         for block in blocks:
             if block.number not in self._shown:
                 self._shown.add(block.number)
                 self._send_handle(block.handle)
 
     def fetch(self) -> Any:
-        """The header of the next page from the other end. Raises `EOFError` or `OSError` when that end is gone."""
+        """The header of the next page from the other end. Raises `EOFError` or `OSError` when that
+        end is gone."""
         blocks, start, length = json.loads(self.connection.recv_bytes())
         for number, size in blocks:
             if number not in self._theirs:
@@ -226,7 +240,8 @@ class Channel:
         return _Header(io.BytesIO(self._theirs[blocks[0][0]].memory[start : start + length])).load()
 
     def view(self, packet: PagePacket) -> dict[str, dict[str, Tensor]]:
-        """The states of a packet where they lie: not to be written to, nor kept once the page is answered."""
+        """The states of a packet where they lie: not to be written to, nor kept once the page is
+        answered."""
         return _states(self._theirs[packet.block].bytes, packet, 0)
 
     def copy(self, packet: PagePacket, spare: Spare) -> dict[str, dict[str, Tensor]]:
@@ -249,7 +264,8 @@ class Channel:
 
 
 class _Header(pickle.Unpickler):
-    """Reads plain data, the descriptions of this file and types of numbers, and refuses anything that could run code."""
+    """Reads plain data, the descriptions of this file and types of numbers, and refuses anything
+    that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__ and name in ("PagePacket", "PagePart", "Place"):
@@ -271,13 +287,19 @@ def _state(memory: Tensor, part: PagePart, shift: int) -> dict[str, Tensor]:
     flat = _tensor(memory, Place(part.start, FLOAT, (plan.numel,)), shift)
     if part.order is None:
         return Packed(plan, flat, others)
-    found = {name: flat[start:end].view(shape) for name, (start, end, shape) in plan.offsets.items()}
+    found = {
+        name: flat[start:end].view(shape) for name, (start, end, shape) in plan.offsets.items()
+    }
     return {name: found[name] if name in found else others[name] for name in part.order}
 
 
 def _tensor(memory: Tensor, place: Place, shift: int = 0) -> Tensor:
     start = place.start - shift
-    return memory[start : start + math.prod(place.shape) * place.dtype.itemsize].view(place.dtype).view(place.shape)
+    return (
+        memory[start : start + math.prod(place.shape) * place.dtype.itemsize]
+        .view(place.dtype)
+        .view(place.shape)
+    )
 
 
 def _nameless_file() -> int:

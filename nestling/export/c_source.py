@@ -1,7 +1,8 @@
-"""An eight-bit network as C99 source: its weights, the operations it needs, and one function that calls them in order.
+"""An eight-bit network as C99 source: its weights, the operations it needs, and one function that
+calls them in order.
 
-The source is complete: it needs <stdint.h> and nothing else, takes no memory from anywhere, and works in one static arena whose
-places are shared by values that do not exist at the same time.
+The source is complete: it needs <stdint.h> and nothing else, takes no memory from anywhere, and
+works in one static arena whose places are shared by values that do not exist at the same time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ class Arena:
 
 def arena_of(network: Quantised) -> Arena:
     """The places of the values between input and output, by when each exists."""
-    last = {value: step for step, operation in enumerate(network.operations) for value in operation.inputs}
+    last = {
+        value: step
+        for step, operation in enumerate(network.operations)
+        for value in operation.inputs
+    }
     buffers: list[Buffer] = []
     holds: dict[int, int] = {}
     for step, operation in enumerate(network.operations):
@@ -62,24 +67,34 @@ def arena_of(network: Quantised) -> Arena:
     return Arena({value: offsets[buffer] for value, buffer in holds.items()}, size)
 
 
-def _overwritten(operation: IntegerOperation, holds: dict[int, int], buffers: list[Buffer], step: int) -> int | None:
+def _overwritten(
+    operation: IntegerOperation, holds: dict[int, int], buffers: list[Buffer], step: int
+) -> int | None:
     """The buffer of an operand that nobody reads later and that the result may take."""
     if operation.kind not in IN_PLACE:
         return None
-    return next((holds[v] for v in operation.inputs if v in holds and buffers[holds[v]].end == step), None)
+    return next(
+        (holds[v] for v in operation.inputs if v in holds and buffers[holds[v]].end == step), None
+    )
 
 
 def write(network: Quantised, name: str = "model") -> dict[str, str]:
     """The texts of NAME.h and NAME.c."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-        raise InputError(f"{name!r} cannot be a name in C", field="--name", fix="use letters, digits and underscores")
+        raise InputError(
+            f"{name!r} cannot be a name in C",
+            field="--name",
+            fix="use letters, digits and underscores",
+        )
     arena = arena_of(network)
     return {f"{name}.h": _header(network, arena, name), f"{name}.c": _source(network, arena, name)}
 
 
 def weight_bytes(network: Quantised) -> int:
     """Bytes of the tables: weights, biases, multipliers and shifts, normalisation."""
-    return sum(table.nbytes for operation in network.operations for table in _tables(operation).values())
+    return sum(
+        table.nbytes for operation in network.operations for table in _tables(operation).values()
+    )
 
 
 def _header(network: Quantised, arena: Arena, name: str) -> str:
@@ -87,8 +102,10 @@ def _header(network: Quantised, arena: Arena, name: str) -> str:
     before, after = network.scales[network.input], network.scales[network.output]
     rows, columns, channels = network.shapes[network.input]
     lines = [
-        f"/* {name}: an int8 network, written by nestling. A number is scale * (byte - zero); input bytes are",
-        "   round(number / scale) + zero, cut to -128..127, in the order rows, columns, channels. */",
+        f"/* {name}: an int8 network, written by nestling. A number is scale * (byte - zero); "
+        "input bytes are",
+        "   round(number / scale) + zero, cut to -128..127, in the order rows, columns, "
+        "channels. */",
         f"#ifndef {upper}_H",
         f"#define {upper}_H",
         "",
@@ -120,13 +137,26 @@ def _source(network: Quantised, arena: Arena, name: str) -> str:
     if any(operation.kind in RESCALES for operation in network.operations):
         needed.append("rescaled")
     kernels = [text for part, text in _kernels().items() if part in ("base", *needed)]
-    tables = [_table_text(number, operation, network) for number, operation in enumerate(network.operations)]
-    steps = [_step(number, operation, network, arena) for number, operation in enumerate(network.operations)]
+    tables = [
+        _table_text(number, operation, network)
+        for number, operation in enumerate(network.operations)
+    ]
+    steps = [
+        _step(number, operation, network, arena)
+        for number, operation in enumerate(network.operations)
+    ]
     # A network whose values all lie with the caller has no arena.
     memory = f"static int8_t arena[{name.upper()}_ARENA_BYTES];\n" if arena.size else ""
     body = "\n".join(f"    {step}" for step in steps)
     infer = f"{memory}\nvoid {name}_infer(const int8_t *input, int8_t *output)\n{{\n{body}\n}}\n"
-    return "\n".join([f'/* Written by nestling; see {name}.h. */\n#include "{name}.h"\n', *kernels, *tables, infer])
+    return "\n".join(
+        [
+            f'/* Written by nestling; see {name}.h. */\n#include "{name}.h"\n',
+            *kernels,
+            *tables,
+            infer,
+        ]
+    )
 
 
 @cache
@@ -139,10 +169,17 @@ def _kernels() -> dict[str, str]:
 
 def _tables(operation: IntegerOperation) -> dict[str, np.ndarray]:
     if operation.kind == "group_norm":
-        return {"scale": operation.scale.astype(np.float32), "offset": operation.offset.astype(np.float32)}
+        return {
+            "scale": operation.scale.astype(np.float32),
+            "offset": operation.offset.astype(np.float32),
+        }
     if not operation.weight.size:
         return {}
-    tables = {"weight": operation.weight, "bias": operation.bias, "multiplier": operation.multiplier}
+    tables = {
+        "weight": operation.weight,
+        "bias": operation.bias,
+        "multiplier": operation.multiplier,
+    }
     return {**tables, "shift": operation.shift.astype(np.int8)}
 
 
@@ -159,8 +196,15 @@ _C_TYPES = {
 def _table_text(number: int, operation: IntegerOperation, network: Quantised) -> str:
     parts = []
     for name, values in _tables(operation).items():
-        texts = [_float(v) for v in values.ravel()] if _C_TYPES[name] == "float" else [_whole(int(v)) for v in values.ravel()]
-        parts.append(f"static const {_C_TYPES[name]} {name}_{number}[{values.size}] = {{\n{_wrapped(texts)}\n}};")
+        texts = (
+            [_float(v) for v in values.ravel()]
+            if _C_TYPES[name] == "float"
+            else [_whole(int(v)) for v in values.ravel()]
+        )
+        parts.append(
+            f"static const {_C_TYPES[name]} {name}_{number}[{values.size}] = "
+            f"{{\n{_wrapped(texts)}\n}};"
+        )
     kind, fields = _settings(operation, network)
     parts.append(f"static const {kind} settings_{number} = {{{fields}}};\n")
     return "\n".join(parts)
@@ -174,13 +218,25 @@ def _settings(operation: IntegerOperation, network: Quantised) -> tuple[str, str
     if operation.kind == "dense":
         return "layer", _joined([math.prod(before), math.prod(after), *zeros, *limits])
     if operation.kind == "add":
-        factors = ", ".join(f"{{{_joined(part.tolist())}}}" for part in (operation.multiplier, operation.shift))
+        factors = ", ".join(
+            f"{{{_joined(part.tolist())}}}" for part in (operation.multiplier, operation.shift)
+        )
         return "sum_of_two", f"{_joined([math.prod(after), *zeros, *limits])}, {factors}"
     if operation.kind == "group_norm":
         scales = [network.scales[value].scale for value in (operation.inputs[0], operation.output)]
         numbers = ", ".join(_float(x) for x in (*scales, operation.eps))
-        return "normalisation", f"{_joined([before[0] * before[1], before[2], operation.groups, *zeros, *limits])}, {numbers}"
-    places = [*operation.kernel, *operation.stride, operation.pad_rows[0], operation.pad_columns[0], operation.groups]
+        return (
+            "normalisation",
+            f"{_joined([before[0] * before[1], before[2], operation.groups, *zeros, *limits])}, "
+            f"{numbers}",
+        )
+    places = [
+        *operation.kernel,
+        *operation.stride,
+        operation.pad_rows[0],
+        operation.pad_columns[0],
+        operation.groups,
+    ]
     return "window", _joined([*before, *after, *places, *zeros, *limits])
 
 
@@ -197,7 +253,13 @@ def _place(value: int, network: Quantised, arena: Arena) -> str:
 
 
 def _wrapped(texts: list[str]) -> str:
-    return textwrap.fill(", ".join(texts), WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return textwrap.fill(
+        ", ".join(texts),
+        WIDTH,
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
 
 
 def _joined(numbers: list[int]) -> str:

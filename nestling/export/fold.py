@@ -1,4 +1,5 @@
-"""The forward pass of a trained network with its weights: normalisation with fixed statistics is folded into the layer before it."""
+"""The forward pass of a trained network with its weights: normalisation with fixed statistics is
+folded into the layer before it."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ NOTHING = torch.empty(0)
 
 @dataclass(frozen=True, eq=False)
 class FoldedLayer:
-    """One operation: `kind` is "conv", "dense", "max_pool", "avg_pool", "add", "group_norm" or "activation".
+    """One operation: `kind` is "conv", "dense", "max_pool", "avg_pool", "add", "group_norm" or
+    "activation".
 
-    weight: float32, (out, in / groups, height, width) of a convolution, (out, in) of a dense layer, per channel of a group norm.
+    weight: float32, (out, in / groups, height, width) of a convolution, (out, in) of a dense layer,
+            per channel of a group norm.
     bias: float32, one per channel. The other fields are those of `Node`.
     """
 
@@ -43,7 +46,8 @@ class FoldedLayer:
 
 @dataclass(frozen=True, eq=False)
 class FoldedNetwork:
-    """The layers of one sample's forward pass in order; `shapes` are (channels, height, width) by value."""
+    """The layers of one sample's forward pass in order; `shapes` are (channels, height, width) by
+    value."""
 
     layers: tuple[FoldedLayer, ...]
     shapes: tuple[Shape, ...]
@@ -65,7 +69,8 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def with_one_width(module: nn.Module) -> nn.Module:
-    """The module, or a copy in which norms with statistics for several widths are left with those of the width it has."""
+    """The module, or a copy in which norms with statistics for several widths are left with those
+    of the width it has."""
     if not any(isinstance(part, WidthNorm) for part in module.modules()):
         return module
     fixed = copy.deepcopy(module).eval()
@@ -73,7 +78,10 @@ def with_one_width(module: nn.Module) -> nn.Module:
         if isinstance(part, WidthNorm):
             norm = _BatchNorm(len(part.weight), eps=part.eps).eval()
             norm.weight, norm.bias = part.weight, part.bias
-            norm.running_mean, norm.running_var = part.means[part.row].clone(), part.variances[part.row].clone()
+            norm.running_mean, norm.running_var = (
+                part.means[part.row].clone(),
+                part.variances[part.row].clone(),
+            )
             fixed.set_submodule(name, norm)
     return fixed
 
@@ -93,7 +101,12 @@ def fold_graph(graph: Graph, state: Mapping[str, Tensor]) -> FoldedNetwork:
         _require_map(node, graph)
         layer = _layer(node, graph, state)
         before = writer.get(node.inputs[0], -1)
-        if node.kind == "affine" and before >= 0 and readers[node.inputs[0]] == 1 and _takes_affine(layers[before]):
+        if (
+            node.kind == "affine"
+            and before >= 0
+            and readers[node.inputs[0]] == 1
+            and _takes_affine(layers[before])
+        ):
             layers[before] = _merged(layers[before], layer)
             writer[node.output] = before
             continue
@@ -103,10 +116,15 @@ def fold_graph(graph: Graph, state: Mapping[str, Tensor]) -> FoldedNetwork:
 
 
 def _require_map(node: Node, graph: Graph) -> None:
-    """Only a dense layer may read a map as a vector: its weights are put in the order of the map."""
+    """Only a dense layer may read a map as a vector: its weights are put in the order of the
+    map."""
     same_shape = node.kind in ("add", "group_norm", "affine", "activation")
-    if same_shape and any(graph.shapes[value] != graph.shapes[node.output] for value in node.inputs):
-        raise Unsupported(node.layer, f"{node.kind} of a flattened map", "flatten just before a linear layer")
+    if same_shape and any(
+        graph.shapes[value] != graph.shapes[node.output] for value in node.inputs
+    ):
+        raise Unsupported(
+            node.layer, f"{node.kind} of a flattened map", "flatten just before a linear layer"
+        )
 
 
 def _layer(node: Node, graph: Graph, state: Mapping[str, Tensor]) -> FoldedLayer:
@@ -134,7 +152,8 @@ def _tensors(node: Node, channels: int, state: Mapping[str, Tensor]) -> tuple[Te
     weight = state[node.weight].float() if node.weight else torch.ones(channels)
     bias = state[node.bias].float() if node.bias else torch.zeros(channels)
     if node.kind == "conv":
-        weight = weight.reshape(*weight.shape[:2], *node.kernel)  # a 1-D kernel becomes one of height 1
+        # a 1-D kernel becomes one of height 1
+        weight = weight.reshape(*weight.shape[:2], *node.kernel)
     return weight, bias
 
 
@@ -147,13 +166,25 @@ def _merged(layer: FoldedLayer, affine: FoldedLayer) -> FoldedLayer:
     scale = affine.weight.double()
     weight = layer.weight.double() * scale.reshape(-1, *[1] * (layer.weight.dim() - 1))
     bias = layer.bias.double() * scale + affine.bias.double()
-    return replace(layer, weight=weight.float(), bias=bias.float(), output=affine.output, activation=affine.activation)
+    return replace(
+        layer,
+        weight=weight.float(),
+        bias=bias.float(),
+        output=affine.output,
+        activation=affine.activation,
+    )
 
 
 def _as_convolution(affine: FoldedLayer) -> FoldedLayer:
     """A scale and a shift per channel are a depth-wise convolution of one pixel."""
     channels = len(affine.weight)
-    return replace(affine, kind="conv", weight=affine.weight.reshape(channels, 1, 1, 1), groups=channels, kernel=(1, 1))
+    return replace(
+        affine,
+        kind="conv",
+        weight=affine.weight.reshape(channels, 1, 1, 1),
+        groups=channels,
+        kernel=(1, 1),
+    )
 
 
 @torch.no_grad()
@@ -161,7 +192,9 @@ def run(network: FoldedNetwork, x: Tensor) -> dict[int, Tensor]:
     """All values of a forward pass of a batch, by number, each (batch, channels, height, width)."""
     values = {network.input: x.reshape(len(x), *network.shapes[network.input])}
     for layer in network.layers:
-        out = _activated(_run_layer(layer, network, [values[v] for v in layer.inputs]), layer.activation)
+        out = _activated(
+            _run_layer(layer, network, [values[v] for v in layer.inputs]), layer.activation
+        )
         values[layer.output] = out.reshape(len(x), *network.shapes[layer.output])
     return values
 
@@ -169,7 +202,13 @@ def run(network: FoldedNetwork, x: Tensor) -> dict[int, Tensor]:
 def _run_layer(layer: FoldedLayer, network: FoldedNetwork, inputs: list[Tensor]) -> Tensor:
     x = inputs[0]
     if layer.kind == "conv":
-        return F.conv2d(_padded(x, layer, network), layer.weight, layer.bias, stride=layer.stride, groups=layer.groups)
+        return F.conv2d(
+            _padded(x, layer, network),
+            layer.weight,
+            layer.bias,
+            stride=layer.stride,
+            groups=layer.groups,
+        )
     if layer.kind == "dense":
         return F.linear(x.flatten(1), layer.weight, layer.bias)
     if layer.kind == "max_pool":
@@ -190,13 +229,18 @@ def _activated(x: Tensor, activation: int) -> Tensor:
 
 def _padded(x: Tensor, layer: FoldedLayer, network: FoldedNetwork, value: float = 0.0) -> Tensor:
     (top, bottom), (left, right) = paddings(layer, network)
-    return F.pad(x, (left, right, top, bottom), value=value) if top or bottom or left or right else x
+    return (
+        F.pad(x, (left, right, top, bottom), value=value) if top or bottom or left or right else x
+    )
 
 
 def paddings(layer: FoldedLayer, network: FoldedNetwork) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What is put round the input, (top, bottom) and (left, right), so that the output has the size it has."""
+    """What is put round the input, (top, bottom) and (left, right), so that the output has the size
+    it has."""
     before, after = network.shapes[layer.inputs[0]][1:], network.shapes[layer.output][1:]
     sides = []
-    for size, result, kernel, stride, pad in zip(before, after, layer.kernel, layer.stride, layer.padding, strict=True):
+    for size, result, kernel, stride, pad in zip(
+        before, after, layer.kernel, layer.stride, layer.padding, strict=True
+    ):
         sides.append((pad, max(0, (result - 1) * stride + kernel - size - pad)))
     return sides[0], sides[1]

@@ -23,7 +23,9 @@ class _File:
     def add(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
         from onnx import helper
 
-        self.nodes.append(helper.make_node(kind, inputs, [output], name=f"{kind}_{len(self.nodes)}", **attributes))
+        self.nodes.append(
+            helper.make_node(kind, inputs, [output], name=f"{kind}_{len(self.nodes)}", **attributes)
+        )
         return output
 
     def constant(self, name: str, data: np.ndarray) -> str:
@@ -44,7 +46,9 @@ def write(network: FoldedNetwork, shape: tuple[int, ...], name: str = "model") -
     names = {network.input: _as_map(file, network, shape), network.output: "output"}
     for layer in network.layers:
         names.setdefault(layer.output, f"value_{layer.output}")
-        _write_layer(file, layer, network, [names[value] for value in layer.inputs], names[layer.output])
+        _write_layer(
+            file, layer, network, [names[value] for value in layer.inputs], names[layer.output]
+        )
     classes = int(np.prod(network.shapes[network.output]))
     graph = helper.make_graph(
         file.nodes,
@@ -54,7 +58,9 @@ def write(network: FoldedNetwork, shape: tuple[int, ...], name: str = "model") -
         file.constants,
     )
     opsets = [helper.make_opsetid("", OPSET)]
-    model = helper.make_model(graph, producer_name="nestling", opset_imports=opsets, ir_version=IR_VERSION)
+    model = helper.make_model(
+        graph, producer_name="nestling", opset_imports=opsets, ir_version=IR_VERSION
+    )
     checker.check_model(model, full_check=True)
     return model.SerializeToString()
 
@@ -68,7 +74,9 @@ def _as_map(file: _File, network: FoldedNetwork, shape: tuple[int, ...]) -> str:
     return file.add("Reshape", ["input", sizes], "input_map")
 
 
-def _write_layer(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str) -> None:
+def _write_layer(
+    file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str
+) -> None:
     plain = f"{output}_linear" if layer.activation in (RELU, RELU6) else output
     if layer.kind in ("conv", "dense"):
         _weighted(file, layer, network, inputs, plain)
@@ -87,8 +95,13 @@ def _write_layer(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs
         file.add("Clip", [plain, low, high], output)
 
 
-def _weighted(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str) -> None:
-    weights = [file.constant(f"{output}_{k}", t.numpy()) for k, t in (("weight", layer.weight), ("bias", layer.bias))]
+def _weighted(
+    file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str
+) -> None:
+    weights = [
+        file.constant(f"{output}_{k}", t.numpy())
+        for k, t in (("weight", layer.weight), ("bias", layer.bias))
+    ]
     if layer.kind == "conv":
         file.add("Conv", [*inputs, *weights], output, **_window(layer, network), group=layer.groups)
     else:
@@ -96,7 +109,9 @@ def _weighted(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: l
         file.add("Gemm", [flat, *weights], output, transB=1)
 
 
-def _pool(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str) -> None:
+def _pool(
+    file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[str], output: str
+) -> None:
     if layer.kind == "max_pool":
         file.add("MaxPool", inputs, output, **_window(layer, network))
     else:
@@ -105,13 +120,23 @@ def _pool(file: _File, layer: FoldedLayer, network: FoldedNetwork, inputs: list[
 
 def _window(layer: FoldedLayer, network: FoldedNetwork) -> dict[str, list[int]]:
     (top, bottom), (left, right) = paddings(layer, network)
-    return {"kernel_shape": [*layer.kernel], "strides": [*layer.stride], "pads": [top, left, bottom, right]}
+    return {
+        "kernel_shape": [*layer.kernel],
+        "strides": [*layer.stride],
+        "pads": [top, left, bottom, right],
+    }
 
 
-def _group_norm(file: _File, layer: FoldedLayer, network: FoldedNetwork, source: str, output: str) -> None:
-    """As instance normalisation of the groups: ONNX has no group normalisation that all its runtimes know."""
+def _group_norm(
+    file: _File, layer: FoldedLayer, network: FoldedNetwork, source: str, output: str
+) -> None:
+    """As instance normalisation of the groups: ONNX has no group normalisation that all its
+    runtimes know."""
     channels, height, width = network.shapes[layer.output]
-    grouped = file.constant(f"{output}_groups", np.array([-1, layer.groups, channels // layer.groups * height * width], np.int64))
+    grouped = file.constant(
+        f"{output}_groups",
+        np.array([-1, layer.groups, channels // layer.groups * height * width], np.int64),
+    )
     whole = file.constant(f"{output}_whole", np.array([-1, channels, height, width], np.int64))
     ones = file.constant(f"{output}_ones", np.ones(layer.groups, np.float32))
     zeros = file.constant(f"{output}_zeros", np.zeros(layer.groups, np.float32))
@@ -120,7 +145,9 @@ def _group_norm(file: _File, layer: FoldedLayer, network: FoldedNetwork, source:
         for k, t in (("scale", layer.weight), ("offset", layer.bias))
     )
     cut = file.add("Reshape", [source, grouped], f"{output}_cut")
-    normal = file.add("InstanceNormalization", [cut, ones, zeros], f"{output}_normal", epsilon=layer.eps)
+    normal = file.add(
+        "InstanceNormalization", [cut, ones, zeros], f"{output}_normal", epsilon=layer.eps
+    )
     back = file.add("Reshape", [normal, whole], f"{output}_back")
     scaled = file.add("Mul", [back, scale], f"{output}_scaled")
     file.add("Add", [scaled, offset], output)

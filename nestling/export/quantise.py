@@ -1,8 +1,9 @@
 """Post-training quantisation to eight bits, by TensorFlow Lite's rules.
 
-A value is scale · (q − zero), q from −128 to 127, with a scale and a zero for a whole activation, found from the smallest and largest
-number that calibration rows gave. Weights have a scale for each output channel, zero 0 and q from −127 to 127. Sums are 32-bit; they
-are brought to the scale of the result by an integer multiplier and a shift. Pooling keeps the scale of its input. The order in
+A value is scale · (q − zero), q from −128 to 127, with a scale and a zero for a whole activation,
+found from the smallest and largest number that calibration rows gave. Weights have a scale for each
+output channel, zero 0 and q from −127 to 127. Sums are 32-bit; they are brought to the scale of the
+result by an integer multiplier and a shift. Pooling keeps the scale of its input. The order in
 memory is rows, columns, channels.
 """
 
@@ -39,13 +40,14 @@ def _nothing() -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class IntegerOperation:
-    """One operation on eight bits: `kind` is "conv", "depthwise", "dense", "max_pool", "avg_pool", "add" or "group_norm".
+    """One operation on eight bits: `kind` is "conv", "depthwise", "dense", "max_pool", "avg_pool",
+    "add" or "group_norm".
 
-    weight: int8; (out, height, width, in / groups) of a convolution, (height, width, out) of a depth-wise one, (out, in) of a dense
-    layer. bias: int32. channel_scale: float32, the weights' scales.
-    multiplier, shift: one per output channel (convolutions, dense); the two operands' and the sum's (add).
-    low, high: what the result is cut to; the activation is in it.
-    scale, offset, eps: of a group norm, float32.
+    weight: int8; (out, height, width, in / groups) of a convolution, (height, width, out) of a
+            depth-wise one, (out, in) of a dense
+    layer. bias: int32. channel_scale: float32, the weights' scales. multiplier, shift: one per
+    output channel (convolutions, dense); the two operands' and the sum's (add). low, high: what the
+    result is cut to; the activation is in it. scale, offset, eps: of a group norm, float32.
     """
 
     kind: str
@@ -81,7 +83,9 @@ class Quantised:
 
     def quantise(self, x: Tensor) -> np.ndarray:
         """Inputs as the network takes them: (rows, height, width, channels), int8."""
-        channels_last = x.reshape(len(x), *_channels_first(self.shapes[self.input])).permute(0, 2, 3, 1)
+        channels_last = x.reshape(len(x), *_channels_first(self.shapes[self.input])).permute(
+            0, 2, 3, 1
+        )
         return to_int8(channels_last.detach().cpu().numpy(), self.scales[self.input])
 
 
@@ -100,7 +104,9 @@ def to_int8(x: np.ndarray, scale: IntegerScale) -> np.ndarray:
 def quantise(network: FoldedNetwork, rows: Tensor) -> Quantised:
     """The network on eight bits, for values as `rows` (inputs, training data) give them."""
     if not len(rows):
-        raise InputError("no rows to calibrate with", field="--calibration", fix="give at least one")
+        raise InputError(
+            "no rows to calibrate with", field="--calibration", fix="give at least one"
+        )
     scales = _scales(network, ranges(network, rows))
     operations = tuple(_operation(layer, network, scales) for layer in network.layers)
     shapes = tuple((height, width, channels) for channels, height, width in network.shapes)
@@ -116,12 +122,16 @@ def ranges(network: FoldedNetwork, rows: Tensor) -> dict[int, tuple[float, float
             found[value] = (min(low, float(numbers.min())), max(high, float(numbers.max())))
     if not all(math.isfinite(end) for pair in found.values() for end in pair):
         raise InputError(
-            "the network gives numbers that are not finite", field="RUN", fix="train it again with a smaller train.lr"
+            "the network gives numbers that are not finite",
+            field="RUN",
+            fix="train it again with a smaller train.lr",
         )
     return found
 
 
-def _scales(network: FoldedNetwork, found: dict[int, tuple[float, float]]) -> dict[int, IntegerScale]:
+def _scales(
+    network: FoldedNetwork, found: dict[int, tuple[float, float]]
+) -> dict[int, IntegerScale]:
     scales = {network.input: scale_of(*found[network.input])}
     for layer in network.layers:
         keeps = layer.kind in KEEPS_SCALE
@@ -130,27 +140,48 @@ def _scales(network: FoldedNetwork, found: dict[int, tuple[float, float]]) -> di
 
 
 def scale_of(low: float, high: float) -> IntegerScale:
-    """The scale for numbers between `low` and `high`; zero is always among what can be said exactly."""
+    """The scale for numbers between `low` and `high`; zero is always among what can be said
+    exactly."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = float(np.float32((high - low) / (HIGH - LOW))) or 1.0
     return IntegerScale(scale, int(np.clip(round(LOW - low / scale), LOW, HIGH)))
 
 
-def _operation(layer: FoldedLayer, network: FoldedNetwork, scales: dict[int, IntegerScale]) -> IntegerOperation:
+def _operation(
+    layer: FoldedLayer, network: FoldedNetwork, scales: dict[int, IntegerScale]
+) -> IntegerOperation:
     if layer.kind in ("conv", "dense"):
         return _weighted(layer, network, scales)
     low, high = _limits(layer.activation, scales[layer.output])
-    common = {"inputs": layer.inputs, "output": layer.output, "activation": layer.activation, "low": low, "high": high}
+    common = {
+        "inputs": layer.inputs,
+        "output": layer.output,
+        "activation": layer.activation,
+        "low": low,
+        "high": high,
+    }
     if layer.kind == "add":
-        multiplier, shift = _add_multipliers(*(scales[v].scale for v in (*layer.inputs, layer.output)))
+        multiplier, shift = _add_multipliers(
+            *(scales[v].scale for v in (*layer.inputs, layer.output))
+        )
         return IntegerOperation("add", **common, multiplier=multiplier, shift=shift)  # type: ignore[arg-type]
     if layer.kind == "group_norm":
-        numbers = {"scale": layer.weight.numpy(), "offset": layer.bias.numpy(), "eps": layer.eps, "groups": layer.groups}
+        numbers = {
+            "scale": layer.weight.numpy(),
+            "offset": layer.bias.numpy(),
+            "eps": layer.eps,
+            "groups": layer.groups,
+        }
         return IntegerOperation("group_norm", **common, **numbers)  # type: ignore[arg-type]
     pad_rows, pad_columns = paddings(layer, network)
     # An activation that stands alone is a pool of one pixel.
     kind = "max_pool" if layer.kind == "activation" else layer.kind
-    window = {"kernel": layer.kernel, "stride": layer.stride, "pad_rows": pad_rows, "pad_columns": pad_columns}
+    window = {
+        "kernel": layer.kernel,
+        "stride": layer.stride,
+        "pad_rows": pad_rows,
+        "pad_columns": pad_columns,
+    }
     return IntegerOperation(kind, **common, **window)  # type: ignore[arg-type]
 
 
@@ -162,7 +193,9 @@ def _limits(activation: int, scale: IntegerScale) -> tuple[int, int]:
     return scale.zero, min(HIGH, six) if activation == RELU6 else HIGH
 
 
-def _weighted(layer: FoldedLayer, network: FoldedNetwork, scales: dict[int, IntegerScale]) -> IntegerOperation:
+def _weighted(
+    layer: FoldedLayer, network: FoldedNetwork, scales: dict[int, IntegerScale]
+) -> IntegerOperation:
     before, after = scales[layer.inputs[0]], scales[layer.output]
     kind, weight = _arranged(layer, network)
     axis = 2 if kind == "depthwise" else 0
@@ -170,7 +203,9 @@ def _weighted(layer: FoldedLayer, network: FoldedNetwork, scales: dict[int, Inte
     channel_scale = weight_scales(np.abs(weight).max(axis=others), layer.bias.numpy(), before.scale)
     shape = [-1 if a == axis else 1 for a in range(weight.ndim)]
     whole = np.clip(np.rint(weight / channel_scale.reshape(shape)), -HIGH, HIGH).astype(np.int8)
-    bias = np.rint(layer.bias.double().numpy() / (before.scale * channel_scale.astype(np.float64))).astype(np.int32)
+    bias = np.rint(
+        layer.bias.double().numpy() / (before.scale * channel_scale.astype(np.float64))
+    ).astype(np.int32)
     real = before.scale * channel_scale.astype(np.float64) / after.scale
     multiplier, shift = fixed_points(real)
     low, high = _limits(layer.activation, after)
@@ -207,7 +242,8 @@ def _arranged(layer: FoldedLayer, network: FoldedNetwork) -> tuple[str, np.ndarr
 
 
 def weight_scales(largest: np.ndarray, bias: np.ndarray, input_scale: float) -> np.ndarray:
-    """A scale for each channel: large enough for its largest weight, and for its bias to be a 32-bit number."""
+    """A scale for each channel: large enough for its largest weight, and for its bias to be a
+    32-bit number."""
     for_weight = largest.astype(np.float64) / HIGH
     for_bias = np.abs(bias.astype(np.float64)) / (input_scale * 2.0**30)
     scale = np.maximum(for_weight, for_bias)
@@ -215,7 +251,8 @@ def weight_scales(largest: np.ndarray, bias: np.ndarray, input_scale: float) -> 
 
 
 def fixed_points(real: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positive factors as multiplier · 2^(shift − 31), the multiplier a whole number with its top bit set."""
+    """Positive factors as multiplier · 2^(shift − 31), the multiplier a whole number with its top
+    bit set."""
     pairs = [fixed_point(float(factor)) for factor in np.atleast_1d(real)]
     return np.array([m for m, _ in pairs], np.int32), np.array([s for _, s in pairs], np.int32)
 
@@ -229,10 +266,14 @@ def fixed_point(real: float) -> tuple[int, int]:
     if shift < -31:
         return 0, 0
     if shift > 30:
-        raise InputError("a layer's output is far too small for its weights to be put in eight bits", field="RUN")
+        raise InputError(
+            "a layer's output is far too small for its weights to be put in eight bits", field="RUN"
+        )
     return whole, shift
 
 
 def _add_multipliers(first: float, second: float, result: float) -> tuple[np.ndarray, np.ndarray]:
     twice = 2 * max(first, second)
-    return fixed_points(np.array([first / twice, second / twice, twice / (2.0**ADD_SHIFT * result)]))
+    return fixed_points(
+        np.array([first / twice, second / twice, twice / (2.0**ADD_SHIFT * result)])
+    )

@@ -1,4 +1,5 @@
-"""What an eight-bit network computes, to the bit: the C source and TensorFlow Lite Micro's reference kernels give these numbers."""
+"""What an eight-bit network computes, to the bit: the C source and TensorFlow Lite Micro's
+reference kernels give these numbers."""
 
 from __future__ import annotations
 
@@ -45,27 +46,38 @@ def _conv(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarr
     return _scaled(sums, operation, network)
 
 
-def _depthwise(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _depthwise(
+    operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]
+) -> np.ndarray:
     zero = network.scales[operation.inputs[0]].zero
     windows = _windows(inputs[0].astype(np.int32) - zero, operation, network, 0)
     each = operation.weight.shape[2] // windows.shape[-1]
     sums = np.zeros((len(windows), *network.shapes[operation.output]), np.int32)
     for row, column in np.ndindex(operation.kernel):
-        sums += np.repeat(windows[:, :, :, row, column], each, axis=-1) * operation.weight[row, column].astype(np.int32)
+        sums += np.repeat(windows[:, :, :, row, column], each, axis=-1) * operation.weight[
+            row, column
+        ].astype(np.int32)
     return _scaled(sums, operation, network)
 
 
 def _dense(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
-    flat = inputs[0].reshape(len(inputs[0]), -1).astype(np.float64) - network.scales[operation.inputs[0]].zero
+    flat = (
+        inputs[0].reshape(len(inputs[0]), -1).astype(np.float64)
+        - network.scales[operation.inputs[0]].zero
+    )
     return _scaled(flat @ operation.weight.T.astype(np.float64), operation, network)
 
 
-def _max_pool(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _max_pool(
+    operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]
+) -> np.ndarray:
     highest = _windows(inputs[0], operation, network, LOW).max(axis=(3, 4))
     return np.clip(highest, operation.low, operation.high)
 
 
-def _avg_pool(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
+def _avg_pool(
+    operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]
+) -> np.ndarray:
     zero = network.scales[operation.inputs[0]].zero
     sums = _windows(inputs[0].astype(np.int32), operation, network, zero).sum(axis=(3, 4))
     count = operation.kernel[0] * operation.kernel[1]
@@ -78,12 +90,18 @@ def _add(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarra
     for k, x in enumerate(inputs):
         shifted = (x.astype(np.int64) - network.scales[operation.inputs[k]].zero) << ADD_SHIFT
         total += rescaled(shifted, operation.multiplier[k], operation.shift[k])
-    out = rescaled(total, operation.multiplier[2], operation.shift[2]) + network.scales[operation.output].zero
+    out = (
+        rescaled(total, operation.multiplier[2], operation.shift[2])
+        + network.scales[operation.output].zero
+    )
     return np.clip(out, operation.low, operation.high).astype(np.int8)
 
 
-def _group_norm(operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]) -> np.ndarray:
-    """In float32, in an order that is fixed, since the order of a sum of floats shows in its bits."""
+def _group_norm(
+    operation: IntegerOperation, network: Quantised, inputs: list[np.ndarray]
+) -> np.ndarray:
+    """In float32, in an order that is fixed, since the order of a sum of floats shows in its
+    bits."""
     before, after = network.scales[operation.inputs[0]], network.scales[operation.output]
     x = np.float32(before.scale) * (inputs[0].astype(np.int32) - before.zero).astype(np.float32)
     rows, height, width, channels = x.shape
@@ -99,7 +117,8 @@ def _mean(x: np.ndarray) -> np.ndarray:
     """Over the pixels and the channels of each group, summed one number after another."""
     rows, pixels, groups, size = x.shape
     in_turn = x.transpose(0, 2, 1, 3).reshape(rows, groups, pixels * size)
-    total = np.add.accumulate(in_turn, axis=2, dtype=np.float32)[:, :, -1]  # unlike sum, from left to right
+    # unlike sum, from left to right
+    total = np.add.accumulate(in_turn, axis=2, dtype=np.float32)[:, :, -1]
     return (total / np.float32(pixels * size))[:, None, :, None]
 
 
@@ -121,9 +140,13 @@ _KINDS = {
 }
 
 
-def _windows(x: np.ndarray, operation: IntegerOperation, network: Quantised, padding: int) -> np.ndarray:
+def _windows(
+    x: np.ndarray, operation: IntegerOperation, network: Quantised, padding: int
+) -> np.ndarray:
     """(rows, height, width, kernel rows, kernel columns, channels): what each output sees."""
-    padded = np.pad(x, ((0, 0), operation.pad_rows, operation.pad_columns, (0, 0)), constant_values=padding)
+    padded = np.pad(
+        x, ((0, 0), operation.pad_rows, operation.pad_columns, (0, 0)), constant_values=padding
+    )
     found = np.lib.stride_tricks.sliding_window_view(padded, operation.kernel, axis=(1, 2))
     height, width = network.shapes[operation.output][:2]
     found = found[:, :: operation.stride[0], :: operation.stride[1]][:, :height, :width]
@@ -132,12 +155,16 @@ def _windows(x: np.ndarray, operation: IntegerOperation, network: Quantised, pad
 
 def _scaled(sums: np.ndarray, operation: IntegerOperation, network: Quantised) -> np.ndarray:
     total = sums.astype(np.int64) + operation.bias
-    out = rescaled(total, operation.multiplier, operation.shift) + network.scales[operation.output].zero
+    out = (
+        rescaled(total, operation.multiplier, operation.shift)
+        + network.scales[operation.output].zero
+    )
     return np.clip(out, operation.low, operation.high).astype(np.int8)
 
 
 def rescaled(x: np.ndarray, multiplier: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """x · multiplier · 2^(shift − 31), rounded twice: to 32 bits, halves up, and by what is shifted out, halves away from zero."""
+    """x · multiplier · 2^(shift − 31), rounded twice: to 32 bits, halves up, and by what is shifted
+    out, halves away from zero."""
     left, right = np.maximum(shift, 0).astype(np.int64), np.maximum(-shift, 0).astype(np.int64)
     product = (x.astype(np.int64) << left) * multiplier.astype(np.int64)
     nudged = product + np.where(product >= 0, 1 << 30, 1 - (1 << 30))

@@ -1,4 +1,5 @@
-"""What the exported C source takes on a device: RAM by plan, flash as an ARM compiler builds it (an estimate where there is none)."""
+"""What the exported C source takes on a device: RAM by plan, flash as an ARM compiler builds it (an
+estimate where there is none)."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ from nestling.tiny.runtime import elf, toolchain
 STACK_BYTES = 512
 """More than the deepest call takes on any core; a test measures it."""
 CODE_BYTES, FLOAT_CODE_BYTES = 4096, 4096
-"""Where there is no compiler: all operations with the divisions they need, and floats in software for group normalisation."""
+"""Where there is no compiler: all operations with the divisions they need, and floats in software
+for group normalisation."""
 
-# (core in the catalogue, compiler's name, its FPU for gcc, the same for zig); the first that the catalogue's text begins with counts.
+# (core in the catalogue, compiler's name, its FPU for gcc, the same for zig); the first that the
+# catalogue's text begins with counts.
 CORES = (
     ("Cortex-M0+", "cortex-m0plus", "", ""),
     ("Cortex-M0", "cortex-m0", "", ""),
@@ -36,7 +39,8 @@ STAND_IN = ("", "cortex-m3", "", "")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes by what they are for. `how` says where the flash figure comes from; `estimate` whether to mark it."""
+    """Bytes by what they are for. `how` says where the flash figure comes from; `estimate` whether
+    to mark it."""
 
     ram: dict[str, int]
     flash: dict[str, int]
@@ -67,7 +71,9 @@ def sizes(network: Quantised, profile: Profile) -> Sizes:
     if compiler is None:
         floats = any(operation.kind == "group_norm" for operation in network.operations)
         code = CODE_BYTES + (FLOAT_CODE_BYTES if floats else 0)
-        return Sizes(ram, {"weights": weights, "code": code}, True, "estimate: there is no ARM compiler here")
+        return Sizes(
+            ram, {"weights": weights, "code": code}, True, "estimate: there is no ARM compiler here"
+        )
     core = core_of(profile)
     code = measured(network, core, compiler) - weights
     flash = {"weights": weights, "code": code}
@@ -86,10 +92,19 @@ def core_of(profile: Profile) -> tuple[str, str, str, str]:
 def measured(network: Quantised, core: tuple[str, str, str, str], compiler: Sequence[str]) -> int:
     """Bytes of flash of the linked source with the support library that it needs."""
     sections = elf.read(linked(network, core, compiler)).sections
-    return sum(size for name, size in sections.items() if name.startswith((".text", ".rodata", ".data", ".ARM.ex")))
+    return sum(
+        size
+        for name, size in sections.items()
+        if name.startswith((".text", ".rodata", ".data", ".ARM.ex"))
+    )
 
 
-def linked(network: Quantised, core: tuple[str, str, str, str], compiler: Sequence[str], link: Sequence[str | Path] = ()) -> Path:
+def linked(
+    network: Quantised,
+    core: tuple[str, str, str, str],
+    compiler: Sequence[str],
+    link: Sequence[str | Path] = (),
+) -> Path:
     """The source, built for a core as a program that is nothing else."""
     with tempfile.TemporaryDirectory(prefix="nst") as folder:
         for name, text in c_source.write(network, "model").items():
@@ -99,7 +114,14 @@ def linked(network: Quantised, core: tuple[str, str, str, str], compiler: Sequen
             "model.elf",
             [Path(folder) / "model.c"],
             (*toolchain.FLAGS, *target(core, compiler)),
-            ("-nostdlib", "-static", "-Wl,--gc-sections", "-Wl,--entry=model_infer", *link, *library),
+            (
+                "-nostdlib",
+                "-static",
+                "-Wl,--gc-sections",
+                "-Wl,--entry=model_infer",
+                *link,
+                *library,
+            ),
             list(compiler),
         )
 
@@ -124,7 +146,8 @@ def require_room(needed: Sizes, profile: Profile) -> None:
     ):
         if size > there:
             raise InputError(
-                f"the int8 network takes {show_bytes(size)} of {what}, and {profile.name} has {show_bytes(there)}",
+                f"the int8 network takes {show_bytes(size)} of {what}, and {profile.name} has "
+                f"{show_bytes(there)}",
                 field="--device",
                 fix="give the tier a smaller ratio or network, or export for a larger device",
             )

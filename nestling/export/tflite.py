@@ -1,8 +1,9 @@
 """An eight-bit network as a .tflite file.
 
-The file is a flatbuffer; of its schema only what these networks need is written here, field by field with its number. Only built-in
-operations are used. Padding that TensorFlow Lite's SAME does not describe becomes an operation of its own, and group normalisation,
-which is not built in, becomes the float operations that it consists of.
+The file is a flatbuffer; of its schema only what these networks need is written here, field by
+field with its number. Only built-in operations are used. Padding that TensorFlow Lite's SAME does
+not describe becomes an operation of its own, and group normalisation, which is not built in,
+becomes the float operations that it consists of.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from nestling.errors import InputError
 from nestling.export.quantise import LOW, IntegerOperation, IntegerScale, Quantised
 from nestling.planning.descriptor import LINEAR, RELU, RELU6
 
-# What the schema calls them: (number of the operation, its version for int8, number of its options, 0 for none).
+# What the schema calls them: (number of the operation, its version for int8, number of its options,
+# 0 for none).
 ADD = (0, 2, 11)
 AVERAGE_POOL_2D = (1, 2, 5)
 CONV_2D = (3, 3, 1)
@@ -68,19 +70,30 @@ class _Call:
 class _File:
     tensors: list[_Tensor] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
-    values: dict[int, int] = field(default_factory=dict)  # value of the network -> tensor of the file
+    # value of the network -> tensor of the file
+    values: dict[int, int] = field(default_factory=dict)
 
     def tensor(self, name: str, shape: Sequence[int], dtype: Any, **more: Any) -> int:
-        self.tensors.append(_Tensor(name, tuple(int(size) for size in shape), TYPES[np.dtype(dtype)], **more))
+        self.tensors.append(
+            _Tensor(name, tuple(int(size) for size in shape), TYPES[np.dtype(dtype)], **more)
+        )
         return len(self.tensors) - 1
 
     def constant(self, name: str, data: np.ndarray, **more: Any) -> int:
-        return self.tensor(name, data.shape, data.dtype, data=np.ascontiguousarray(data).tobytes(), **more)
+        return self.tensor(
+            name, data.shape, data.dtype, data=np.ascontiguousarray(data).tobytes(), **more
+        )
 
     def activation(self, name: str, shape: Sequence[int], scale: IntegerScale) -> int:
         return self.tensor(name, (1, *shape), np.int8, scale=(scale.scale,), zero=scale.zero)
 
-    def call(self, code: tuple[int, int, int], inputs: Sequence[int], output: int, *options: tuple[int, str, int]) -> int:
+    def call(
+        self,
+        code: tuple[int, int, int],
+        inputs: Sequence[int],
+        output: int,
+        *options: tuple[int, str, int],
+    ) -> int:
         self.calls.append(_Call(code, tuple(inputs), (output,), options))
         return output
 
@@ -110,20 +123,41 @@ def _conv(file: _File, network: Quantised, operation: IntegerOperation, name: st
     options = [(0, "Int8", padding), (1, "Int32", right), (2, "Int32", down)]
     if depthwise:
         multiple = operation.weight.shape[-1] // network.shapes[operation.inputs[0]][2]
-        options += [(3, "Int32", multiple), (4, "Int8", ACTIVATIONS[operation.activation]), (5, "Int32", 1), (6, "Int32", 1)]
+        options += [
+            (3, "Int32", multiple),
+            (4, "Int8", ACTIVATIONS[operation.activation]),
+            (5, "Int32", 1),
+            (6, "Int32", 1),
+        ]
     else:
-        options += [(3, "Int8", ACTIVATIONS[operation.activation]), (4, "Int32", 1), (5, "Int32", 1)]
-    file.call(DEPTHWISE_CONV_2D if depthwise else CONV_2D, inputs, file.values[operation.output], *options)
+        options += [
+            (3, "Int8", ACTIVATIONS[operation.activation]),
+            (4, "Int32", 1),
+            (5, "Int32", 1),
+        ]
+    file.call(
+        DEPTHWISE_CONV_2D if depthwise else CONV_2D, inputs, file.values[operation.output], *options
+    )
 
 
 def _dense(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> None:
-    inputs = (file.values[operation.inputs[0]], *_weights(file, network, operation, operation.weight, 0, name))
+    inputs = (
+        file.values[operation.inputs[0]],
+        *_weights(file, network, operation, operation.weight, 0, name),
+    )
     code = (FULLY_CONNECTED[0], PER_CHANNEL_DENSE, FULLY_CONNECTED[2])
-    file.call(code, inputs, file.values[operation.output], (0, "Int8", ACTIVATIONS[operation.activation]))
+    file.call(
+        code, inputs, file.values[operation.output], (0, "Int8", ACTIVATIONS[operation.activation])
+    )
 
 
 def _weights(
-    file: _File, network: Quantised, operation: IntegerOperation, weight: np.ndarray, axis: int, name: str
+    file: _File,
+    network: Quantised,
+    operation: IntegerOperation,
+    weight: np.ndarray,
+    axis: int,
+    name: str,
 ) -> tuple[int, int]:
     before = np.float32(network.scales[operation.inputs[0]].scale)
     scales = tuple(float(scale) for scale in operation.channel_scale)
@@ -138,16 +172,22 @@ def _pool(file: _File, network: Quantised, operation: IntegerOperation, name: st
     sizes = [(1, "Int32", right), (2, "Int32", down), (3, "Int32", wide), (4, "Int32", high)]
     code = MAX_POOL_2D if operation.kind == "max_pool" else AVERAGE_POOL_2D
     activation = (5, "Int8", ACTIVATIONS[operation.activation])
-    file.call(code, (source,), file.values[operation.output], (0, "Int8", padding), *sizes, activation)
+    file.call(
+        code, (source,), file.values[operation.output], (0, "Int8", padding), *sizes, activation
+    )
 
 
-def _padded(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> tuple[int, int]:
-    """The tensor to read and how to pad it: as SAME or VALID where that is what is meant, else padded beforehand."""
+def _padded(
+    file: _File, network: Quantised, operation: IntegerOperation, name: str
+) -> tuple[int, int]:
+    """The tensor to read and how to pad it: as SAME or VALID where that is what is meant, else
+    padded beforehand."""
     value = operation.inputs[0]
     source, pads = file.values[value], (operation.pad_rows, operation.pad_columns)
     if not any(pads[0] + pads[1]):
         return source, VALID
-    # An average of TensorFlow Lite leaves the padding out of its count; ours, like torch's, does not.
+    # An average of TensorFlow Lite leaves the padding out of its count; ours, like torch's, does
+    # not.
     if operation.kind != "avg_pool" and _is_same(network, operation):
         return source, SAME
     height, width, channels = network.shapes[value]
@@ -157,7 +197,9 @@ def _padded(file: _File, network: Quantised, operation: IntegerOperation, name: 
     padded = file.activation(f"{name}_padded", shape, scale)
     if operation.kind != "max_pool":
         return file.call(PAD, (source, around), padded), VALID
-    least = file.constant(f"{name}_least", np.array([LOW], np.int8), scale=(scale.scale,), zero=scale.zero)
+    least = file.constant(
+        f"{name}_least", np.array([LOW], np.int8), scale=(scale.scale,), zero=scale.zero
+    )
     return file.call(PADV2, (source, around, least), padded), VALID
 
 
@@ -167,18 +209,24 @@ def _is_same(network: Quantised, operation: IntegerOperation) -> bool:
     for axis in range(2):
         kernel, stride = operation.kernel[axis], operation.stride[axis]
         total = max((after[axis] - 1) * stride + kernel - before[axis], 0)
-        if after[axis] != -(-before[axis] // stride) or pads[axis] != (total // 2, total - total // 2):
+        if after[axis] != -(-before[axis] // stride) or pads[axis] != (
+            total // 2,
+            total - total // 2,
+        ):
             return False
     return True
 
 
 def _add(file: _File, _network: Quantised, operation: IntegerOperation, _name: str) -> None:
     inputs = [file.values[value] for value in operation.inputs]
-    file.call(ADD, inputs, file.values[operation.output], (0, "Int8", ACTIVATIONS[operation.activation]))
+    file.call(
+        ADD, inputs, file.values[operation.output], (0, "Int8", ACTIVATIONS[operation.activation])
+    )
 
 
 def _group_norm(file: _File, network: Quantised, operation: IntegerOperation, name: str) -> None:
-    """Mean, squared difference, mean, 1 / root, difference, product: each over (pixels, groups, channels of a group)."""
+    """Mean, squared difference, mean, 1 / root, difference, product: each over (pixels, groups,
+    channels of a group)."""
     height, width, channels = network.shapes[operation.inputs[0]]
     whole, groups = (1, height, width, channels), operation.groups
     cut, each = (1, height * width, groups, channels // groups), (1, 1, groups, 1)
@@ -201,11 +249,18 @@ def _group_norm(file: _File, network: Quantised, operation: IntegerOperation, na
     safe = file.call(ADD, (variance, eps), number("safe", each), plain)
     one_over = file.call(RSQRT, (safe,), number("one_over_deviation", each))
     centred = file.call(SUB, (x, mean), number("centred", cut), plain)
-    normal = reshaped(file.call(MUL, (centred, one_over), number("normal", cut), plain), whole, "normal_whole")
+    normal = reshaped(
+        file.call(MUL, (centred, one_over), number("normal", cut), plain), whole, "normal_whole"
+    )
     gain = file.constant(f"{name}_scale", operation.scale.astype(np.float32))
     scaled = file.call(MUL, (normal, gain), number("scaled", whole), plain)
     offset = file.constant(f"{name}_offset", operation.offset.astype(np.float32))
-    shifted = file.call(ADD, (scaled, offset), number("shifted", whole), (0, "Int8", ACTIVATIONS[operation.activation]))
+    shifted = file.call(
+        ADD,
+        (scaled, offset),
+        number("shifted", whole),
+        (0, "Int8", ACTIVATIONS[operation.activation]),
+    )
     file.call(QUANTIZE, (shifted,), file.values[operation.output])
 
 
@@ -225,12 +280,17 @@ def _serialise(file: _File, source: int, result: int, name: str) -> bytes:
         import flatbuffers
     except ImportError:
         fix = "pip install 'nestling[export]', or leave tflite out"
-        raise InputError("the package flatbuffers is not installed", field="--format", fix=fix) from None
+        raise InputError(
+            "the package flatbuffers is not installed", field="--format", fix=fix
+        ) from None
     builder = flatbuffers.Builder(1024)
     codes = sorted({call.code for call in file.calls})
     # Buffer 0 is the empty one, which tensors without data share.
     data = [b"", *(tensor.data for tensor in file.tensors if tensor.data)]
-    buffers = _vector(builder, [_table(builder, 3, [(0, "UOffsetTRelative", _bytes(builder, raw))]) for raw in data])
+    buffers = _vector(
+        builder,
+        [_table(builder, 3, [(0, "UOffsetTRelative", _bytes(builder, raw))]) for raw in data],
+    )
     tensors = _vector(builder, _tensors(builder, file.tensors))
     calls = _vector(builder, [_operator(builder, call, codes) for call in file.calls])
     graph = _table(
@@ -271,7 +331,10 @@ def _operator(builder: Any, call: _Call, codes: list[tuple[int, int, int]]) -> i
         (2, "UOffsetTRelative", _numbers(builder, call.outputs)),
     ]
     if call.code[2]:
-        fields += [(3, "Uint8", call.code[2]), (4, "UOffsetTRelative", _table(builder, 7, call.options))]
+        fields += [
+            (3, "Uint8", call.code[2]),
+            (4, "UOffsetTRelative", _table(builder, 7, call.options)),
+        ]
     return _table(builder, 5, fields)
 
 
@@ -294,11 +357,16 @@ def _tensors(builder: Any, tensors: list[_Tensor]) -> list[int]:
 def _quantisation(builder: Any, tensor: _Tensor) -> int:
     scale = builder.CreateNumpyVector(np.array(tensor.scale, np.float32))
     zero = builder.CreateNumpyVector(np.full(len(tensor.scale), tensor.zero, np.int64))
-    return _table(builder, 7, [(2, "UOffsetTRelative", scale), (3, "UOffsetTRelative", zero), (6, "Int32", tensor.axis)])
+    return _table(
+        builder,
+        7,
+        [(2, "UOffsetTRelative", scale), (3, "UOffsetTRelative", zero), (6, "Int32", tensor.axis)],
+    )
 
 
 def _table(builder: Any, size: int, fields: Sequence[tuple[int, str, int]]) -> int:
-    """A table; zeros are left out, since they are what a missing field means here (activation, padding, type, axis)."""
+    """A table; zeros are left out, since they are what a missing field means here (activation,
+    padding, type, axis)."""
     builder.StartObject(size)
     for number, kind, value in fields:
         getattr(builder, f"Prepend{kind}Slot")(number, value, 0)
@@ -317,7 +385,8 @@ def _numbers(builder: Any, numbers: Sequence[int]) -> int:
 
 
 def _bytes(builder: Any, raw: bytes) -> int:
-    """Aligned, so that a runtime can use the weights where they lie; 0, no such field, where there are none."""
+    """Aligned, so that a runtime can use the weights where they lie; 0, no such field, where there
+    are none."""
     if not raw:
         return 0
     builder.StartVector(1, len(raw), ALIGNMENT)

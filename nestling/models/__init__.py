@@ -1,6 +1,7 @@
 """The networks: one table, and `build` to make one by name.
 
-Weights come from torch's global generator: build inside `seeds.torch_seeded` for a network that can be made again.
+Weights come from torch's global generator: build inside `seeds.torch_seeded` for a network that can
+be made again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One row of the table. `input` is "image", "sequence", "vector" or "any"; `norm` the default; `note` the paper's use."""
+    """One row of the table. `input` is "image", "sequence", "vector" or "any"; `norm` the default;
+    `note` the paper's use."""
 
     build: Callable[..., nn.Module]
     title: str
@@ -62,11 +64,33 @@ _DEPTH = "for methods that cut the depth, such as DepthFL"
 
 MODELS: dict[str, ModelInfo] = {
     "mlp": ModelInfo(mlp.mlp, "fully connected network", "any", "none", "no paper in particular"),
-    "cnn": ModelInfo(cnn.cnn, "four 3x3 convolutions", "image", "group", "HeteroFL's MNIST network, with norm sbn"),
-    "tinycnn": ModelInfo(tinycnn.tinycnn, "strided CNN for microcontrollers", "image", "group", "no paper in particular"),
-    "cnn1d": ModelInfo(cnn1d.cnn1d, "1-D CNN for sensor windows", "sequence", "group", "no paper in particular"),
-    "dscnn": ModelInfo(dscnn.dscnn, "depth-wise separable CNN", "image", "tracked", "MLPerf Tiny's keyword spotting"),
-    "resnet8": ModelInfo(resnet8.resnet8, "ResNet-8", "image", "group", "MLPerf Tiny's image classification"),
+    "cnn": ModelInfo(
+        cnn.cnn,
+        "four 3x3 convolutions",
+        "image",
+        "group",
+        "HeteroFL's MNIST network, with norm sbn",
+    ),
+    "tinycnn": ModelInfo(
+        tinycnn.tinycnn,
+        "strided CNN for microcontrollers",
+        "image",
+        "group",
+        "no paper in particular",
+    ),
+    "cnn1d": ModelInfo(
+        cnn1d.cnn1d, "1-D CNN for sensor windows", "sequence", "group", "no paper in particular"
+    ),
+    "dscnn": ModelInfo(
+        dscnn.dscnn,
+        "depth-wise separable CNN",
+        "image",
+        "tracked",
+        "MLPerf Tiny's keyword spotting",
+    ),
+    "resnet8": ModelInfo(
+        resnet8.resnet8, "ResNet-8", "image", "group", "MLPerf Tiny's image classification"
+    ),
     "resnet10": ModelInfo(resnet.resnet10, "ResNet-10", "image", "group", _FEDIN),
     "resnet14": ModelInfo(resnet.resnet14, "ResNet-14", "image", "group", _FEDIN),
     "resnet18": ModelInfo(resnet.resnet18, "ResNet-18", "image", "group", _FEDIN),
@@ -83,29 +107,52 @@ MODELS: dict[str, ModelInfo] = {
     "resnet101": ModelInfo(resnet.resnet101, "ResNet-101", "image", "group", _DRAFTFED),
     "resnet152": ModelInfo(resnet.resnet152, "ResNet-152", "image", "group", _DRAFTFED),
     "preresnet18": ModelInfo(
-        preresnet.preresnet18, "pre-activation ResNet-18", "image", "group", "HeteroFL's CIFAR network, with norm sbn"
+        preresnet.preresnet18,
+        "pre-activation ResNet-18",
+        "image",
+        "group",
+        "HeteroFL's CIFAR network, with norm sbn",
     ),
-    "vgg16": ModelInfo(vgg.vgg16, "VGG16 with 4096-4096 head", "image", "group", "FlexFL, with norm batch"),
-    "mobilenetv2": ModelInfo(mobilenet.mobilenetv2, "MobileNetV2", "image", "group", "FlexFL, with norm batch"),
+    "vgg16": ModelInfo(
+        vgg.vgg16, "VGG16 with 4096-4096 head", "image", "group", "FlexFL, with norm batch"
+    ),
+    "mobilenetv2": ModelInfo(
+        mobilenet.mobilenetv2, "MobileNetV2", "image", "group", "FlexFL, with norm batch"
+    ),
     "densenet121": ModelInfo(densenet.densenet121, "DenseNet-121", "image", "group", _DRAFTFED),
     "densenet161": ModelInfo(densenet.densenet161, "DenseNet-161", "image", "group", _DRAFTFED),
     "densenet169": ModelInfo(densenet.densenet169, "DenseNet-169", "image", "group", _DRAFTFED),
     "densenet201": ModelInfo(densenet.densenet201, "DenseNet-201", "image", "group", _DRAFTFED),
     "exitcnn": ModelInfo(exits.exitcnn, "CNN with an exit a stage", "image", "group", _DEPTH),
-    "exitresnet": ModelInfo(exits.exitresnet, "ResNet with an exit a stage", "image", "group", _DEPTH),
-    "tinyexits": ModelInfo(exits.tinyexits, "strided CNN with an exit a stage, for microcontrollers", "image", "group", _DEPTH),
-    "tinyresnet": ModelInfo(tinyresnet.tinyresnet, "residual CNN for microcontrollers", "image", "group", _DEPTH),
+    "exitresnet": ModelInfo(
+        exits.exitresnet, "ResNet with an exit a stage", "image", "group", _DEPTH
+    ),
+    "tinyexits": ModelInfo(
+        exits.tinyexits,
+        "strided CNN with an exit a stage, for microcontrollers",
+        "image",
+        "group",
+        _DEPTH,
+    ),
+    "tinyresnet": ModelInfo(
+        tinyresnet.tinyresnet, "residual CNN for microcontrollers", "image", "group", _DEPTH
+    ),
 }
 
 
 def build(name: str, *, shape: tuple[int, ...], classes: int, **options: object) -> nn.Module:
-    """The network `name` for inputs of `shape` (without batch); a name "package.module:callable" calls the user's own."""
+    """The network `name` for inputs of `shape` (without batch); a name "package.module:callable"
+    calls the user's own."""
     shape, classes = check_shape(shape), check_classes(classes)
     if ":" in name:
         return build_own(name, shape=shape, classes=classes, options=options)
     if name not in MODELS:
         error = unknown("model", name, MODELS, field="model.name")
-        raise InputError(error.message, field=error.field, fix=f'{error.fix}; your own: "package.module:callable"')
+        raise InputError(
+            error.message,
+            field=error.field,
+            fix=f'{error.fix}; your own: "package.module:callable"',
+        )
     builder = MODELS[name].build
     return builder(shape=shape, classes=classes, **check_options(name, builder, options))
 

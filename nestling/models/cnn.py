@@ -22,6 +22,15 @@ def cnn(
     for number, full in enumerate(channels, start=1):
         after = scaled(full, width)
         pool = nn.MaxPool2d(2) if number < len(channels) else nn.Identity()
-        stages.append(named(conv=conv2d(before, after, bias=True), norm=norm_layer(norm, after), relu=nn.ReLU(), pool=pool))
+        stages.append(
+            named(
+                conv=conv2d(before, after, bias=True),
+                norm=norm_layer(norm, after),
+                relu=nn.ReLU(),
+                pool=pool,
+            )
+        )
         before = after
-    return Network(stem=nn.Identity(), stages=stages, neck=pooled(), head=nn.Linear(before, classes))
+    return Network(
+        stem=nn.Identity(), stages=stages, neck=pooled(), head=nn.Linear(before, classes)
+    )

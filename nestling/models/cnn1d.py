@@ -1,4 +1,5 @@
-"""A convolutional network for sensor windows (human activity recognition): input (channels, length)."""
+"""A convolutional network for sensor windows (human activity recognition): input (channels,
+length)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DenseNet (Huang et al., 2017) in the stock layout: every layer sees the outputs of all layers before it in its block."""
+"""DenseNet (Huang et al., 2017) in the stock layout: every layer sees the outputs of all layers
+before it in its block."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.models.norm import norm_layer
-from nestling.models.parts import Network, check_stem, conv2d, he_init, image, image_stem, named, pooled, scaled
+from nestling.models.parts import (
+    Network,
+    check_stem,
+    conv2d,
+    he_init,
+    image,
+    image_stem,
+    named,
+    pooled,
+    scaled,
+)
 
 BOTTLENECK = 4
 
@@ -18,7 +29,8 @@ class DenseLayer(nn.Module):
     """Puts `growth` new channels behind its input."""
 
     def __init__(self, before: int, middle: int, growth: int, norm: str) -> None:
-        """A 1x1 convolution to `middle` channels and a 3x3 one to `growth`, each behind a normalisation."""
+        """A 1x1 convolution to `middle` channels and a 3x3 one to `growth`, each behind a
+        normalisation."""
         super().__init__()
         bias = norm == "none"
         self.norm1 = norm_layer(norm, before)
@@ -45,13 +57,17 @@ def densenet(
     initial: int = 64,
     stem: str = "imagenet",
 ) -> nn.Module:
-    """`blocks` counts the dense layers of every block; a transition that halves channels and size stands between blocks."""
+    """`blocks` counts the dense layers of every block; a transition that halves channels and size
+    stands between blocks."""
     halvings = max(0, len(blocks) - 1)
     least = 2**halvings if check_stem(stem) == "cifar" else 4 * 2**halvings - 3
     before, _, _ = image("densenet", shape, least=least)
     if not blocks:
-        raise InputError("no blocks", field="model.blocks", fix="count the layers of at least one block")
-    # `full` follows the width-1 network, `size` this one: sizes of concatenations are sums of scaled parts, not scaled sums.
+        raise InputError(
+            "no blocks", field="model.blocks", fix="count the layers of at least one block"
+        )
+    # `full` follows the width-1 network, `size` this one: sizes of concatenations are sums of
+    # scaled parts, not scaled sums.
     full, size = initial, scaled(initial, width)
     entry = image_stem(before, size, stem=stem, norm=norm)
     stages = []
@@ -70,7 +86,9 @@ def densenet(
     return network
 
 
-def _block(size: int, count: int, growth: int, width: float, norm: str) -> tuple[nn.Sequential, int]:
+def _block(
+    size: int, count: int, growth: int, width: float, norm: str
+) -> tuple[nn.Sequential, int]:
     new, middle = scaled(growth, width), scaled(BOTTLENECK * growth, width)
     layers = [DenseLayer(size + place * new, middle, new, norm) for place in range(count)]
     return nn.Sequential(*layers), size + count * new

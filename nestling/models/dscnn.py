@@ -18,15 +18,21 @@ def dscnn(
     blocks: int = 4,
     kernel: tuple[int, int] = (3, 3),
 ) -> nn.Module:
-    """`kernel` is the first convolution's; on 49x10 spectrograms MLPerf Tiny uses (10, 4). Running statistics normalise, as
-    there: with group norm a narrow network learns far more slowly. Microcontrollers train with `norm = "none"` or "group" only.
+    """`kernel` is the first convolution's; on 49x10 spectrograms MLPerf Tiny uses (10, 4). Running
+    statistics normalise, as there: with group norm a narrow network learns far more slowly.
+    Microcontrollers train with `norm = "none"` or "group" only.
 
-    All convolutions carry a bias, as in the benchmark: without normalisation, i.e. folded, it has 22 604 parameters for
-    12 words. The benchmark's dropout is left out, and its first map has one row more (Keras pads unevenly).
+    All convolutions carry a bias, as in the benchmark: without normalisation, i.e. folded, it has
+    22 604 parameters for 12 words. The benchmark's dropout is left out, and its first map has one
+    row more (Keras pads unevenly).
     """
     before, _, _ = image("dscnn", shape, least=2 if any(size % 2 == 0 for size in kernel) else 1)
     size = scaled(channels, width)
-    stem = named(conv=conv2d(before, size, kernel, stride=2, bias=True), norm=norm_layer(norm, size), relu=nn.ReLU())
+    stem = named(
+        conv=conv2d(before, size, kernel, stride=2, bias=True),
+        norm=norm_layer(norm, size),
+        relu=nn.ReLU(),
+    )
     stages = [_block(size, norm) for _ in range(blocks)]
     network = Network(stem=stem, stages=stages, neck=pooled(), head=nn.Linear(size, classes))
     he_init(network)

@@ -1,4 +1,5 @@
-"""Networks with early exits: every stage has a head of its own, so a prefix of stages and heads is a smaller network."""
+"""Networks with early exits: every stage has a head of its own, so a prefix of stages and heads is
+a smaller network."""
 
 from __future__ import annotations
 
@@ -19,17 +20,25 @@ INFERENCE = ("last", "mean")
 
 
 class ExitNet(nn.Module):
-    """stem → stages, and behind each stage a head. Cut both lists to the same length for a shallower network.
+    """stem → stages, and behind each stage a head. Cut both lists to the same length for a
+    shallower network.
 
-    A head is a sequence that ends in a linear layer; `head` is the linear layer of the deepest one. An identity in place of a head
-    says that this exit is left out. `inference` says what the network answers outside training: the "last" exit's logits or the
-    "mean" of all exits'; in training it is always the last one's (objectives that want them all ask `all_exits`).
+    A head is a sequence that ends in a linear layer; `head` is the linear layer of the deepest one.
+    An identity in place of a head says that this exit is left out. `inference` says what the
+    network answers outside training: the "last" exit's logits or the "mean" of all exits'; in
+    training it is always the last one's (objectives that want them all ask `all_exits`).
     """
 
-    def __init__(self, stem: nn.Module, stages: nn.ModuleList, heads: nn.ModuleList, inference: str = "last") -> None:
+    def __init__(
+        self, stem: nn.Module, stages: nn.ModuleList, heads: nn.ModuleList, inference: str = "last"
+    ) -> None:
         """Refuses another number of heads than of stages, and an unknown `inference`."""
         if not len(stages) or len(stages) != len(heads):
-            raise InputError(f"{len(stages)} stages but {len(heads)} heads", field="model.name", fix="give every stage one head")
+            raise InputError(
+                f"{len(stages)} stages but {len(heads)} heads",
+                field="model.name",
+                fix="give every stage one head",
+            )
         if inference not in INFERENCE:
             raise unknown("inference", inference, INFERENCE, field="model.inference")
         super().__init__()
@@ -46,7 +55,11 @@ class ExitNet(nn.Module):
     def prefix(self, depth: int) -> ExitNet:
         """The network of the first `depth` stages and heads; it shares this one's weights."""
         if not 1 <= depth <= len(self.stages):
-            raise InputError(f"no depth {depth}", field="model.depth", fix=f"use 1 to {len(self.stages)}, the number of stages")
+            raise InputError(
+                f"no depth {depth}",
+                field="model.depth",
+                fix=f"use 1 to {len(self.stages)}, the number of stages",
+            )
         return ExitNet(self.stem, self.stages[:depth], self.heads[:depth], self.inference)
 
     def answering(self, inference: str) -> ExitNet:
@@ -84,7 +97,8 @@ class ExitNet(nn.Module):
 
 
 class Gate(nn.Module):
-    """Weighs every entry of a map by what a coarser look at it says (the attention of DepthFL's heads)."""
+    """Weighs every entry of a map by what a coarser look at it says (the attention of DepthFL's
+    heads)."""
 
     def __init__(self, channels: int, norm: str) -> None:
         """Makes the separable convolution that looks at the map at half its size."""
@@ -106,7 +120,8 @@ def exitcnn(
     channels: tuple[int, ...] = (16, 32, 64, 128),
     heads: str = "plain",
 ) -> nn.Module:
-    """One 3x3 convolution and one exit for every entry of `channels`; strides halve the map from the second stage on."""
+    """One 3x3 convolution and one exit for every entry of `channels`; strides halve the map from
+    the second stage on."""
     before, _, _ = image("exitcnn", shape)
     stages: list[nn.Module] = []
     for number, full in enumerate(channels):
@@ -131,8 +146,9 @@ def exitresnet(
 ) -> nn.Module:
     """A `resnet` of basic blocks with an exit behind every stage.
 
-    `heads` is "plain" (mean over pixels, linear), "convs" (three convolutions before that, as in ScaleFL) or "attention" (a gate and
-    separable convolutions up to the last stage's width, as in DepthFL).
+    `heads` is "plain" (mean over pixels, linear), "convs" (three convolutions before that, as in
+    ScaleFL) or "attention" (a gate and separable convolutions up to the last stage's width, as in
+    DepthFL).
     """
     before, _, _ = image("exitresnet", shape)
     stages = basic_stages(blocks, channels, width, norm)
@@ -142,16 +158,23 @@ def exitresnet(
 
 
 def tinyexits(
-    *, shape: tuple[int, ...], classes: int, width: float = 1.0, norm: str = "group", channels: tuple[int, ...] = (12, 24, 48, 48)
+    *,
+    shape: tuple[int, ...],
+    classes: int,
+    width: float = 1.0,
+    norm: str = "group",
+    channels: tuple[int, ...] = (12, 24, 48, 48),
 ) -> nn.Module:
-    """A strided 5x5 convolution, then 3x3 ones, with an exit behind each; every other stage halves the map. The first stage and its
-    exit train within 64 KB."""
+    """A strided 5x5 convolution, then 3x3 ones, with an exit behind each; every other stage halves
+    the map. The first stage and its exit train within 64 KB."""
     before, high, wide = image("tinyexits", shape)
     stages: list[nn.Module] = []
     exits: list[nn.Sequential] = []
     for number, full in enumerate(channels):
         after, first = scaled(full, width), number == 0
-        conv = conv2d(before, after, 5 if first else 3, stride=2 if first else 1, bias=norm == "none")
+        conv = conv2d(
+            before, after, 5 if first else 3, stride=2 if first else 1, bias=norm == "none"
+        )
         parts = {"conv": conv, "norm": norm_layer(norm, after), "relu": nn.ReLU()}
         high, wide = ((high + 1) // 2, (wide + 1) // 2) if first else (high, wide)
         if number % 2 == 0 and min(high, wide) > 3:
@@ -172,12 +195,15 @@ def _exits(kind: str, sizes: list[int], classes: int, norm: str) -> list[nn.Sequ
 
 
 def _exit(kind: str, sizes: list[int], classes: int, norm: str) -> nn.Sequential:
-    """The head behind a stage of sizes[0] channels; the other sizes are those of the stages after it."""
+    """The head behind a stage of sizes[0] channels; the other sizes are those of the stages after
+    it."""
     parts: dict[str, nn.Module] = {}
     if kind == "convs":
         for number in range(3):
             conv = conv2d(sizes[0], sizes[0], bias=norm == "none")
-            parts[f"conv{number}"] = named(conv=conv, norm=norm_layer(norm, sizes[0]), relu=nn.ReLU())
+            parts[f"conv{number}"] = named(
+                conv=conv, norm=norm_layer(norm, sizes[0]), relu=nn.ReLU()
+            )
     elif kind == "attention" and len(sizes) > 1:
         parts["gate"] = Gate(sizes[0], norm)
         for number, after in enumerate(sizes[1:]):
@@ -190,7 +216,9 @@ def _separable(before: int, after: int, norm: str) -> nn.Sequential:
     """A depth-wise convolution that halves the map, and a point-wise one."""
     depthwise = conv2d(before, before, stride=2, groups=before)
     pointwise = conv2d(before, after, 1, bias=norm == "none")
-    return named(depthwise=depthwise, pointwise=pointwise, norm=norm_layer(norm, after), relu=nn.ReLU())
+    return named(
+        depthwise=depthwise, pointwise=pointwise, norm=norm_layer(norm, after), relu=nn.ReLU()
+    )
 
 
 def _network(stem: nn.Module, stages: list[nn.Module], heads: list[nn.Sequential]) -> ExitNet:

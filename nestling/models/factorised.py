@@ -1,12 +1,15 @@
-"""Networks of factors: chosen layers replaced by two smaller ones whose product is the layer's weight.
+"""Networks of factors: chosen layers replaced by two smaller ones whose product is the layer's
+weight.
 
-A layer computes u(v(x)). Two forms of its weight as a matrix, whose singular value decomposition gives the factors:
+A layer computes u(v(x)). Two forms of its weight as a matrix, whose singular value decomposition
+gives the factors:
 
-    separable  (O·h)×(I·w): v is a 1×w convolution to r channels, u an h×1 convolution from them (FedHM);
-    columns    O×(I·h·w):   v is an h×w convolution to r channels, u a 1×1 convolution from them (PriSM).
+    separable  (O·h)×(I·w): v is a 1×w convolution to r channels, u an h×1 one from them (FedHM);
+    columns    O×(I·h·w):   v is an h×w convolution to r channels, u a 1×1 one from them (PriSM).
 
-For linear layers and 1-D convolutions both are the same. The singular values go into both factors by their roots, largest first,
-and each pair of singular vectors has its sign fixed, so that the same weights always give the same factors.
+For linear layers and 1-D convolutions both are the same. The singular values go into both factors
+by their roots, largest first, and each pair of singular vectors has its sign fixed, so that the
+same weights always give the same factors.
 """
 
 from __future__ import annotations
@@ -23,13 +26,20 @@ from nestling.models.parts import named
 FORMS = ("separable", "columns")
 
 
-def factorable(module: nn.Module, *, dense: int = 1, pointwise: bool = False, linear: bool = False) -> dict[str, tuple[int, ...]]:
-    """The layers that may be factorised and the shapes of their weights, in order: convolutions without groups, but for the `dense`
-    first ones and, unless `pointwise`, those with a kernel of one pixel; linear layers but for the last if `linear`."""
+def factorable(
+    module: nn.Module, *, dense: int = 1, pointwise: bool = False, linear: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """The layers that may be factorised and the shapes of their weights, in order: convolutions
+    without groups, but for the `dense` first ones and, unless `pointwise`, those with a kernel of
+    one pixel; linear layers but for the last if `linear`."""
     layers = dict(module.named_modules())
-    convolutions = [name for name, layer in layers.items() if isinstance(layer, (nn.Conv1d, nn.Conv2d))]
+    convolutions = [
+        name for name, layer in layers.items() if isinstance(layer, (nn.Conv1d, nn.Conv2d))
+    ]
     chosen = {
-        name for name in convolutions[dense:] if _plain(layers[name]) and (pointwise or layers[name].weight[0, 0].numel() > 1)
+        name
+        for name in convolutions[dense:]
+        if _plain(layers[name]) and (pointwise or layers[name].weight[0, 0].numel() > 1)
     }
     if linear:
         every = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
@@ -39,7 +49,9 @@ def factorable(module: nn.Module, *, dense: int = 1, pointwise: bool = False, li
 
 def _plain(layer: nn.Module) -> bool:
     assert isinstance(layer, (nn.Conv1d, nn.Conv2d))
-    return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return (
+        layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    )
 
 
 def full_rank(shape: Sequence[int], form: str) -> int:
@@ -48,7 +60,8 @@ def full_rank(shape: Sequence[int], form: str) -> int:
 
 
 def factorise(module: nn.Module, ranks: Mapping[str, int], form: str) -> nn.Module:
-    """A copy of `module` in which each named layer is two of that rank, with the factors of its weight."""
+    """A copy of `module` in which each named layer is two of that rank, with the factors of its
+    weight."""
     small, state = copy.deepcopy(module), module.state_dict()
     for name, rank in ranks.items():
         parent, _, leaf = name.rpartition(".")
@@ -60,11 +73,21 @@ def factorise(module: nn.Module, ranks: Mapping[str, int], form: str) -> nn.Modu
 def _pair(layer: nn.Module, rank: int, form: str) -> nn.Sequential:
     if isinstance(layer, nn.Linear):
         biased = layer.bias is not None
-        return named(v=nn.Linear(layer.in_features, rank, bias=False), u=nn.Linear(rank, layer.out_features, bias=biased))
+        return named(
+            v=nn.Linear(layer.in_features, rank, bias=False),
+            u=nn.Linear(rank, layer.out_features, bias=biased),
+        )
     assert isinstance(layer, (nn.Conv1d, nn.Conv2d))
-    own = {"kernel_size": layer.kernel_size, "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+    own = {
+        "kernel_size": layer.kernel_size,
+        "stride": layer.stride,
+        "padding": layer.padding,
+        "dilation": layer.dilation,
+    }
     # A factor that does not look along a dimension leaves it as it is.
-    still: dict[str, tuple[int, ...]] = {key: (int(key != "padding"),) * len(layer.stride) for key in own}
+    still: dict[str, tuple[int, ...]] = {
+        key: (int(key != "padding"),) * len(layer.stride) for key in own
+    }
     down, up = own, still
     if form == "separable" and len(layer.stride) == 2:
         down = {key: (still[key][0], own[key][1]) for key in own}  # type: ignore[misc]
@@ -76,8 +99,11 @@ def _pair(layer: nn.Module, rank: int, form: str) -> nn.Sequential:
     )
 
 
-def to_factors(state: Mapping[str, Tensor], ranks: Mapping[str, int], form: str) -> dict[str, Tensor]:
-    """A state with the weights of the named layers as their first `rank` components; the bias goes with u."""
+def to_factors(
+    state: Mapping[str, Tensor], ranks: Mapping[str, int], form: str
+) -> dict[str, Tensor]:
+    """A state with the weights of the named layers as their first `rank` components; the bias goes
+    with u."""
     found = {}
     for name, tensor in state.items():
         layer, _, leaf = name.rpartition(".")
@@ -92,7 +118,9 @@ def to_factors(state: Mapping[str, Tensor], ranks: Mapping[str, int], form: str)
     return found
 
 
-def to_dense(state: Mapping[str, Tensor], layers: Sequence[str] | Mapping[str, object]) -> dict[str, Tensor]:
+def to_dense(
+    state: Mapping[str, Tensor], layers: Sequence[str] | Mapping[str, object]
+) -> dict[str, Tensor]:
     """The inverse of `to_factors`: factors multiplied into the weights they stand for."""
     found = {}
     for name, tensor in state.items():
@@ -109,8 +137,11 @@ def to_dense(state: Mapping[str, Tensor], layers: Sequence[str] | Mapping[str, o
 
 def split(weight: Tensor, form: str, rank: int | None = None) -> tuple[Tensor, Tensor]:
     """The factors (u, v) of a weight, in the shapes of their layers."""
-    # In float64 and on the host: a decomposition differs from one kind of hardware to the next, and clients never compute it.
-    rows, values, columns = torch.linalg.svd(_matrix(weight.detach().double().cpu(), form), full_matrices=False)
+    # In float64 and on the host: a decomposition differs from one kind of hardware to the next, and
+    # clients never compute it.
+    rows, values, columns = torch.linalg.svd(
+        _matrix(weight.detach().double().cpu(), form), full_matrices=False
+    )
     largest = rows.gather(0, rows.abs().argmax(0, keepdim=True))
     roots = values.sqrt() * torch.where(largest < 0, -1.0, 1.0)[0]
     left, right = ((rows * roots)[:, :rank], (columns * roots[:, None])[:rank])
@@ -156,8 +187,8 @@ def frobenius_decay(
     weight: float,
     plain: float = 0.0,
 ) -> Mapping[str, Tensor]:
-    """A gradient rule: adds the gradient of weight/2·‖u·v‖², the decay of the product and not of the factors, and of plain/2·‖p‖² for
-    all other parameters."""
+    """A gradient rule: adds the gradient of weight/2·‖u·v‖², the decay of the product and not of
+    the factors, and of plain/2·‖p‖² for all other parameters."""
     changed = dict(grads)
     factors: set[str] = set()
     for layer in layers:
@@ -165,11 +196,19 @@ def frobenius_decay(
         u, v = (params[name] for name in names)
         left, right = factor_matrices(u, v)
         tall = u.movedim(1, -1)
-        changed[names[0]] = grads[names[0]] + weight * (left @ (right @ right.T)).reshape(tall.shape).movedim(-1, 1)
+        changed[names[0]] = grads[names[0]] + weight * (left @ (right @ right.T)).reshape(
+            tall.shape
+        ).movedim(-1, 1)
         changed[names[1]] = grads[names[1]] + weight * ((left.T @ left) @ right).reshape(v.shape)
         factors.update(names)
     if plain:
-        changed.update({name: grad + plain * params[name] for name, grad in grads.items() if name not in factors})
+        changed.update(
+            {
+                name: grad + plain * params[name]
+                for name, grad in grads.items()
+                if name not in factors
+            }
+        )
     return changed
 
 

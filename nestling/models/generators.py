@@ -17,14 +17,20 @@ _SLOPE = 0.2
 
 
 def generator(shape: Sequence[int], *, nz: int, channels: int, classes: int = 0) -> nn.Module:
-    """A network from codes of `nz` numbers (and one flag per class, see `codes`) to inputs of `shape`: for images and sequences a
-    quarter of the size twice doubled with a convolution each time, for anything else two linear layers.
+    """A network from codes of `nz` numbers (and one flag per class, see `codes`) to inputs of
+    `shape`: for images and sequences a quarter of the size twice doubled with a convolution each
+    time, for anything else two linear layers.
 
-    What comes out is normalised over the batch, channel by channel, as data is. It is only ever used to make whole batches, so that its
-    norms use the batch at hand and its state has no buffers.
+    What comes out is normalised over the batch, channel by channel, as data is. It is only ever
+    used to make whole batches, so that its norms use the batch at hand and its state has no
+    buffers.
     """
     sizes = tuple(shape[1:])
-    return Upsampled(shape[0], sizes, nz + classes, channels) if len(sizes) in _CONVS else Flat(shape, nz + classes, channels)
+    return (
+        Upsampled(shape[0], sizes, nz + classes, channels)
+        if len(sizes) in _CONVS
+        else Flat(shape, nz + classes, channels)
+    )
 
 
 class Upsampled(nn.Module):
@@ -40,11 +46,20 @@ class Upsampled(nn.Module):
         self.norm = _norm(dims, 2 * channels)
         widths = (2 * channels, 2 * channels, channels)
         blocks = [
-            named(up=nn.Upsample(size), conv=conv(a, b, 3, padding=1, bias=False), norm=_norm(dims, b), relu=nn.LeakyReLU(_SLOPE))
+            named(
+                up=nn.Upsample(size),
+                conv=conv(a, b, 3, padding=1, bias=False),
+                norm=_norm(dims, b),
+                relu=nn.LeakyReLU(_SLOPE),
+            )
             for (a, b), size in zip(pairwise(widths), steps[1:], strict=True)
         ]
         self.blocks = nn.Sequential(*blocks)
-        self.out = named(conv=conv(channels, after, 3, padding=1), bound=nn.Tanh(), norm=_norm(dims, after, affine=False))
+        self.out = named(
+            conv=conv(channels, after, 3, padding=1),
+            bound=nn.Tanh(),
+            norm=_norm(dims, after, affine=False),
+        )
 
     def forward(self, code: Tensor) -> Tensor:
         """Inputs, one per code."""
@@ -58,9 +73,15 @@ class Flat(nn.Module):
         """For inputs of `shape`, from codes of `code` numbers, with 4 · `channels` hidden units."""
         super().__init__()
         self.shape, hidden = tuple(shape), 4 * channels
-        self.hidden = named(linear=nn.Linear(code, hidden, bias=False), norm=_norm(1, hidden), relu=nn.LeakyReLU(_SLOPE))
+        self.hidden = named(
+            linear=nn.Linear(code, hidden, bias=False),
+            norm=_norm(1, hidden),
+            relu=nn.LeakyReLU(_SLOPE),
+        )
         size = math.prod(shape)
-        self.out = named(linear=nn.Linear(hidden, size), bound=nn.Tanh(), norm=_norm(1, size, affine=False))
+        self.out = named(
+            linear=nn.Linear(hidden, size), bound=nn.Tanh(), norm=_norm(1, size, affine=False)
+        )
 
     def forward(self, code: Tensor) -> Tensor:
         """Inputs, one per code."""
@@ -68,12 +89,14 @@ class Flat(nn.Module):
 
 
 def codes(noise: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """What a generator that knows classes makes an input from: noise, and the flag of the class that is wanted."""
+    """What a generator that knows classes makes an input from: noise, and the flag of the class
+    that is wanted."""
     return torch.cat([noise, F.one_hot(labels, classes).to(noise)], dim=1)
 
 
 def diversity(noise: Tensor, made: Tensor) -> Tensor:
-    """exp(−mean over pairs of (noise apart)·(inputs apart)): near 0 where unlike noise makes unlike inputs, 1 where all are alike."""
+    """exp(−mean over pairs of (noise apart)·(inputs apart)): near 0 where unlike noise makes unlike
+    inputs, 1 where all are alike."""
     apart = (noise[:, None] - noise).square().mean(-1)
     flat = made.flatten(1)
     # Two at a time would hold batch² inputs.

@@ -1,4 +1,5 @@
-"""MobileNetV2 (Sandler et al., 2018): inverted residuals, in the common table of (expansion, channels, blocks, stride)."""
+"""MobileNetV2 (Sandler et al., 2018): inverted residuals, in the common table of (expansion,
+channels, blocks, stride)."""
 
 from __future__ import annotations
 
@@ -7,12 +8,21 @@ from torch import Tensor, nn
 from nestling.models.norm import norm_layer
 from nestling.models.parts import Network, check_stem, conv2d, he_init, image, named, pooled, scaled
 
-_TABLE = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+_TABLE = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
 _FIRST, _LAST = 32, 1280
 
 
 class InvertedResidual(nn.Module):
-    """Widen by 1x1, filter every channel by 3x3, narrow by 1x1; added to the input where the shapes agree."""
+    """Widen by 1x1, filter every channel by 3x3, narrow by 1x1; added to the input where the shapes
+    agree."""
 
     def __init__(self, body: nn.Sequential, *, residual: bool) -> None:
         """Wraps the convolutions of `body`; `residual` says whether the input is added."""
@@ -36,10 +46,13 @@ def mobilenetv2(
 ) -> nn.Module:
     """`stem="imagenet"` starts with stride 2, "cifar" with stride 1 (as FlexFL does).
 
-    `expand_first` gives the first block a 1x1 convolution of its own although it does not widen, which FlexFL's has.
+    `expand_first` gives the first block a 1x1 convolution of its own although it does not widen,
+    which FlexFL's has.
     """
     before, _, _ = image("mobilenetv2", shape)
-    entry = _unit(before, scaled(_FIRST, width), 3, norm, stride=1 if check_stem(stem) == "cifar" else 2)
+    entry = _unit(
+        before, scaled(_FIRST, width), 3, norm, stride=1 if check_stem(stem) == "cifar" else 2
+    )
     stages, full = [], _FIRST
     for expansion, after, count, first_stride in _TABLE:
         stage = []
@@ -52,19 +65,27 @@ def mobilenetv2(
         stages.append(nn.Sequential(*stage))
     last = _unit(scaled(full, width), scaled(_LAST, width), 1, norm)
     neck = named(last=last, **dict(pooled().named_children()))
-    network = Network(stem=entry, stages=stages, neck=neck, head=nn.Linear(scaled(_LAST, width), classes))
+    network = Network(
+        stem=entry, stages=stages, neck=neck, head=nn.Linear(scaled(_LAST, width), classes)
+    )
     he_init(network)
     return network
 
 
-def _body(before: int, middle: int, after: int, stride: int, width: float, norm: str, *, widen: bool) -> nn.Sequential:
+def _body(
+    before: int, middle: int, after: int, stride: int, width: float, norm: str, *, widen: bool
+) -> nn.Sequential:
     first, inner, last = scaled(before, width), scaled(middle, width), scaled(after, width)
     parts = {"expand": _unit(first, inner, 1, norm)} if widen else {}
     parts["depthwise"] = _unit(inner, inner, 3, norm, stride=stride, groups=inner)
-    parts["project"] = named(conv=conv2d(inner, last, 1, bias=norm == "none"), norm=norm_layer(norm, last))
+    parts["project"] = named(
+        conv=conv2d(inner, last, 1, bias=norm == "none"), norm=norm_layer(norm, last)
+    )
     return named(**parts)
 
 
-def _unit(before: int, after: int, kernel: int, norm: str, *, stride: int = 1, groups: int = 1) -> nn.Sequential:
+def _unit(
+    before: int, after: int, kernel: int, norm: str, *, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
     conv = conv2d(before, after, kernel, stride=stride, groups=groups, bias=norm == "none")
     return named(conv=conv, norm=norm_layer(norm, after), relu=nn.ReLU6())

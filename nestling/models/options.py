@@ -1,4 +1,5 @@
-"""Check a model's options against its builder's signature, so that the signature is the only place that names them."""
+"""Check a model's options against its builder's signature, so that the signature is the only place
+that names them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from torch import nn
 from nestling.errors import InputError, unknown
 
 _GIVEN = ("shape", "classes")
-_WORDS: dict[type, str] = {bool: "true or false", str: "a text", float: "a number", int: "a whole number"}
+_WORDS: dict[type, str] = {
+    bool: "true or false",
+    str: "a text",
+    float: "a number",
+    int: "a whole number",
+}
 
 
 def option_names(build: Callable[..., nn.Module]) -> list[str]:
@@ -22,8 +28,11 @@ def option_names(build: Callable[..., nn.Module]) -> list[str]:
     return [name for name in inspect.signature(build).parameters if name not in _GIVEN]
 
 
-def check_options(model: str, build: Callable[..., nn.Module], options: Mapping[str, object]) -> dict[str, Any]:
-    """`options` with every value in the type the builder declares, or an `InputError` that names the option."""
+def check_options(
+    model: str, build: Callable[..., nn.Module], options: Mapping[str, object]
+) -> dict[str, Any]:
+    """`options` with every value in the type the builder declares, or an `InputError` that names
+    the option."""
     allowed = option_names(build)
     for name in options:
         if name not in allowed:
@@ -34,7 +43,11 @@ def check_options(model: str, build: Callable[..., nn.Module], options: Mapping[
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as a tuple of positive whole numbers."""
-    if not isinstance(shape, (tuple, list)) or not shape or not all(_whole(size) and size > 0 for size in shape):
+    if (
+        not isinstance(shape, (tuple, list))
+        or not shape
+        or not all(_whole(size) and size > 0 for size in shape)
+    ):
         fix = "give positive whole numbers, e.g. (1, 28, 28)"
         raise InputError(f"{shape!r} is not an input shape", field="model.shape", fix=fix)
     return tuple(shape)
@@ -43,7 +56,11 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 def check_classes(classes: int) -> int:
     """`classes` as a positive whole number."""
     if not _whole(classes) or classes < 1:
-        raise InputError(f"{classes!r} is not a number of classes", field="model.classes", fix="use a whole number, at least 1")
+        raise InputError(
+            f"{classes!r} is not a number of classes",
+            field="model.classes",
+            fix="use a whole number, at least 1",
+        )
     return classes
 
 
@@ -54,7 +71,11 @@ def _checked(field: str, value: object, hint: object) -> object:
         return value
     if hint is str and isinstance(value, str):
         return value
-    if hint is float and (_whole(value) or isinstance(value, float)) and math.isfinite(typing.cast(float, value)):
+    if (
+        hint is float
+        and (_whole(value) or isinstance(value, float))
+        and math.isfinite(typing.cast(float, value))
+    ):
         return float(typing.cast(float, value))
     if hint is int and _whole(value):
         return _positive(field, typing.cast(int, value))
@@ -65,8 +86,16 @@ def _checked(field: str, value: object, hint: object) -> object:
 def _checked_tuple(field: str, value: object, args: tuple[object, ...]) -> tuple[int, ...]:
     length = None if args[-1] is Ellipsis else len(args)
     wanted = "a list of whole numbers" if length is None else f"a list of {length} whole numbers"
-    if not isinstance(value, (list, tuple)) or not all(map(_whole, value)) or len(value) != (length or len(value)):
-        raise InputError(f"{value!r} is not {wanted}", field=field, fix=f"use {wanted}, e.g. {[16, 32, 64][:length]}")
+    if (
+        not isinstance(value, (list, tuple))
+        or not all(map(_whole, value))
+        or len(value) != (length or len(value))
+    ):
+        raise InputError(
+            f"{value!r} is not {wanted}",
+            field=field,
+            fix=f"use {wanted}, e.g. {[16, 32, 64][:length]}",
+        )
     return tuple(_positive(field, entry) for entry in value)
 
 

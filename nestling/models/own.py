@@ -10,16 +10,24 @@ from torch import nn
 
 from nestling.errors import InputError
 
-_FORM = 'write "package.module:callable", where callable takes shape= and classes= and returns a torch.nn.Module'
+_FORM = (
+    'write "package.module:callable", where callable takes shape= and classes= and returns a '
+    "torch.nn.Module"
+)
 
 
-def build_own(name: str, *, shape: tuple[int, ...], classes: int, options: Mapping[str, object]) -> nn.Module:
-    """Import the callable, call it with shape, classes and the options, and make sure that a module comes back."""
+def build_own(
+    name: str, *, shape: tuple[int, ...], classes: int, options: Mapping[str, object]
+) -> nn.Module:
+    """Import the callable, call it with shape, classes and the options, and make sure that a module
+    comes back."""
     builder = _load(name)
     try:
         inspect.signature(builder).bind(shape=shape, classes=classes, **options)
     except TypeError as error:
-        raise InputError(f"{name} cannot be called so: {error}", field="model.name", fix=_FORM) from error
+        raise InputError(
+            f"{name} cannot be called so: {error}", field="model.name", fix=_FORM
+        ) from error
     except ValueError:
         pass  # no signature to read, as for a few built-ins: the call itself will tell
     try:
@@ -28,9 +36,13 @@ def build_own(name: str, *, shape: tuple[int, ...], classes: int, options: Mappi
         raise
     except Exception as error:
         message = f"{name} raised {type(error).__name__}: {error}"
-        raise InputError(message, field="model.name", fix="mend the callable, or its options") from error
+        raise InputError(
+            message, field="model.name", fix="mend the callable, or its options"
+        ) from error
     if not isinstance(network, nn.Module):
-        raise InputError(f"{name} returned {type(network).__name__}, not a module", field="model.name", fix=_FORM)
+        raise InputError(
+            f"{name} returned {type(network).__name__}, not a module", field="model.name", fix=_FORM
+        )
     return network
 
 
@@ -42,9 +54,15 @@ def _load(name: str) -> Callable[..., object]:
         module = importlib.import_module(module_name)
     except Exception as error:
         message = f"cannot import {module_name!r}: {type(error).__name__}: {error}"
-        raise InputError(message, field="model.name", fix="check the name, and that the module is on Python's path") from error
+        raise InputError(
+            message,
+            field="model.name",
+            fix="check the name, and that the module is on Python's path",
+        ) from error
     builder = getattr(module, attribute, None)
     if not callable(builder):
         problem = "is not callable" if hasattr(module, attribute) else "does not exist"
-        raise InputError(f"{attribute!r} in {module_name!r} {problem}", field="model.name", fix=_FORM)
+        raise InputError(
+            f"{attribute!r} in {module_name!r} {problem}", field="model.name", fix=_FORM
+        )
     return builder

@@ -1,4 +1,5 @@
-"""What the families share: the scaling rule, the input checks, and the one shape all networks have."""
+"""What the families share: the scaling rule, the input checks, and the one shape all networks
+have."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ STEMS = ("imagenet", "cifar")
 
 
 class Network(nn.Module):
-    """stem → stages → neck → head. The head is one linear layer, and its input are the network's features.
+    """stem → stages → neck → head. The head is one linear layer, and its input are the network's
+    features.
 
-    A shallower network is the same network with fewer stages, as long as the neck accepts what the last one puts out.
+    A shallower network is the same network with fewer stages, as long as the neck accepts what the
+    last one puts out.
     """
 
-    def __init__(self, *, stem: nn.Module, stages: Sequence[nn.Module], neck: nn.Module, head: nn.Linear) -> None:
+    def __init__(
+        self, *, stem: nn.Module, stages: Sequence[nn.Module], neck: nn.Module, head: nn.Linear
+    ) -> None:
         """Joins the four parts; the stages become one sequence."""
         super().__init__()
         self.stem = stem
@@ -41,9 +46,15 @@ class Network(nn.Module):
 def scaled(channels: int, width: float) -> int:
     """⌈width · channels⌉, at least 1: the size of a hidden axis at this width."""
     if not (math.isfinite(width) and width > 0):
-        raise InputError(f"width is {width}", field="model.width", fix="use a number above 0; 1.0 is the full network")
+        raise InputError(
+            f"width is {width}",
+            field="model.width",
+            fix="use a number above 0; 1.0 is the full network",
+        )
     if channels < 1:
-        raise InputError(f"a layer with {channels} channels", field="model.channels", fix="use at least 1")
+        raise InputError(
+            f"a layer with {channels} channels", field="model.channels", fix="use at least 1"
+        )
     # The slack keeps 0.07 · 100 = 7.000000000000001 from becoming 8.
     return max(1, math.ceil(width * channels - 1e-9))
 
@@ -66,8 +77,14 @@ def sequence(name: str, shape: Sequence[int]) -> tuple[int, int]:
 
 def _wrong_input(name: str, shape: Sequence[int], takes: str) -> InputError:
     kinds = {1: "mlp", 2: "cnn1d or mlp", 3: "tinycnn, cnn or mlp"}
-    fix = f"for this data use {kinds[len(shape)]}" if len(shape) in kinds else "see the table of models"
-    return InputError(f"{name} takes {takes}; the data has shape {tuple(shape)}", field="model.name", fix=fix)
+    fix = (
+        f"for this data use {kinds[len(shape)]}"
+        if len(shape) in kinds
+        else "see the table of models"
+    )
+    return InputError(
+        f"{name} takes {takes}; the data has shape {tuple(shape)}", field="model.name", fix=fix
+    )
 
 
 def check_stem(stem: str) -> str:
@@ -78,12 +95,19 @@ def check_stem(stem: str) -> str:
 
 
 def named(**parts: nn.Module) -> nn.Sequential:
-    """A sequence whose steps have names, so that the state reads `stem.conv.weight` and not `stem.0.weight`."""
+    """A sequence whose steps have names, so that the state reads `stem.conv.weight` and not
+    `stem.0.weight`."""
     return nn.Sequential(OrderedDict(parts))
 
 
 def conv2d(
-    before: int, after: int, kernel: int | tuple[int, int] = 3, *, stride: int = 1, groups: int = 1, bias: bool = False
+    before: int,
+    after: int,
+    kernel: int | tuple[int, int] = 3,
+    *,
+    stride: int = 1,
+    groups: int = 1,
+    bias: bool = False,
 ) -> nn.Conv2d:
     """A convolution that keeps height and width when its stride is 1 and its kernel odd."""
     size = (kernel, kernel) if isinstance(kernel, int) else kernel
@@ -92,12 +116,20 @@ def conv2d(
 
 
 def image_stem(before: int, after: int, *, stem: str, norm: str) -> nn.Sequential:
-    """The stock ImageNet stem (7x7 by 2, then pooling by 2: a quarter of the size), or one 3x3 convolution for small images."""
+    """The stock ImageNet stem (7x7 by 2, then pooling by 2: a quarter of the size), or one 3x3
+    convolution for small images."""
     bias = norm == "none"
     if check_stem(stem) == "cifar":
-        return named(conv=conv2d(before, after, bias=bias), norm=norm_layer(norm, after), relu=nn.ReLU())
+        return named(
+            conv=conv2d(before, after, bias=bias), norm=norm_layer(norm, after), relu=nn.ReLU()
+        )
     conv = conv2d(before, after, 7, stride=2, bias=bias)
-    return named(conv=conv, norm=norm_layer(norm, after), relu=nn.ReLU(), pool=nn.MaxPool2d(3, stride=2, padding=1))
+    return named(
+        conv=conv,
+        norm=norm_layer(norm, after),
+        relu=nn.ReLU(),
+        pool=nn.MaxPool2d(3, stride=2, padding=1),
+    )
 
 
 def pooled() -> nn.Sequential:
@@ -107,7 +139,8 @@ def pooled() -> nn.Sequential:
 
 @torch.no_grad()
 def he_init(module: nn.Module) -> None:
-    """He's normal initialisation of every convolution, so that a network without normalisation keeps its signal."""
+    """He's normal initialisation of every convolution, so that a network without normalisation
+    keeps its signal."""
     for part in module.modules():
         if isinstance(part, (nn.Conv1d, nn.Conv2d)):
             nn.init.kaiming_normal_(part.weight, nonlinearity="relu")

@@ -1,4 +1,5 @@
-"""The pre-activation ResNet18 for small images of HeteroFL's CIFAR experiments (Diao et al., 2021)."""
+"""The pre-activation ResNet18 for small images of HeteroFL's CIFAR experiments (Diao et al.,
+2021)."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from nestling.models.resnet import plan
 
 
 class PreBlock(nn.Module):
-    """Normalisation and activation come before each convolution; a projected shortcut starts after the first of them."""
+    """Normalisation and activation come before each convolution; a projected shortcut starts after
+    the first of them."""
 
     def __init__(self, before: int, after: int, *, stride: int, norm: str, project: bool) -> None:
-        """Two 3x3 convolutions, the first with `stride`; `project` gives the shortcut a 1x1 convolution."""
+        """Two 3x3 convolutions, the first with `stride`; `project` gives the shortcut a 1x1
+        convolution."""
         super().__init__()
         self.norm1 = norm_layer(norm, before)
         self.relu1 = nn.ReLU()
@@ -39,7 +42,8 @@ def preresnet18(
     blocks: tuple[int, ...] = (2, 2, 2, 2),
     channels: tuple[int, ...] = (64, 128, 256, 512),
 ) -> nn.Module:
-    """A 3x3 stem, one stage for every entry of `blocks`, a last normalisation, the mean over pixels, the head."""
+    """A 3x3 stem, one stage for every entry of `blocks`, a last normalisation, the mean over
+    pixels, the head."""
     before, _, _ = image("preresnet18", shape)
     planned = plan(blocks, (*channels[:1], *channels))
     stages = [nn.Sequential(*(_block(*place, width, norm) for place in stage)) for stage in planned]
@@ -51,4 +55,6 @@ def preresnet18(
 
 def _block(before: int, after: int, stride: int, width: float, norm: str) -> PreBlock:
     project = stride != 1 or before != after
-    return PreBlock(scaled(before, width), scaled(after, width), stride=stride, norm=norm, project=project)
+    return PreBlock(
+        scaled(before, width), scaled(after, width), stride=stride, norm=norm, project=project
+    )

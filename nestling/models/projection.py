@@ -23,6 +23,9 @@ def projected(module: nn.Module, size: int, seed: int) -> nn.Module:
     with torch_seeded(seed, "network", "projection"):
         features, classes = head.in_features, head.out_features
         changed.head = nn.Sequential(
-            nn.Linear(features, features), nn.ReLU(), nn.Linear(features, size), nn.Linear(size, classes)
+            nn.Linear(features, features),
+            nn.ReLU(),
+            nn.Linear(features, size),
+            nn.Linear(size, classes),
         )
     return changed

@@ -1,7 +1,9 @@
-"""The aten operations of one forward, recorded on the meta device: shapes and dependencies, no arithmetic.
+"""The aten operations of one forward, recorded on the meta device: shapes and dependencies, no
+arithmetic.
 
-What an operation keeps for its backward is a property of the operation alone, so a table by name is enough and any module works;
-an operation missing from the table is taken to keep all it read and wrote.
+What an operation keeps for its backward is a property of the operation alone, so a table by name is
+enough and any module works; an operation missing from the table is taken to keep all it read and
+wrote.
 """
 
 from __future__ import annotations
@@ -23,49 +25,96 @@ from nestling.seeds import torch_seeded
 
 # The two operands of a product: the gradient of one needs the other.
 PRODUCTS = {
-    "convolution": (0, 1), "linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "matmul": (0, 1),
-    "addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2), "addbmm": (1, 2), "mul": (0, 1), "div": (0, 1),
+    "convolution": (0, 1), "linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "mv": (0, 1),
+    "dot": (0, 1), "matmul": (0, 1),
+    "addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2), "addbmm": (1, 2), "mul": (0, 1),
+    "div": (0, 1),
 }  # fmt: skip
 KEEPS_NOTHING = {
-    "add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "clone", "copy", "_to_copy", "avg_pool1d", "avg_pool2d",
-    "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool2d", "constant_pad_nd", "reflection_pad1d",
-    "reflection_pad2d", "replication_pad1d", "replication_pad2d", "upsample_nearest1d", "upsample_nearest2d",
-    "upsample_bilinear2d", "pixel_shuffle", "channel_shuffle", "native_channel_shuffle", "flip", "roll", "repeat", "fill", "zero",
+    "add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "clone", "copy", "_to_copy",
+    "avg_pool1d", "avg_pool2d",
+    "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool2d",
+    "constant_pad_nd", "reflection_pad1d",
+    "reflection_pad2d", "replication_pad1d", "replication_pad2d", "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_bilinear2d", "pixel_shuffle", "channel_shuffle", "native_channel_shuffle", "flip",
+    "roll", "repeat", "fill", "zero",
     "bernoulli",
 }  # fmt: skip
 KEEPS_OUTPUT = {
-    "relu", "hardtanh", "leaky_relu", "sigmoid", "tanh", "elu", "hardsigmoid", "clamp", "clamp_min", "clamp_max", "exp", "sqrt",
+    "relu", "hardtanh", "leaky_relu", "sigmoid", "tanh", "elu", "hardsigmoid", "clamp", "clamp_min",
+    "clamp_max", "exp", "sqrt",
     "rsqrt", "_softmax", "_log_softmax", "_safe_softmax",
 }  # fmt: skip
 KEEPS_INPUT = {
-    "silu", "gelu", "hardswish", "mish", "softplus", "threshold", "log", "pow", "abs", "log_sigmoid_forward", "embedding",
+    "silu", "gelu", "hardswish", "mish", "softplus", "threshold", "log", "pow", "abs",
+    "log_sigmoid_forward", "embedding",
 }  # fmt: skip
 # Input, and the small statistics beside the output.
 NORMS = {
-    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_batch_norm_with_update",
+    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_batch_norm_with_update",
     "native_group_norm", "native_layer_norm", "_fused_rms_norm", "var_mean",
 }  # fmt: skip
 # Where the winner of each window was: one byte per output, whatever integer type torch uses.
 POOLS = {
-    "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d", "fractional_max_pool2d",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d",
+    "adaptive_max_pool3d", "fractional_max_pool2d",
     "max", "min",
 }  # fmt: skip
 # Same shape in and out, entry by entry: may overwrite an operand nobody else wants.
 ELEMENTWISE = {
-    "add", "sub", "rsub", "neg", "mul", "div", "relu", "hardtanh", "leaky_relu", "sigmoid", "tanh", "elu", "hardsigmoid", "clamp",
-    "clamp_min", "clamp_max", "exp", "sqrt", "rsqrt", "silu", "gelu", "hardswish", "mish", "softplus", "threshold",
+    "add", "sub", "rsub", "neg", "mul", "div", "relu", "hardtanh", "leaky_relu", "sigmoid", "tanh",
+    "elu", "hardsigmoid", "clamp",
+    "clamp_min", "clamp_max", "exp", "sqrt", "rsqrt", "silu", "gelu", "hardswish", "mish",
+    "softplus", "threshold",
 }  # fmt: skip
-# Computed where its producer wrote, and undone from the output alone: a runtime fuses it into the producer.
-FUSED = {"relu", "hardtanh", "leaky_relu", "sigmoid", "tanh", "elu", "hardsigmoid", "clamp", "clamp_min", "clamp_max"}
-CREATES = ("empty", "zeros", "ones", "full", "new_", "rand", "arange", "scalar_tensor", "linspace", "eye")
-MOVES_SHAPE_ONLY = {"transpose", "t", "squeeze", "unsqueeze", "detach", "as_strided", "resize", "swapaxes", "requires_grad"}
+# Computed where its producer wrote, and undone from the output alone: a runtime fuses it into the
+# producer.
+FUSED = {
+    "relu",
+    "hardtanh",
+    "leaky_relu",
+    "sigmoid",
+    "tanh",
+    "elu",
+    "hardsigmoid",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+}
+CREATES = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "new_",
+    "rand",
+    "arange",
+    "scalar_tensor",
+    "linspace",
+    "eye",
+)
+MOVES_SHAPE_ONLY = {
+    "transpose",
+    "t",
+    "squeeze",
+    "unsqueeze",
+    "detach",
+    "as_strided",
+    "resize",
+    "swapaxes",
+    "requires_grad",
+}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor among the arguments of an operation: a value of the forward or, by its name in the state, a weight.
+    """A tensor among the arguments of an operation: a value of the forward or, by its name in the
+    state, a weight.
 
-    `whole` says that it is its storage from the first entry to the last in order; `transposed` the same of its transpose.
+    `whole` says that it is its storage from the first entry to the last in order; `transposed` the
+    same of its transpose.
     """
 
     value: int | None
@@ -77,7 +126,8 @@ class Seen:
 
 @dataclass
 class Operation:
-    """One operation, over value numbers. A value is one storage: views and in-place results share their number."""
+    """One operation, over value numbers. A value is one storage: views and in-place results share
+    their number."""
 
     name: str
     reads: tuple[int, ...]
@@ -89,13 +139,15 @@ class Operation:
     macs: int = 0
     backward_macs: int = 0
     layer: str = ""  # the module that was running, by its name inside the whole
-    arguments: dict[str, Any] = field(default_factory=dict)  # by the operation's own names; a tensor is a `Seen`
+    # by the operation's own names; a tensor is a `Seen`
+    arguments: dict[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] = ()  # of the first result
 
 
 @dataclass
 class Record:
-    """A forward: its operations in order, the bytes of every value, and which values are input, outputs and trained."""
+    """A forward: its operations in order, the bytes of every value, and which values are input,
+    outputs and trained."""
 
     operations: list[Operation] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
@@ -105,8 +157,15 @@ class Record:
     trained: set[int] = field(default_factory=set)  # values that receive a gradient
 
 
-def record(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None = None, *, training: bool = True) -> Record:
-    """Record one forward of one sample of `shape` (without the batch), in training mode unless told otherwise."""
+def record(
+    module: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    *,
+    training: bool = True,
+) -> Record:
+    """Record one forward of one sample of `shape` (without the batch), in training mode unless told
+    otherwise."""
     if not all(isinstance(side, int) and side > 0 for side in shape):
         fix = "give the sides of one sample, such as (3, 32, 32)"
         raise InputError(f"{shape!r} is not an input shape", field="shape", fix=fix)
@@ -114,7 +173,8 @@ def record(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None 
     try:
         return _run(twin, shape, dtype or _input_dtype(module), batch=1)
     except ValueError as error:
-        # Batch statistics of a single value are refused by torch; two samples cost exactly twice as much.
+        # Batch statistics of a single value are refused by torch; two samples cost exactly twice as
+        # much.
         if "more than 1 value per channel" not in str(error):
             raise _failed(module, shape, error) from error
     except Exception as error:
@@ -126,7 +186,9 @@ def on_meta(module: nn.Module) -> nn.Module:
     """A copy of the module without data; shared parameters stay shared."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            _hollow(parameter), requires_grad=parameter.requires_grad
+        )
     for buffer in module.buffers():
         memo[id(buffer)] = _hollow(buffer)
     return copy.deepcopy(module, memo)
@@ -137,14 +199,28 @@ def _hollow(tensor: Tensor) -> Tensor:
 
 
 def _input_dtype(module: nn.Module) -> torch.dtype:
-    first = next((part for part in module.modules() if next(part.parameters(recurse=False), None) is not None), None)
+    first = next(
+        (
+            part
+            for part in module.modules()
+            if next(part.parameters(recurse=False), None) is not None
+        ),
+        None,
+    )
     return torch.long if isinstance(first, nn.Embedding) else torch.float32
 
 
 def _failed(module: nn.Module, shape: tuple[int, ...], error: Exception) -> InputError:
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    fix = "check that the network takes such an input, and that its forward does not look at values (.item(), if x.sum() > 0)"
-    return InputError(f"{type(module).__name__} cannot run on an input of shape {shape}: {text}", field="model", fix=fix)
+    fix = (
+        "check that the network takes such an input, and that its forward does not look at "
+        "values (.item(), if x.sum() > 0)"
+    )
+    return InputError(
+        f"{type(module).__name__} cannot run on an input of shape {shape}: {text}",
+        field="model",
+        fix=fix,
+    )
 
 
 def _run(twin: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, batch: int) -> Record:
@@ -155,7 +231,11 @@ def _run(twin: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, batch: int
     recorder.follow(twin)
     with torch.no_grad(), torch_seeded(0, "cost"), recorder:
         out = twin(sample)
-    ends = [recorder.value(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not recorder.is_weight(leaf)]
+    ends = [
+        recorder.value(leaf)
+        for leaf in tree_leaves(out)
+        if isinstance(leaf, Tensor) and not recorder.is_weight(leaf)
+    ]
     if not ends:
         raise ValueError("its forward returns no tensor")
     recorder.record.outputs = tuple(dict.fromkeys(ends))
@@ -205,7 +285,9 @@ class _Recorder(TorchDispatchMode):
         if key not in self.numbers:
             self.numbers[key] = len(self.record.bytes)
             whole = tensor.dim() > 0 and tensor.shape[0] % self.batch == 0
-            self.record.bytes.append(tensor.numel() * tensor.element_size() // (self.batch if whole else 1))
+            self.record.bytes.append(
+                tensor.numel() * tensor.element_size() // (self.batch if whole else 1)
+            )
         return self.numbers[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -238,21 +320,27 @@ class _Recorder(TorchDispatchMode):
         if name in POOLS and len(made) > 1:
             self.record.bytes[writes[1]] = made[1].numel() // self.batch
         reads = self._values([tensor for tensor in read if not self.is_weight(tensor)])
-        trained = any(self._is_trained(tensor) for tensor in read) or any(write in self.record.trained for write in writes)
+        trained = any(self._is_trained(tensor) for tensor in read) or any(
+            write in self.record.trained for write in writes
+        )
         macs = _macs(name, args, made[0]) // self.batch
         self.record.operations.append(
             Operation(
                 name, reads, writes, frozenset(self._keeps(name, args, reads, writes)), trained,
                 on_path=bool(self.path.intersection(reads)), elementwise=name in ELEMENTWISE,
-                macs=macs, backward_macs=macs * sum(self._is_trained(side) for side in _operands(name, args)),
-                layer=self.layers[-1] if self.layers else "", arguments=self._arguments(func, args, kwargs),
+                macs=macs,
+                backward_macs=macs * sum(self._is_trained(side) for side in _operands(name, args)),
+                layer=self.layers[-1] if self.layers else "",
+                arguments=self._arguments(func, args, kwargs),
                 shape=tuple(made[0].shape),
             )
         )  # fmt: skip
         if self.path.intersection(reads):
             self.path.update(writes)
         if trained:
-            self.record.trained.update(self._values([tensor for tensor in made if tensor.is_floating_point()]))
+            self.record.trained.update(
+                self._values([tensor for tensor in made if tensor.is_floating_point()])
+            )
 
     def _arguments(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         names = [argument.name for argument in func._schema.arguments]
@@ -276,11 +364,21 @@ class _Recorder(TorchDispatchMode):
         key = self._key(tensor)
         return self.weights.get(key, False) or self.numbers.get(key, -1) in self.record.trained
 
-    def _keeps(self, name: str, args: Any, reads: tuple[int, ...], writes: tuple[int, ...]) -> set[int]:
+    def _keeps(
+        self, name: str, args: Any, reads: tuple[int, ...], writes: tuple[int, ...]
+    ) -> set[int]:
         if name in PRODUCTS:
             sides = _operands(name, args)
-            partners = [one for one, other in zip(sides, reversed(sides), strict=True) if self._is_trained(other)]
-            return set(self._values(side for side in partners if not self.is_weight(side))) if len(sides) == 2 else set()
+            partners = [
+                one
+                for one, other in zip(sides, reversed(sides), strict=True)
+                if self._is_trained(other)
+            ]
+            return (
+                set(self._values(side for side in partners if not self.is_weight(side)))
+                if len(sides) == 2
+                else set()
+            )
         if name in KEEPS_NOTHING or name.startswith(CREATES):
             return set()
         if name in KEEPS_OUTPUT:
@@ -299,7 +397,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _operands(name: str, args: Any) -> list[Tensor]:
-    """The tensors of a product; a plain number is no operand, since its gradient is never asked for."""
+    """The tensors of a product; a plain number is no operand, since its gradient is never asked
+    for."""
     sides = [args[position] for position in PRODUCTS.get(name, ()) if position < len(args)]
     return [side for side in sides if isinstance(side, Tensor)]
 
@@ -314,5 +413,8 @@ def _macs(name: str, args: Any, out: Tensor) -> int:
         return out.numel() * int(_operands(name, args)[0].shape[-1])
     if "scaled_dot_product" in name:
         query, key, value = args[:3]
-        return query.numel() * key.shape[-2] + math.prod(query.shape[:-1]) * value.shape[-1] * key.shape[-2]
+        return (
+            query.numel() * key.shape[-2]
+            + math.prod(query.shape[:-1]) * value.shape[-1] * key.shape[-2]
+        )
     return 0

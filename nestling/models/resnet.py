@@ -1,6 +1,8 @@
-"""Residual networks (He et al., 2016) in the stock layout: `resnet` of basic blocks, `bottleneck` of 1-3-1 blocks.
+"""Residual networks (He et al., 2016) in the stock layout: `resnet` of basic blocks, `bottleneck`
+of 1-3-1 blocks.
 
-With norm "tracked" their parameter counts are those of the stock networks, which published FL tables rest on.
+With norm "tracked" their parameter counts are those of the stock networks, which published FL
+tables rest on.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ EXPANSION = 4
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut."""
 
-    def __init__(self, before: int, after: int, *, stride: int, norm: str, bias: bool, shortcut: nn.Module) -> None:
+    def __init__(
+        self, before: int, after: int, *, stride: int, norm: str, bias: bool, shortcut: nn.Module
+    ) -> None:
         """From `before` to `after` channels; the first convolution has the stride."""
         super().__init__()
         self.conv1 = conv2d(before, after, stride=stride, bias=bias)
@@ -40,7 +44,9 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions beside a shortcut."""
 
-    def __init__(self, before: int, middle: int, after: int, *, stride: int, norm: str, shortcut: nn.Module) -> None:
+    def __init__(
+        self, before: int, middle: int, after: int, *, stride: int, norm: str, shortcut: nn.Module
+    ) -> None:
         """From `before` over `middle` to `after` channels; the 3x3 convolution has the stride."""
         super().__init__()
         bias = norm == "none"
@@ -72,7 +78,8 @@ def resnet(
     channels: tuple[int, ...] = (64, 64, 128, 256, 512),
     stem: str = "imagenet",
 ) -> nn.Module:
-    """`blocks` counts the basic blocks of every stage; `channels` is the stem's, then one per stage."""
+    """`blocks` counts the basic blocks of every stage; `channels` is the stem's, then one per
+    stage."""
     before, _, _ = image("resnet", shape)
     stages = basic_stages(blocks, channels, width, norm)
     entry = image_stem(before, scaled(channels[0], width), stem=stem, norm=norm)
@@ -96,7 +103,9 @@ def bottleneck(
     return _network(entry, stages, scaled(EXPANSION * channels[len(blocks)], width), classes)
 
 
-def basic_stages(blocks: Sequence[int], channels: Sequence[int], width: float, norm: str) -> list[nn.Module]:
+def basic_stages(
+    blocks: Sequence[int], channels: Sequence[int], width: float, norm: str
+) -> list[nn.Module]:
     """The stages of a `resnet`, without stem and head."""
 
     def block(before: int, after: int, stride: int) -> BasicBlock:
@@ -107,7 +116,9 @@ def basic_stages(blocks: Sequence[int], channels: Sequence[int], width: float, n
     return [nn.Sequential(*(block(*place) for place in stage)) for stage in plan(blocks, channels)]
 
 
-def _bottleneck_stages(blocks: Sequence[int], channels: Sequence[int], width: float, norm: str) -> list[nn.Module]:
+def _bottleneck_stages(
+    blocks: Sequence[int], channels: Sequence[int], width: float, norm: str
+) -> list[nn.Module]:
     def block(before: int, after: int, stride: int) -> Bottleneck:
         shortcut = _projection(before, after, stride, width, norm)
         sizes = scaled(before, width), scaled(after // EXPANSION, width), scaled(after, width)
@@ -118,15 +129,20 @@ def _bottleneck_stages(blocks: Sequence[int], channels: Sequence[int], width: fl
 
 
 def plan(blocks: Sequence[int], channels: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """For every stage its blocks as (channels before, after, stride), at full width. `channels`: the stem's, then one per stage.
+    """For every stage its blocks as (channels before, after, stride), at full width. `channels`:
+    the stem's, then one per stage.
 
     Every stage but the first begins with stride 2.
     """
     if not 1 <= len(blocks) < len(channels):
         message = f"{len(blocks)} stages, but channels for {max(0, len(channels) - 1)}"
-        raise InputError(message, field="model.blocks", fix="give blocks and channels an entry for every stage")
+        raise InputError(
+            message, field="model.blocks", fix="give blocks and channels an entry for every stage"
+        )
     if min(blocks) < 1:
-        raise InputError("a stage without blocks", field="model.blocks", fix="use at least 1 in every stage")
+        raise InputError(
+            "a stage without blocks", field="model.blocks", fix="use at least 1 in every stage"
+        )
     stages = []
     for number, count in enumerate(blocks):
         before, after = channels[number], channels[number + 1]
@@ -136,11 +152,15 @@ def plan(blocks: Sequence[int], channels: Sequence[int]) -> list[list[tuple[int,
 
 
 def _projection(before: int, after: int, stride: int, width: float, norm: str) -> nn.Module:
-    # Decided on the full sizes: a narrow network must have the same layers as the wide one, even if both ends round to the same.
+    # Decided on the full sizes: a narrow network must have the same layers as the wide one, even if
+    # both ends round to the same.
     if stride == 1 and before == after:
         return nn.Identity()
     size = scaled(after, width)
-    return named(conv=conv2d(scaled(before, width), size, 1, stride=stride, bias=norm == "none"), norm=norm_layer(norm, size))
+    return named(
+        conv=conv2d(scaled(before, width), size, 1, stride=stride, bias=norm == "none"),
+        norm=norm_layer(norm, size),
+    )
 
 
 def _network(stem: nn.Module, stages: list[nn.Module], features: int, classes: int) -> nn.Module:

@@ -20,8 +20,8 @@ def resnet8(
 ) -> nn.Module:
     """As in the benchmark all convolutions carry a bias and shortcuts no normalisation.
 
-    On 3x32x32 and 10 classes: 77 706 parameters without normalisation (the published figure of the folded model);
-    78 666 with "tracked", running statistics counted.
+    On 3x32x32 and 10 classes: 77 706 parameters without normalisation (the published figure of the
+    folded model); 78 666 with "tracked", running statistics counted.
     """
     before, _, _ = image("resnet8", shape)
     planned = plan(blocks, (*channels[:1], *channels))

@@ -1,9 +1,11 @@
-"""Where to look inside a network: its convolutions in order, its features and its head, found by watching one pass through it.
+"""Where to look inside a network: its convolutions in order, its features and its head, found by
+watching one pass through it.
 
-No rule names a network. Every call of a pass is written down with what it reads, which gives the graph that the data takes. A
-convolution counts if it lies on a longest way from the input to the output (a shortcut does not), and its place is that of the
-normalisation that directly follows it, where one does. The head is the last linear layer that the output comes from, and what it is
-given are the features. Who disagrees names the layers.
+No rule names a network. Every call of a pass is written down with what it reads, which gives the
+graph that the data takes. A convolution counts if it lies on a longest way from the input to the
+output (a shortcut does not), and its place is that of the normalisation that directly follows it,
+where one does. The head is the last linear layer that the output comes from, and what it is given
+are the features. Who disagrees names the layers.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 @dataclass(frozen=True)
 class Taps:
-    """Layers of a network by name: what the convolutions put out, in order (each behind its own normalisation), and the head, a linear
-    layer, with the number of features that it is given."""
+    """Layers of a network by name: what the convolutions put out, in order (each behind its own
+    normalisation), and the head, a linear layer, with the number of features that it is given."""
 
     convs: tuple[str, ...]
     head: str
@@ -57,22 +59,33 @@ class Taps:
     def _conv(self, number: int) -> str:
         if not self.convs:
             raise InputError(
-                "the network has no convolution", field="model.name", fix="take a convolutional network, e.g. tinycnn"
+                "the network has no convolution",
+                field="model.name",
+                fix="take a convolutional network, e.g. tinycnn",
             )
         return self.convs[number]
 
 
-def find_taps(module: nn.Module, shape: Sequence[int], convs: Sequence[str] = (), head: str = "") -> Taps:
-    """The taps of a network that takes inputs of a shape; `convs` and `head` name layers instead of searching for them."""
+def find_taps(
+    module: nn.Module, shape: Sequence[int], convs: Sequence[str] = (), head: str = ""
+) -> Taps:
+    """The taps of a network that takes inputs of a shape; `convs` and `head` name layers instead of
+    searching for them."""
     layers = dict(module.named_modules())
     for name in (*convs, *([head] if head else ())):
         if name not in layers:
-            raise InputError(f"the network has no layer {name!r}", field="taps", fix=f"some of its layers: {_some(layers)}")
+            raise InputError(
+                f"the network has no layer {name!r}",
+                field="taps",
+                fix=f"some of its layers: {_some(layers)}",
+            )
     graph = _watch(module, shape)
     top = head or _head(graph, layers)
     linear = layers[top]
     if not isinstance(linear, nn.Linear):
-        raise InputError(f"the head {top!r} is not a linear layer", field="taps", fix="name a linear layer")
+        raise InputError(
+            f"the head {top!r} is not a linear layer", field="taps", fix="name a linear layer"
+        )
     return Taps(tuple(convs) or _convolutions(graph, layers), top, linear.in_features)
 
 
@@ -100,16 +113,29 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.layers: list[str] = []
         self.calls: list[_Call] = []
-        self._made: dict[int, tuple[Any, _Call]] = {}  # the tensor is held, so that its id stays its own
+        # the tensor is held, so that its id stays its own
+        self._made: dict[int, tuple[Any, _Call]] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if made:
-            read = [self._made[id(t)][1] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) in self._made]
-            call = _Call(self.layers[-1] if self.layers else "", read, func in (torch.cat, torch.concat, torch.concatenate))
+            read = [
+                self._made[id(t)][1]
+                for t in tree_leaves((args, kwargs))
+                if isinstance(t, Tensor) and id(t) in self._made
+            ]
+            call = _Call(
+                self.layers[-1] if self.layers else "",
+                read,
+                func in (torch.cat, torch.concat, torch.concatenate),
+            )
             for other in read:
                 other.readers.append(call)
             self.calls.append(call)
@@ -134,7 +160,10 @@ def _watch(module: nn.Module, shape: Sequence[int]) -> _Graph:
 
     for name, layer in module.named_modules():
         if not list(layer.children()):
-            handles += [layer.register_forward_pre_hook(enter(name)), layer.register_forward_hook(lambda *_: _leave(watch))]
+            handles += [
+                layer.register_forward_pre_hook(enter(name)),
+                layer.register_forward_hook(lambda *_: _leave(watch)),
+            ]
     training = module.training
     place = next(iter(module.parameters())).device
     try:
@@ -149,7 +178,9 @@ def _watch(module: nn.Module, shape: Sequence[int]) -> _Graph:
     layers = dict(module.named_modules())
     seen: set[str] = set()
     for call in watch.calls:
-        call.weight = int(isinstance(layers.get(call.layer), CONVOLUTIONS) and call.layer not in seen)
+        call.weight = int(
+            isinstance(layers.get(call.layer), CONVOLUTIONS) and call.layer not in seen
+        )
         seen.add(call.layer)
     return _Graph(watch.calls, watch.of(out))
 
@@ -159,7 +190,8 @@ def _leave(watch: _Watch) -> None:
 
 
 def _convolutions(graph: _Graph, layers: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Those on a longest way through the network, in order, each by the layer whose output stands for it."""
+    """Those on a longest way through the network, in order, each by the layer whose output stands
+    for it."""
     before = _longest(graph.calls, lambda call: call.reads)
     after = _longest(reversed(graph.calls), lambda call: call.readers)
     total = max(before.values(), default=0)
@@ -176,17 +208,23 @@ def _longest(calls: Iterable[_Call], sources: Callable[[_Call], list[_Call]]) ->
     """Per call, the most convolutions on a way from one end up to and with it."""
     found: dict[_Call, int] = {}
     for call in calls:
-        found[call] = call.weight + max((found[other] for other in sources(call) if other in found), default=0)
+        found[call] = call.weight + max(
+            (found[other] for other in sources(call) if other in found), default=0
+        )
     return found
 
 
 def _behind(call: _Call, layers: Mapping[str, nn.Module], last: bool) -> str:
-    """The layer whose output is taken: the normalisation that alone reads the convolution; behind the last one, a joining of maps may
-    stand between (DenseNet)."""
+    """The layer whose output is taken: the normalisation that alone reads the convolution; behind
+    the last one, a joining of maps may stand between (DenseNet)."""
     reader = _only_reader(call)
     if last and reader is not None and reader.joins:
         reader = _only_reader(reader)
-    return reader.layer if reader is not None and isinstance(layers.get(reader.layer), NORMS) else call.layer
+    return (
+        reader.layer
+        if reader is not None and isinstance(layers.get(reader.layer), NORMS)
+        else call.layer
+    )
 
 
 def _only_reader(call: _Call) -> _Call | None:
@@ -202,9 +240,15 @@ def _head(graph: _Graph, layers: Mapping[str, nn.Module]) -> str:
         if call not in reached:
             reached.add(call)
             waiting += call.reads
-    linear = [c.layer for c in graph.calls if c in reached and isinstance(layers.get(c.layer), nn.Linear)]
+    linear = [
+        c.layer for c in graph.calls if c in reached and isinstance(layers.get(c.layer), nn.Linear)
+    ]
     if not linear:
-        raise InputError("the network does not end in a linear layer", field="taps", fix="name the head, or end with one")
+        raise InputError(
+            "the network does not end in a linear layer",
+            field="taps",
+            fix="name the head, or end with one",
+        )
     return linear[-1]
 
 
@@ -213,15 +257,22 @@ def _some(layers: Mapping[str, nn.Module]) -> str:
 
 
 @contextlib.contextmanager
-def watching(module: nn.Module, names: Sequence[str], head: str = "") -> Iterator[dict[str, Tensor]]:
-    """What the named layers put out during a pass inside the block, by name; with `head`, what it is given as "features"."""
+def watching(
+    module: nn.Module, names: Sequence[str], head: str = ""
+) -> Iterator[dict[str, Tensor]]:
+    """What the named layers put out during a pass inside the block, by name; with `head`, what it
+    is given as "features"."""
     seen: dict[str, Tensor] = {}
 
     def note(name: str) -> Callable[..., None]:
-        # A copy: a layer behind it may write into what it is given (in-place activations, sums with a shortcut).
+        # A copy: a layer behind it may write into what it is given (in-place activations, sums with
+        # a shortcut).
         return lambda _, _inputs, out: seen.__setitem__(name, out.clone())
 
-    handles = [module.get_submodule(name).register_forward_hook(note(name)) for name in dict.fromkeys(names)]
+    handles = [
+        module.get_submodule(name).register_forward_hook(note(name))
+        for name in dict.fromkeys(names)
+    ]
     if head:
         take = module.get_submodule(head).register_forward_pre_hook
         handles.append(take(lambda _, inputs: seen.__setitem__("features", inputs[0].flatten(1))))
@@ -235,7 +286,8 @@ def watching(module: nn.Module, names: Sequence[str], head: str = "") -> Iterato
 def logits_and_features(
     module: nn.Module, head: str, x: Tensor, run: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What a network says of some inputs, and what its head is given for it; `run` is how it is run where that is not by a call."""
+    """What a network says of some inputs, and what its head is given for it; `run` is how it is run
+    where that is not by a call."""
     with watching(module, (), head) as seen:
         logits = (run or module)(x)
     return logits, seen["features"]

@@ -1,4 +1,5 @@
-"""A small network for microcontrollers: the first convolution strides, the others are pooled, one linear layer."""
+"""A small network for microcontrollers: the first convolution strides, the others are pooled, one
+linear layer."""
 
 from __future__ import annotations
 
@@ -9,17 +10,26 @@ from nestling.models.parts import Network, conv2d, he_init, image, named, scaled
 
 
 def tinycnn(
-    *, shape: tuple[int, ...], classes: int, width: float = 1.0, norm: str = "group", channels: tuple[int, ...] = (20, 40, 80)
+    *,
+    shape: tuple[int, ...],
+    classes: int,
+    width: float = 1.0,
+    norm: str = "group",
+    channels: tuple[int, ...] = (20, 40, 80),
 ) -> nn.Module:
-    """A 5x5 convolution with stride 2, then a 3x3 convolution and a 2x2 pool for every further entry of `channels`.
+    """A 5x5 convolution with stride 2, then a 3x3 convolution and a 2x2 pool for every further
+    entry of `channels`.
 
-    Halving the map in the first layer keeps the activations, which are what fills a microcontroller's memory, small.
+    Halving the map in the first layer keeps the activations, which are what fills a
+    microcontroller's memory, small.
     """
     before, high, wide = image("tinycnn", shape)
     stages = []
     for number, full in enumerate(channels):
         after, first = scaled(full, width), number == 0
-        conv = conv2d(before, after, 5 if first else 3, stride=2 if first else 1, bias=norm == "none")
+        conv = conv2d(
+            before, after, 5 if first else 3, stride=2 if first else 1, bias=norm == "none"
+        )
         parts = {"conv": conv, "norm": norm_layer(norm, after), "relu": nn.ReLU()}
         if not first and min(high, wide) > 1:
             parts["pool"] = nn.MaxPool2d(2)

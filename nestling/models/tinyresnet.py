@@ -26,9 +26,9 @@ def tinyresnet(
 ) -> nn.Module:
     """A stem that quarters the map, `blocks` basic blocks per stage, a coarse mean, the head.
 
-    `channels` is the stem's, then one per stage. With one block per stage it trains within 64 KB. `exits` makes it a network with
-    early exits: after so many blocks, counted over all stages, there is another neck and head; the last one stands
-    behind the last block.
+    `channels` is the stem's, then one per stage. With one block per stage it trains within 64 KB.
+    `exits` makes it a network with early exits: after so many blocks, counted over all stages,
+    there is another neck and head; the last one stands behind the last block.
     """
     before, high, wide = image("tinyresnet", shape, least=4)
     size = scaled(channels[0], width)
@@ -46,7 +46,11 @@ def tinyresnet(
 
 
 def _with_exits(
-    stem: nn.Module, stages: Sequence[nn.Module], maps: Sequence[tuple[int, int, int]], exits: Sequence[int], classes: int
+    stem: nn.Module,
+    stages: Sequence[nn.Module],
+    maps: Sequence[tuple[int, int, int]],
+    exits: Sequence[int],
+    classes: int,
 ) -> ExitNet:
     every = list(chain.from_iterable(stage.children() for stage in stages))
     if list(exits) != sorted(set(exits)) or exits[0] < 1 or exits[-1] != len(every):
@@ -60,7 +64,9 @@ def _with_exits(
     return ExitNet(stem, nn.ModuleList(parts), nn.ModuleList(heads))
 
 
-def _maps(blocks: Sequence[int], channels: Sequence[int], width: float, size: tuple[int, int]) -> list[tuple[int, int, int]]:
+def _maps(
+    blocks: Sequence[int], channels: Sequence[int], width: float, size: tuple[int, int]
+) -> list[tuple[int, int, int]]:
     """What every block puts out, as (channels, height, width)."""
     (high, wide), found = size, []
     for _, after, stride in chain.from_iterable(plan(blocks, channels)):
@@ -73,4 +79,6 @@ def _neck(map: tuple[int, int, int]) -> tuple[nn.Sequential, int]:
     """A coarse mean over a map, flat, and how many features that are."""
     channels, high, wide = map
     coarse = max(1, min(high, wide) // 2)
-    return named(pool=nn.AvgPool2d(coarse), flat=nn.Flatten()), channels * (high // coarse) * (wide // coarse)
+    return named(pool=nn.AvgPool2d(coarse), flat=nn.Flatten()), channels * (high // coarse) * (
+        wide // coarse
+    )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 ALIGNED = 4
-MOST_TRIES, EFFORT = 400, 200_000  # placing n buffers takes some n² steps; `EFFORT` bounds all of them
+# placing n buffers takes some n² steps; `EFFORT` bounds all of them
+MOST_TRIES, EFFORT = 400, 200_000
 
 
 @dataclass
@@ -37,8 +38,10 @@ def floor_of(buffers: Sequence[Buffer]) -> int:
 def place(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
     """An offset for each buffer, so that none overlap while both exist, and the bytes of the whole.
 
-    Greedy: one after another to the lowest place that is free for as long as it exists, the largest first. Where that misses the floor,
-    other orders are tried, and at last small changes of the best; always the same ones, so that a plan can be made again.
+    Greedy: one after another to the lowest place that is free for as long as it exists, the largest
+            first. Where that misses the floor,
+    other orders are tried, and at last small changes of the best; always the same ones, so that a
+    plan can be made again.
     """
     floor, least = floor_of(buffers), -1
     order, offsets = list[int](), list[int]()

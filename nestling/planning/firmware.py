@@ -1,4 +1,5 @@
-"""What every firmware takes before any plan. Numbers, so that a forecast needs no compiler; a test compares them with linked images."""
+"""What every firmware takes before any plan. Numbers, so that a forecast needs no compiler; a test
+compares them with linked images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a plan takes on a board: RAM by what it is for, and flash. The forecast is the plan; only the firmware's own part is added."""
+"""What a plan takes on a board: RAM by what it is for, and flash. The forecast is the plan; only
+the firmware's own part is added."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ BLOCKS = ("momentum", "anchor", "mask", "target", "present")
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a plan is made of, so that it can be forecast with other blocks without planning again: they only move it along."""
+    """What a plan is made of, so that it can be forecast with other blocks without planning again:
+    they only move it along."""
 
     params: int
     trained: int
@@ -30,11 +32,16 @@ class Footprint:
 def footprint(plan: MemoryPlan) -> Footprint:
     """The sizes of a plan."""
     header = plan.header
-    return Footprint(header.params, header.trained, header.classes, plan.parts.get("activations", 0), header.ops)
+    return Footprint(
+        header.params, header.trained, header.classes, plan.parts.get("activations", 0), header.ops
+    )
 
 
-def ram(what: MemoryPlan | Footprint, blocks: Iterable[str] = (), firmware: FirmwareSizes = FIRMWARE) -> dict[str, int]:
-    """Where the RAM of a board goes: what the linker hands out when the arena is exactly the plan's.
+def ram(
+    what: MemoryPlan | Footprint, blocks: Iterable[str] = (), firmware: FirmwareSizes = FIRMWARE
+) -> dict[str, int]:
+    """Where the RAM of a board goes: what the linker hands out when the arena is exactly the
+    plan's.
 
     A plan says itself which blocks it has; to a footprint they are given.
     """
@@ -42,11 +49,17 @@ def ram(what: MemoryPlan | Footprint, blocks: Iterable[str] = (), firmware: Firm
         parts, ops = dict(what.parts), what.header.ops
     else:
         parts, ops = arena_parts(what, blocks), what.ops
-    return {**parts, "descriptor": HEADER_BYTES + OP_BYTES * ops, "node": firmware.data, "stack": firmware.stack}
+    return {
+        **parts,
+        "descriptor": HEADER_BYTES + OP_BYTES * ops,
+        "node": firmware.data,
+        "stack": firmware.stack,
+    }
 
 
 def flash(firmware: FirmwareSizes = FIRMWARE) -> int:
-    """The flash a board needs beside its data: weights and plan arrive over the link and stay in RAM."""
+    """The flash a board needs beside its data: weights and plan arrive over the link and stay in
+    RAM."""
     return firmware.flash
 
 
@@ -62,6 +75,10 @@ def arena_parts(size: Footprint, blocks: Iterable[str] = ()) -> dict[str, int]:
         "target": FLOAT * size.classes,
         "present": FLOAT * size.classes,
     }
-    sizes = {"weights": FLOAT * size.params, "gradients": trained, **{name: extra[name] for name in BLOCKS if name in wanted}}
+    sizes = {
+        "weights": FLOAT * size.params,
+        "gradients": trained,
+        **{name: extra[name] for name in BLOCKS if name in wanted},
+    }
     sizes["activations"] = size.activations
     return {name: count for name, count in sizes.items() if count}

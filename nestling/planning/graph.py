@@ -18,9 +18,11 @@ __all__ = ["Graph", "Node", "Unsupported", "affine_of", "lower", "lower_record"]
 
 @dataclass(frozen=True)
 class Graph:
-    """The operations of one sample's forward pass in order. `shapes` are (channels, height, width) by value; a vector is (n, 1, 1).
+    """The operations of one sample's forward pass in order. `shapes` are (channels, height, width)
+    by value; a vector is (n, 1, 1).
 
-    weights: the shape of every entry of the module's state that an operation uses, in the order of the state.
+    weights: the shape of every entry of the module's state that an operation uses, in the order of
+             the state.
     trainable: those of them that the module trains.
     """
 
@@ -33,14 +35,23 @@ class Graph:
 
 
 def lower(module: nn.Module, shape: tuple[int, ...], *, inference: bool = False) -> Graph:
-    """The network as a graph for samples of `shape` (no batch), from one recorded forward without computation.
+    """The network as a graph for samples of `shape` (no batch), from one recorded forward without
+    computation.
 
-    With `inference` the module is taken in evaluation mode, and a batch norm with running statistics becomes an "affine".
+    With `inference` the module is taken in evaluation mode, and a batch norm with running
+    statistics becomes an "affine".
     """
-    return lower_record(record(module, tuple(shape), torch.float32, training=not inference), module, shape, inference=inference)
+    return lower_record(
+        record(module, tuple(shape), torch.float32, training=not inference),
+        module,
+        shape,
+        inference=inference,
+    )
 
 
-def lower_record(forward: Record, module: nn.Module, shape: tuple[int, ...], *, inference: bool = False) -> Graph:
+def lower_record(
+    forward: Record, module: nn.Module, shape: tuple[int, ...], *, inference: bool = False
+) -> Graph:
     """`lower` of a forward that is recorded already."""
     builder = Builder(forward, planar(tuple(shape)), inference)
     for operation in _wanted(forward):
@@ -75,7 +86,8 @@ def affine_of(node: Node, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _fused(nodes: list[Node], output: int) -> list[Node]:
-    """The nodes with every activation, and every shift after a scale, merged into the operation whose result only it reads."""
+    """The nodes with every activation, and every shift after a scale, merged into the operation
+    whose result only it reads."""
     readers: dict[int, int] = {output: 1}
     for node in nodes:
         for value in node.inputs:
@@ -100,12 +112,19 @@ def _merged(host: Node, node: Node) -> Node | None:
         return None
     if node.kind == "activation":
         return replace(host, activation=node.activation, output=node.output)
-    if node.kind == host.kind == "affine" and node.weight is None and host.bias is None and host.mean is None:
+    if (
+        node.kind == host.kind == "affine"
+        and node.weight is None
+        and host.bias is None
+        and host.mean is None
+    ):
         return replace(host, bias=node.bias, output=node.output)
     return None
 
 
-def _tidy(nodes: list[Node], shapes: list[Shape], first: int, output: int, module: nn.Module) -> Graph:
+def _tidy(
+    nodes: list[Node], shapes: list[Shape], first: int, output: int, module: nn.Module
+) -> Graph:
     """The graph without what the output does not depend on, its values numbered in order."""
     wanted, kept = {output}, []
     for node in reversed(nodes):
@@ -115,12 +134,30 @@ def _tidy(nodes: list[Node], shapes: list[Shape], first: int, output: int, modul
     kept.reverse()
     order = [first, *(node.output for node in kept)]
     number = {value: place for place, value in enumerate(order)}
-    renamed = [replace(node, inputs=tuple(number[v] for v in node.inputs), output=number[node.output]) for node in kept]
+    renamed = [
+        replace(node, inputs=tuple(number[v] for v in node.inputs), output=number[node.output])
+        for node in kept
+    ]
     _refuse_two_names(module)
-    names = {name for node in kept for name in (node.weight, node.bias, node.mean, node.variance) if name}
-    weights = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items() if name in names}
-    trainable = frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad and name in names)
-    return Graph(tuple(renamed), tuple(shapes[value] for value in order), 0, number[output], weights, trainable)
+    names = {
+        name for node in kept for name in (node.weight, node.bias, node.mean, node.variance) if name
+    }
+    weights = {
+        name: tuple(tensor.shape) for name, tensor in module.state_dict().items() if name in names
+    }
+    trainable = frozenset(
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name in names
+    )
+    return Graph(
+        tuple(renamed),
+        tuple(shapes[value] for value in order),
+        0,
+        number[output],
+        weights,
+        trainable,
+    )
 
 
 def _refuse_two_names(module: nn.Module) -> None:
@@ -128,4 +165,6 @@ def _refuse_two_names(module: nn.Module) -> None:
     once = {name for name, _ in module.named_parameters()}
     for name, _ in module.named_parameters(remove_duplicate=False):
         if name not in once:
-            raise Unsupported(name, "second name for a weight", "give every layer weights of its own")
+            raise Unsupported(
+                name, "second name for a weight", "give every layer weights of its own"
+            )

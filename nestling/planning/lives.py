@@ -1,16 +1,19 @@
 """When every buffer of a training step exists.
 
-Time runs through the forwards in order, the loss, and the backwards in reverse; a backward has two halves, since it first undoes the
-activation function, in the gradient where it lies and from the operation's result, which it does not need after that.
+Time runs through the forwards in order, the loss, and the backwards in reverse; a backward has two
+halves, since it first undoes the activation function, in the gradient where it lies and from the
+operation's result, which it does not need after that.
 
-- An activation exists from its forward to the last half that needs it: a forward that reads it, the backward of a trained convolution,
-  dense layer or affine that reads it, the backward of a group norm that reads it, and the first half of its own operation's backward
-  if that ends in an activation function.
-- The gradient of a value exists from the backward of its last reader to that of its producer. There is none for the input, nor for
-  what comes before the first trained operation.
+- An activation exists from its forward to the last half that needs it: a forward that reads it, the
+  backward of a trained convolution, dense layer or affine that reads it, the backward of a group
+  norm that reads it, and the first half of its own operation's backward if that ends in an
+  activation function.
+- The gradient of a value exists from the backward of its last reader to that of its producer. There
+  is none for the input, nor for what comes before the first trained operation.
 - Max-pooling keeps one byte per output, the winner's place, and group norm two floats per group.
-- A sum or an activation function overwrites an operand that nobody needs any more, and hands its gradient on where it lies (a sum to
-  one of its operands: what has the gradient next may change it in place).
+- A sum or an activation function overwrites an operand that nobody needs any more, and hands its
+  gradient on where it lies (a sum to one of its operands: what has the gradient next may change it
+  in place).
 - The loss overwrites the logits with their gradient.
 """
 
@@ -29,13 +32,15 @@ _KEEPS_INPUT_FOR_WEIGHTS = ("conv", "dense", "affine")
 
 @dataclass
 class Lives:
-    """The buffers, and which of them holds what: by value for activations and gradients, by operation for the rest."""
+    """The buffers, and which of them holds what: by value for activations and gradients, by
+    operation for the rest."""
 
     buffers: list[Buffer] = field(default_factory=list)
     activation: dict[int, int] = field(default_factory=dict)
     gradient: dict[int, int] = field(default_factory=dict)
     aux: dict[int, int] = field(default_factory=dict)
-    adds: dict[int, tuple[bool, ...]] = field(default_factory=dict)  # of an operation's inputs: the gradient is added to another
+    # of an operation's inputs: the gradient is added to another
+    adds: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     trained: frozenset[int] = frozenset()  # operations whose parameters are trained
     hands_on: frozenset[int] = frozenset()  # operations that have a gradient to hand to an input
 
@@ -46,9 +51,12 @@ class Lives:
 
 
 def lives_of(graph: Graph, trained: frozenset[int]) -> Lives:
-    """When the buffers of a training step exist. `trained`: the numbers of the operations whose parameters are trained."""
+    """When the buffers of a training step exist. `trained`: the numbers of the operations whose
+    parameters are trained."""
     wants = _values_with_gradient(graph, trained)
-    hands_on = frozenset(i for i, node in enumerate(graph.nodes) if any(value in wants for value in node.inputs))
+    hands_on = frozenset(
+        i for i, node in enumerate(graph.nodes) if any(value in wants for value in node.inputs)
+    )
     lives = Lives(trained=trained, hands_on=hands_on)
     _activations(graph, lives)
     _auxiliaries(graph, lives)
@@ -102,11 +110,17 @@ def _ends(graph: Graph, lives: Lives, clock: _Clock) -> dict[int, int]:
     ends = {graph.input: 0, graph.output: clock.loss}
     for index, node in enumerate(graph.nodes):
         trained, works = index in lives.trained, index in lives.trained or index in lives.hands_on
-        keeps = (node.kind == "group_norm" and works) or (node.kind in _KEEPS_INPUT_FOR_WEIGHTS and trained)
+        keeps = (node.kind == "group_norm" and works) or (
+            node.kind in _KEEPS_INPUT_FOR_WEIGHTS and trained
+        )
         for value in node.inputs:
-            ends[value] = max(ends.get(value, 0), clock.backward(index) if keeps else clock.forward(index))
+            ends[value] = max(
+                ends.get(value, 0), clock.backward(index) if keeps else clock.forward(index)
+            )
         undone = node.activation and works
-        ends[node.output] = max(ends.get(node.output, 0), clock.undo(index) if undone else clock.forward(index))
+        ends[node.output] = max(
+            ends.get(node.output, 0), clock.undo(index) if undone else clock.forward(index)
+        )
     return ends
 
 
@@ -152,7 +166,11 @@ def _gradients(graph: Graph, lives: Lives, wants: set[int]) -> None:
         _logit_gradient(graph, lives, maker[graph.output])
     for index in sorted(lives.hands_on, reverse=True):
         inputs = graph.nodes[index].inputs
-        fresh = [value for value in dict.fromkeys(inputs) if value in wants and value not in lives.gradient]
+        fresh = [
+            value
+            for value in dict.fromkeys(inputs)
+            if value in wants and value not in lives.gradient
+        ]
         known = set(lives.gradient)
         in_place = graph.nodes[index].kind in _IN_PLACE and len(set(inputs)) == len(inputs)
         for place, value in enumerate(fresh):
@@ -161,8 +179,12 @@ def _gradients(graph: Graph, lives: Lives, wants: set[int]) -> None:
                 lives.gradient[value] = lives.gradient[graph.nodes[index].output]
                 lives.buffers[lives.gradient[value]].end = end
             else:
-                lives.gradient[value] = lives.new(value_bytes(graph, value), clock.backward(index), end)
-        lives.adds[index] = tuple(value in known or value in inputs[:place] for place, value in enumerate(inputs))
+                lives.gradient[value] = lives.new(
+                    value_bytes(graph, value), clock.backward(index), end
+                )
+        lives.adds[index] = tuple(
+            value in known or value in inputs[:place] for place, value in enumerate(inputs)
+        )
 
 
 def _logit_gradient(graph: Graph, lives: Lives, last: int) -> None:

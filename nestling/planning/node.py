@@ -12,12 +12,14 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Node:
-    """One operation: `kind` is "conv", "dense", "max_pool", "avg_pool", "add", "group_norm", "affine" or "activation".
+    """One operation: `kind` is "conv", "dense", "max_pool", "avg_pool", "add", "group_norm",
+    "affine" or "activation".
 
-    inputs, output: numbers of values. weight, bias: names in the module's state (GROUP_NORM and AFFINE: scale and shift).
-    mean, variance: names of the fixed statistics of a batch norm that became an AFFINE; `affine_of` combines all four.
-    activation: one of the descriptor's LINEAR, RELU, RELU6, fused into the operation that it follows.
-    layer: the module that the operation comes from.
+    inputs, output: numbers of values. weight, bias: names in the module's state (GROUP_NORM and
+    AFFINE: scale and shift). mean, variance: names of the fixed statistics of a batch norm that
+    became an AFFINE; `affine_of` combines all four. activation: one of the descriptor's LINEAR,
+    RELU, RELU6, fused into the operation that it follows. layer: the module that the operation
+    comes from.
     """
 
     kind: str
@@ -37,7 +39,8 @@ class Node:
 
 
 class Unsupported(InputError):
-    """A network holds something that the C runtime does not know. `layer` and `operation` say what."""
+    """A network holds something that the C runtime does not know. `layer` and `operation` say
+    what."""
 
     def __init__(self, layer: str, operation: str, fix: str) -> None:
         """Words the error from the layer's name and the operation that is missing."""

@@ -1,4 +1,5 @@
-"""The part of a run's page that compares the clients' models, where the run folder holds an analysis."""
+"""The part of a run's page that compares the clients' models, where the run folder holds an
+analysis."""
 
 from __future__ import annotations
 
@@ -24,14 +25,24 @@ _STAGES = {
     "features": "features",
     "logits": "logits",
 }
-_CKA = "Shares of one: 1 where two clients hold the same inputs alike, 0 where they have nothing in common."
-_SEES = "A point is a test row as a client sees it; near points are held alike. Names stand in the middle of their class."
-_SAYS = "A point is a test row's class scores from one client; near points are scored alike. Names stand in the middle of their class."
+_CKA = (
+    "Shares of one: 1 where two clients hold the same inputs alike, 0 where they have nothing "
+    "in common."
+)
+_SEES = (
+    "A point is a test row as a client sees it; near points are held alike. Names stand in "
+    "the middle of their class."
+)
+_SAYS = (
+    "A point is a test row's class scores from one client; near points are scored alike. "
+    "Names stand in the middle of their class."
+)
 
 
 @dataclass(frozen=True)
 class _Clients:
-    """Whose models were compared, in the order of the matrices: names, tiers' places among the tiers, and runs of one tier."""
+    """Whose models were compared, in the order of the matrices: names, tiers' places among the
+    tiers, and runs of one tier."""
 
     names: list[str]
     tiers: list[str]
@@ -59,7 +70,10 @@ def analysis_part(run: Run, rows: Sequence[Row]) -> Markup:
         groups=clients.groups,
         maps=list(_point_maps(found, clients)),
         classes=_class_keys(found, clients),
-        clients=[(dot_key(INK, index), *who) for index, who in enumerate(zip(clients.names, clients.tiers, strict=True))],
+        clients=[
+            (dot_key(INK, index), *who)
+            for index, who in enumerate(zip(clients.names, clients.tiers, strict=True))
+        ],
         shapes_again=len(clients.names) > len(MARKERS),
         table=_client_table(found, entries, clients),
         remarks=_list(found.get("notes")),
@@ -69,7 +83,10 @@ def analysis_part(run: Run, rows: Sequence[Row]) -> Markup:
 
 def _lead(run: Run) -> str:
     rows, at = len(_list(run.analysis.get("rows"))), number(run.analysis.get("round"))
-    parts = [f"{plural(len(listed(run.analysis, 'clients')), 'client')} on {plural(rows, 'row')} of the test set"]
+    parts = [
+        f"{plural(len(listed(run.analysis, 'clients')), 'client')} on {plural(rows, 'row')} of "
+        "the test set"
+    ]
     if at is not None:
         parts.append(f"after round {whole(at)}")
         played = int(run.metrics[-1]["round"]) if run.metrics else 0
@@ -81,13 +98,19 @@ def _lead(run: Run) -> str:
 def _heat_maps(found: Row, clients: _Clients) -> Iterator[Markup]:
     said = mapping(found, "agreement")
     yield from _heat(
-        said.get("equal"), clients, "Same answer", "Share of rows that two clients give the same class.", "equal", percent
+        said.get("equal"),
+        clients,
+        "Same answer",
+        "Share of rows that two clients give the same class.",
+        "equal",
+        percent,
     )
     yield from _heat(
         said.get("js"),
         clients,
         "Distance of the answers",
-        "Mean Jensen-Shannon divergence of the softmaxes in bits: 0 for the same, 1 for nothing in common.",
+        "Mean Jensen-Shannon divergence of the softmaxes in bits: 0 for the same, 1 for nothing "
+        "in common.",
         "js",
         lambda value: f"{decimal(value)} bits",
     )
@@ -97,21 +120,40 @@ def _heat_maps(found: Row, clients: _Clients) -> Iterator[Markup]:
 
 
 def _heat(
-    values: object, clients: _Clients, title: str, remark: str, ident: str, tell: Callable[[object], str]
+    values: object,
+    clients: _Clients,
+    title: str,
+    remark: str,
+    ident: str,
+    tell: Callable[[object], str],
 ) -> Iterator[Markup]:
     """The figure of one matrix, where there is one."""
     square = _square(values, len(clients.names))
-    pairs = [(value, a, b) for a, row in enumerate(square) for b, value in enumerate(row) if value is not None and a < b]
+    pairs = [
+        (value, a, b)
+        for a, row in enumerate(square)
+        for b, value in enumerate(row)
+        if value is not None and a < b
+    ]
     if not pairs:
         return
     low, high = min(pairs), max(pairs)
     names = clients.names
     desc = (
-        f"{remark} {plural(len(names), 'client')} by the same clients. Mean of two different ones {tell(mean(p[0] for p in pairs))}; "
+        f"{remark} {plural(len(names), 'client')} by the same clients. Mean of two different "
+        f"ones {tell(mean(p[0] for p in pairs))}; "
         f"lowest {tell(low[0])}, clients {names[low[1]]} and {names[low[2]]}; "
         f"highest {tell(high[0])}, clients {names[high[1]]} and {names[high[2]]}."
     )
-    image = pair_map(square, names=names, groups=clients.groups, tell=tell, title=title, desc=desc, ident=f"c-{ident}")
+    image = pair_map(
+        square,
+        names=names,
+        groups=clients.groups,
+        tell=tell,
+        title=title,
+        desc=desc,
+        ident=f"c-{ident}",
+    )
     yield figure(title, remark, (), scrolling(title, image))
 
 
@@ -123,13 +165,27 @@ def _point_maps(found: Row, clients: _Clients) -> Iterator[Markup]:
             continue
         title = f"Map of the {_STAGES[stage]}"
         remark = f"{_SAYS if stage == 'logits' else _SEES} Made by {one.get('how') or DASH}."
-        desc = f"{remark} {plural(len(dots), 'point')}; the table below has the numbers that do not need to be seen."
-        yield figure(title, remark, (), point_map(dots, labels, title=title, desc=desc, ident=f"c-map-{stage}"))
+        desc = (
+            f"{remark} {plural(len(dots), 'point')}; the table below has the numbers that do "
+            "not need to be seen."
+        )
+        yield figure(
+            title,
+            remark,
+            (),
+            point_map(dots, labels, title=title, desc=desc, ident=f"c-map-{stage}"),
+        )
 
 
-def _dots(one: Row, found: Row, clients: _Clients) -> tuple[list[Dot], list[tuple[float, float, str]]]:
+def _dots(
+    one: Row, found: Row, clients: _Clients
+) -> tuple[list[Dot], list[tuple[float, float, str]]]:
     """The points of a map and, for each class, its name where the middle of its points is."""
-    classes, names, test_rows = _list(found.get("labels")), _list(found.get("class_names")), _list(found.get("rows"))
+    classes, names, test_rows = (
+        _list(found.get("labels")),
+        _list(found.get("class_names")),
+        _list(found.get("rows")),
+    )
     dots, by_class = [], dict[int, list[Dot]]()
     for who, places in zip(_list(one.get("clients")), _list(one.get("at")), strict=False):
         client = _index(who, len(clients.names))
@@ -137,10 +193,20 @@ def _dots(one: Row, found: Row, clients: _Clients) -> tuple[list[Dot], list[tupl
             row = _index(at, len(classes))
             label = _index(classes[row], 10**6) if row is not None else None
             spot = [number(v) for v in _list(place)]
-            if client is None or row is None or label is None or len(spot) != 2 or spot[0] is None or spot[1] is None:
+            if (
+                client is None
+                or row is None
+                or label is None
+                or len(spot) != 2
+                or spot[0] is None
+                or spot[1] is None
+            ):
                 continue
             which = f", test row {test_rows[row]}" if row < len(test_rows) else ""
-            told = f"client {clients.names[client]} ({clients.tiers[client]}), class {_name(names, label)}{which}"
+            told = (
+                f"client {clients.names[client]} ({clients.tiers[client]}), class "
+                f"{_name(names, label)}{which}"
+            )
             dots.append(Dot(spot[0], spot[1], label, client, told))
             by_class.setdefault(label, []).append(dots[-1])
     middles = [(*_middle(some), _name(names, label)) for label, some in by_class.items()]
@@ -148,7 +214,8 @@ def _dots(one: Row, found: Row, clients: _Clients) -> tuple[list[Dot], list[tupl
 
 
 def _middle(dots: Sequence[Dot]) -> tuple[float, float]:
-    """The point that lies nearest to the middle of all, so that a class of several clusters is named in one of them."""
+    """The point that lies nearest to the middle of all, so that a class of several clusters is
+    named in one of them."""
     x, y = median(dot.x for dot in dots), median(dot.y for dot in dots)
     nearest = min(dots, key=lambda dot: (dot.x - x) ** 2 + (dot.y - y) ** 2)
     return nearest.x, nearest.y
@@ -156,7 +223,9 @@ def _middle(dots: Sequence[Dot]) -> tuple[float, float]:
 
 def _class_keys(found: Row, clients: _Clients) -> list[tuple[Markup, str]]:
     """What the colours stand for, once for all maps."""
-    drawn = sorted({dot.colour for one in listed(found, "maps") for dot in _dots(one, found, clients)[0]})
+    drawn = sorted(
+        {dot.colour for one in listed(found, "maps") for dot in _dots(one, found, clients)[0]}
+    )
     names = _list(found.get("class_names"))
     return [(dot_key(label, 0), _name(names, label)) for label in drawn]
 
@@ -164,8 +233,16 @@ def _class_keys(found: Row, clients: _Clients) -> list[tuple[Markup, str]]:
 def _client_table(found: Row, entries: Sequence[Row], clients: _Clients) -> Markup:
     said, size = mapping(found, "agreement"), len(entries)
     right = [number(value) for value in _list(said.get("right"))]
-    columns = [Column("Client", numeric=False), Column("Tier", numeric=False), Column("Parameters"), Column("Right")]
-    columns += [Column(name, group="With the others, mean") for name in ("same answer", "JS, bits", "CKA, features")]
+    columns = [
+        Column("Client", numeric=False),
+        Column("Tier", numeric=False),
+        Column("Parameters"),
+        Column("Right"),
+    ]
+    columns += [
+        Column(name, group="With the others, mean")
+        for name in ("same answer", "JS, bits", "CKA, features")
+    ]
     matrices = [
         _square(said.get("equal"), size),
         _square(said.get("js"), size),
@@ -185,11 +262,19 @@ def _client_table(found: Row, entries: Sequence[Row], clients: _Clients) -> Mark
                 *(Cell(decimal(value), value) for value in with_others[1:]),
             ]
         )
-    return table(columns, body, label="The clients' models compared") if body else empty("No client was compared.")
+    return (
+        table(columns, body, label="The clients' models compared")
+        if body
+        else empty("No client was compared.")
+    )
 
 
 def _others(matrix: Matrix, index: int) -> float | None:
-    known = [value for other, value in enumerate(matrix[index]) if value is not None and other != index] if matrix else []
+    known = (
+        [value for other, value in enumerate(matrix[index]) if value is not None and other != index]
+        if matrix
+        else []
+    )
     return mean(known) if known else None
 
 

@@ -1,4 +1,5 @@
-"""The part of a run's page about its boards: firmware that trained, what it took, and what its link went through."""
+"""The part of a run's page about its boards: firmware that trained, what it took, and what its link
+went through."""
 
 from __future__ import annotations
 
@@ -39,13 +40,19 @@ def boards_part(run: Run) -> Markup:
         *(Column(name, group="Link") for name in _LINK),
     ]
     # The smallest first, as the catalogue has them.
-    ordered = sorted(clients.values(), key=lambda rows: (number(rows[-1].get("ram_there")) or 0, str(rows[-1].get("client"))))
+    ordered = sorted(
+        clients.values(),
+        key=lambda rows: (number(rows[-1].get("ram_there")) or 0, str(rows[-1].get("client"))),
+    )
     body = table(columns, [_cells(rows) for rows in ordered], label="Boards")
-    return section("boards", "Boards that trained", _lead(run.boards, len(clients)), body + note(_MARKS))
+    return section(
+        "boards", "Boards that trained", _lead(run.boards, len(clients)), body + note(_MARKS)
+    )
 
 
 _MARKS = (
-    "~ marks an estimate: instructions were counted in emulation, and time and energy follow from the device's clock and power."
+    "~ marks an estimate: instructions were counted in emulation, and time and energy "
+    "follow from the device's clock and power."
 )
 
 
@@ -53,7 +60,8 @@ def _lead(rows: Sequence[Row], boards: int) -> str:
     checked = sum(row.get("verified") is True for row in rows)
     text = f"{plural(boards, 'board')} ran the firmware and did {plural(len(rows), 'job')}."
     return (
-        f"{text} {whole(checked)} of the answers were compared with the same C on the host: bit for bit equal."
+        f"{text} {whole(checked)} of the answers were compared with the same C on the host: bit "
+        "for bit equal."
         if checked
         else text
     )
@@ -73,7 +81,10 @@ def _cells(rows: Sequence[Row]) -> list[Cell]:
         (last.get("estimated_joules"), energy),
         *((_sum(rows, key), whole) for key in ("frames", "resent", "restarts")),
     ]
-    return [Cell(str(last.get("board", ""))), *(Cell(form(value), number(value)) for value, form in figures)]
+    return [
+        Cell(str(last.get("board", ""))),
+        *(Cell(form(value), number(value)) for value, form in figures),
+    ]
 
 
 def _most(rows: Sequence[Row], key: str) -> float | None:

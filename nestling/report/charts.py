@@ -1,4 +1,5 @@
-"""The line charts of both pages: which axes they have, and a chart with its legend as one figure."""
+"""The line charts of both pages: which axes they have, and a chart with its legend as one
+figure."""
 
 from __future__ import annotations
 
@@ -12,11 +13,19 @@ from nestling.report.words import decimal, percent, traffic, whole
 
 ROUNDS = Axis("round", whole, lambda value: f"round {whole(value)}", integers=True)
 BYTES = Axis("bytes sent up and down since the start", traffic, traffic, floor=0, from_zero=True)
-ACCURACY = Axis("accuracy", lambda value: f"{100 * value:.4g}%", lambda value: percent(value, 2), floor=0, ceiling=1)
+ACCURACY = Axis(
+    "accuracy",
+    lambda value: f"{100 * value:.4g}%",
+    lambda value: percent(value, 2),
+    floor=0,
+    ceiling=1,
+)
 LOSS = Axis("loss", decimal, decimal, floor=0)
 
 
-def chart(series: Sequence[Series], *, title: str, note: str, x: Axis, y: Axis, ident: str, nothing: str) -> Markup:
+def chart(
+    series: Sequence[Series], *, title: str, note: str, x: Axis, y: Axis, ident: str, nothing: str
+) -> Markup:
     """A figure of the series that have points, or the sentence `nothing` where none has."""
     drawn = [one for one in series if one.points]
     if not drawn:
@@ -24,4 +33,6 @@ def chart(series: Sequence[Series], *, title: str, note: str, x: Axis, y: Axis, 
     legend = [(one.style, one.label, y.tell(one.points[-1][1])) for one in drawn]
     last = "; ".join(f"{label} {value}" for _, label, value in legend)
     desc = f"Line chart of {y.label} against {x.label}. Last values: {last}."
-    return figure(title, note, legend, line_chart(drawn, title=title, desc=desc, x=x, y=y, ident=ident))
+    return figure(
+        title, note, legend, line_chart(drawn, title=title, desc=desc, x=x, y=y, ident=ident)
+    )

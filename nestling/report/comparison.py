@@ -1,4 +1,5 @@
-"""The page that compares runs: runs that differ in nothing but the seed are one line, with mean and spread."""
+"""The page that compares runs: runs that differ in nothing but the seed are one line, with mean and
+spread."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from nestling.runfiles import tier_block
 # Where a run lies and what carries it out does not change what it finds.
 _NO_MATTER = ("seed", "data.path", "engine")
 
-COMPARISON_PARTS = [("results", "Results"), ("curves", "Curves"), ("tiers", "By tier"), ("runs", "Runs")]
+COMPARISON_PARTS = [
+    ("results", "Results"),
+    ("curves", "Curves"),
+    ("tiers", "By tier"),
+    ("runs", "Runs"),
+]
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,20 @@ def comparison_body(runs: Sequence[Run]) -> Markup:
     """Everything between the page's top and its end."""
     entries = [ComparedRun(run, summarise(run)) for run in runs]
     settings = settings_of(entries)
-    return joined([_header(entries, settings), _results(settings), _curves(settings), _tiers(settings), _runs(entries, settings)])
+    return joined(
+        [
+            _header(entries, settings),
+            _results(settings),
+            _curves(settings),
+            _tiers(settings),
+            _runs(entries, settings),
+        ]
+    )
 
 
 def settings_of(entries: Sequence[ComparedRun]) -> list[Setting]:
-    """The entries by method and configuration, seeds aside. A seed that comes twice counts once: a copy adds no certainty."""
+    """The entries by method and configuration, seeds aside. A seed that comes twice counts once: a
+    copy adds no certainty."""
     found: dict[str, list[ComparedRun]] = {}
     for entry in entries:
         same = found.setdefault(_fingerprint(entry), [])
@@ -67,7 +82,8 @@ def settings_of(entries: Sequence[ComparedRun]) -> list[Setting]:
 
 
 def spread(values: Sequence[object], form: Callable[[float], str] | None = None) -> Cell:
-    """Mean ± standard deviation (n - 1) of the known values; the plain value where there is only one."""
+    """Mean ± standard deviation (n - 1) of the known values; the plain value where there is only
+    one."""
     known = [found for value in values if (found := number(value)) is not None]
     if not known:
         return Cell(DASH)
@@ -79,13 +95,24 @@ def spread(values: Sequence[object], form: Callable[[float], str] | None = None)
 
 def _header(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup:
     facts = [plural(len(entries), "run"), *_words(entries, "data"), *_words(entries, "model")]
-    return fill("comparison_header.html", heading=_heading(settings), facts=facts, cautions=cautions(entries))
+    return fill(
+        "comparison_header.html",
+        heading=_heading(settings),
+        facts=facts,
+        cautions=cautions(entries),
+    )
 
 
 def cautions(entries: Sequence[ComparedRun]) -> list[str]:
     """Why these runs are not one fair column, if they are not."""
-    differ = [f"{key} ({', '.join(words)})" for key in ("data", "model", "rounds") if len(words := _words(entries, key)) > 1]
-    found = [f"These runs differ in {' and in '.join(differ)}: compare with care."] if differ else []
+    differ = [
+        f"{key} ({', '.join(words)})"
+        for key in ("data", "model", "rounds")
+        if len(words := _words(entries, key)) > 1
+    ]
+    found = (
+        [f"These runs differ in {' and in '.join(differ)}: compare with care."] if differ else []
+    )
     return [*found, *unfair(_words(entries, "group"), _words(entries, "norm"))]
 
 
@@ -93,7 +120,10 @@ def comparison_rows(entries: Sequence[ComparedRun]) -> list[list[str]]:
     """One line per setting: its label, seeds, the four accuracies, and what travelled."""
     rows = []
     for setting in settings_of(entries):
-        travelled = [spread([e.summary.get(key) for e in setting.entries], traffic).text for key in ("bytes_up", "bytes_down")]
+        travelled = [
+            spread([e.summary.get(key) for e in setting.entries], traffic).text
+            for key in ("bytes_up", "bytes_down")
+        ]
         accuracies = [cell.text for cell in _accuracies(setting.entries)]
         rows.append([setting.label, str(len(setting.entries)), *accuracies, *travelled])
     return rows
@@ -101,8 +131,17 @@ def comparison_rows(entries: Sequence[ComparedRun]) -> list[list[str]]:
 
 def _results(settings: Sequence[Setting]) -> Markup:
     columns = [Column("Method", numeric=False), Column("Seeds")]
-    columns += [Column(label, group=group) for group in ("Global accuracy", "Personal accuracy") for label in ("last", "best")]
-    columns += [Column("Sent up"), Column("Sent down"), Column("Virtual time"), Column("Fleet energy")]
+    columns += [
+        Column(label, group=group)
+        for group in ("Global accuracy", "Personal accuracy")
+        for label in ("last", "best")
+    ]
+    columns += [
+        Column("Sent up"),
+        Column("Sent down"),
+        Column("Virtual time"),
+        Column("Fleet energy"),
+    ]
     rows = [
         [
             Cell(setting.label, style=index),
@@ -122,8 +161,12 @@ def _results(settings: Sequence[Setting]) -> Markup:
     ]
     body = table(columns, rows, label="Results")
     if _several_seeds(settings):
-        body += note("Mean ± standard deviation (n − 1) over seeds; traffic, time and energy are means.")
-    return section("results", "Results", "Last is the last evaluated round, best the best of all rounds.", body)
+        body += note(
+            "Mean ± standard deviation (n − 1) over seeds; traffic, time and energy are means."
+        )
+    return section(
+        "results", "Results", "Last is the last evaluated round, best the best of all rounds.", body
+    )
 
 
 def _several_seeds(settings: Sequence[Setting]) -> bool:
@@ -145,7 +188,10 @@ def _curves(settings: Sequence[Setting]) -> Markup:
         ("personal", "not evaluated in these runs."),
     ):
         for x, name in ((ROUNDS, "rounds"), (BYTES, "bytes")):
-            lines = [_mean_line(setting, f"{kind}_accuracy", x, index) for index, setting in enumerate(settings)]
+            lines = [
+                _mean_line(setting, f"{kind}_accuracy", x, index)
+                for index, setting in enumerate(settings)
+            ]
             if name == "rounds" or any(line.points for line in lines):
                 charts.append(
                     chart(
@@ -170,7 +216,10 @@ def _mean_line(setting: Setting, key: str, x: Axis, index: int) -> Series:
     shared = sorted(set.intersection(*(set(trace) for trace in traces))) if traces else []
     points, band = [], []
     for at in shared:
-        here, values = statistics.fmean(trace[at][0] for trace in traces), [trace[at][1] for trace in traces]
+        here, values = (
+            statistics.fmean(trace[at][0] for trace in traces),
+            [trace[at][1] for trace in traces],
+        )
         mean = statistics.fmean(values)
         points.append((here, mean))
         if len(values) > 1:
@@ -180,7 +229,9 @@ def _mean_line(setting: Setting, key: str, x: Axis, index: int) -> Series:
 
 
 def _trace(run: Run, key: str, x: Axis) -> dict[int, tuple[float, float]]:
-    places = traffic_totals(run) if x is BYTES else [float(record["round"]) for record in run.metrics]
+    places = (
+        traffic_totals(run) if x is BYTES else [float(record["round"]) for record in run.metrics]
+    )
     return {
         int(record["round"]): (place, found)
         for record, place in zip(run.metrics, places, strict=True)
@@ -192,12 +243,16 @@ def _tiers(settings: Sequence[Setting]) -> Markup:
     tiers: dict[str, str] = {}
     for setting in settings:
         for entry in setting.entries:
-            tiers = {row["tier"]: row["label"] for row in tier_rows(entry.summary, entry.run.federation)} | tiers
+            tiers = {
+                row["tier"]: row["label"] for row in tier_rows(entry.summary, entry.run.federation)
+            } | tiers
     if not tiers:
         return Markup("")
     columns = [Column("Method", numeric=False)]
     columns += [
-        Column(label, group=group) for group in ("Global accuracy, last", "Personal accuracy, last") for label in tiers.values()
+        Column(label, group=group)
+        for group in ("Global accuracy, last", "Personal accuracy, last")
+        for label in tiers.values()
     ]
     rows = [
         [
@@ -210,7 +265,12 @@ def _tiers(settings: Sequence[Setting]) -> Markup:
 
 
 def _tier_cell(setting: Setting, tier: str, kind: str) -> Cell:
-    return spread([last_best(tier_block(entry.summary, tier).get(f"{kind}_accuracy"))[0] for entry in setting.entries])
+    return spread(
+        [
+            last_best(tier_block(entry.summary, tier).get(f"{kind}_accuracy"))[0]
+            for entry in setting.entries
+        ]
+    )
 
 
 def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup:
@@ -222,19 +282,41 @@ def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup
         Column("Seed"),
         Column("Rounds"),
     ]
-    columns += [Column(label, group=group) for group in ("Global accuracy", "Personal accuracy") for label in ("last", "best")]
-    columns += [Column(name) for name in ("Sent up", "Sent down", "Virtual time", "Wall time", "Refused", "Late", "Dropped")]
-    styles = {id(entry): index for index, setting in enumerate(settings) for entry in setting.entries}
+    columns += [
+        Column(label, group=group)
+        for group in ("Global accuracy", "Personal accuracy")
+        for label in ("last", "best")
+    ]
+    columns += [
+        Column(name)
+        for name in (
+            "Sent up",
+            "Sent down",
+            "Virtual time",
+            "Wall time",
+            "Refused",
+            "Late",
+            "Dropped",
+        )
+    ]
+    styles = {
+        id(entry): index for index, setting in enumerate(settings) for entry in setting.entries
+    }
     names = Counter(entry.run.name for entry in entries)
     rows = [
-        _run_cells(entry, styles.get(id(entry)), entry.run.name if names[entry.run.name] == 1 else str(entry.run.folder))
+        _run_cells(
+            entry,
+            styles.get(id(entry)),
+            entry.run.name if names[entry.run.name] == 1 else str(entry.run.folder),
+        )
         for entry in entries
     ]
     body = table(columns, rows, label="Runs")
     if twice := len(entries) - len(styles):
         repeat, are = ("repeats", "is") if twice == 1 else ("repeat", "are")
         body += note(
-            f"{plural(twice, 'run')} without a line key {repeat} a seed of the same setting and {are} left out of the means."
+            f"{plural(twice, 'run')} without a line key {repeat} a seed of the same setting and "
+            f"{are} left out of the means."
         )
     return section("runs", "Runs", "", body)
 
@@ -242,7 +324,9 @@ def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup
 def _run_cells(entry: ComparedRun, style: int | None, name: str) -> list[Cell]:
     summary = entry.summary
     seed, done, rounds = (number(summary.get(key)) for key in ("seed", "rounds_done", "rounds"))
-    progress = whole(done) if rounds is None or done == rounds else f"{whole(done)} of {whole(rounds)}"
+    progress = (
+        whole(done) if rounds is None or done == rounds else f"{whole(done)} of {whole(rounds)}"
+    )
     forms = [
         ("bytes_up", traffic),
         ("bytes_down", traffic),
@@ -270,7 +354,11 @@ def _heading(settings: Sequence[Setting]) -> str:
 
 
 def _words(entries: Sequence[ComparedRun], key: str) -> list[str]:
-    return list(dict.fromkeys(str(entry.summary[key]) for entry in entries if entry.summary.get(key) is not None))
+    return list(
+        dict.fromkeys(
+            str(entry.summary[key]) for entry in entries if entry.summary.get(key) is not None
+        )
+    )
 
 
 def _title(entry: ComparedRun) -> str:
@@ -285,13 +373,21 @@ def _fingerprint(entry: ComparedRun) -> str:
 def _shape(entry: ComparedRun) -> dict[str, str]:
     """The configuration as one level of dotted names, less what must not tell two runs apart."""
     config = entry.run.config or {"rounds": entry.summary.get("rounds")}
-    return {name: value for name, value in _flat(config) if not any(f"{name}.".startswith(f"{word}.") for word in _NO_MATTER)}
+    return {
+        name: value
+        for name, value in _flat(config)
+        if not any(f"{name}.".startswith(f"{word}.") for word in _NO_MATTER)
+    }
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
     found = []
     for key, value in config.items():
-        found += _flat(value, f"{above}{key}.") if isinstance(value, dict) else [(f"{above}{key}", str(value))]
+        found += (
+            _flat(value, f"{above}{key}.")
+            if isinstance(value, dict)
+            else [(f"{above}{key}", str(value))]
+        )
     return found
 
 
@@ -302,7 +398,24 @@ def _labels(groups: Sequence[list[ComparedRun]]) -> list[str]:
     labels = []
     for title, shape in zip(titles, shapes, strict=True):
         rivals = [other for name, other in zip(titles, shapes, strict=True) if name == title]
-        keys = sorted({key for other in rivals for key in {*other, *shape} if other.get(key) != shape.get(key)})
-        labels.append(title + (f" ({', '.join(f'{key} = {shape.get(key, DASH)}' for key in keys[:2])})" if keys else ""))
+        keys = sorted(
+            {
+                key
+                for other in rivals
+                for key in {*other, *shape}
+                if other.get(key) != shape.get(key)
+            }
+        )
+        labels.append(
+            title
+            + (
+                f" ({', '.join(f'{key} = {shape.get(key, DASH)}' for key in keys[:2])})"
+                if keys
+                else ""
+            )
+        )
     clash = Counter(labels)
-    return [label if clash[label] == 1 else f"{label} #{labels[:index].count(label) + 1}" for index, label in enumerate(labels)]
+    return [
+        label if clash[label] == 1 else f"{label} #{labels[:index].count(label) + 1}"
+        for index, label in enumerate(labels)
+    ]

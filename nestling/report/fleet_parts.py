@@ -1,4 +1,5 @@
-"""The parts of a run's page that tell of the fleet: what each tier trains and why it fits, the data split, the devices."""
+"""The parts of a run's page that tell of the fleet: what each tier trains and why it fits, the data
+split, the devices."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from nestling.report.folder import Run, listed, mapping
 from nestling.report.markup import Cell, Column, empty, fill, note, section, table
 from nestling.report.svg import INK, Bar, SvgGroup, bars, heat_map, shade
 from nestling.report.tables import binding_word, marked
-from nestling.report.words import DASH, decimal, duration, energy, memory, number, percent, plural, short, whole
+from nestling.report.words import (
+    DASH,
+    decimal,
+    duration,
+    energy,
+    memory,
+    number,
+    percent,
+    plural,
+    short,
+    whole,
+)
 
 Row = Mapping[str, Any]
 _MOST_REASONS_BESIDE = 3
@@ -24,27 +36,44 @@ def fit_part(run: Run, rows: Sequence[Row]) -> Markup:
     model = mapping(run.federation, "model")
     title = "What each device trains and why it fits"
     if not rows:
-        return section("fit", title, "", empty("The run folder does not say which tiers there are."))
-    full = f"The full model, {model['name']}, has {whole(model.get('params'))} parameters. " if model.get("name") else ""
+        return section(
+            "fit", title, "", empty("The run folder does not say which tiers there are.")
+        )
+    full = (
+        f"The full model, {model['name']}, has {whole(model.get('params'))} parameters. "
+        if model.get("name")
+        else ""
+    )
     lead = full + "Bars show what training needs against what the device has."
     cards = [_fit_card(row, index) for index, row in enumerate(rows)]
     return section("fit", title, lead, fill("fit.html", cards=cards))
 
 
 def _fit_card(row: Row, index: int) -> Row:
-    about = [plural(row["count"], "device") if row["count"] is not None else None, row["kind"], row["core"], _board(row)]
+    about = [
+        plural(row["count"], "device") if row["count"] is not None else None,
+        row["kind"],
+        row["core"],
+        _board(row),
+    ]
     return {
         "label": row["label"],
         "about": [part for part in about if part],
         "facts": [
             ("Parameters", whole(row["params"])),
-            *([("Of them always zero", percent(row["zeros"] / row["params"]))] if row["zeros"] and row["params"] else []),
+            *(
+                [("Of them always zero", percent(row["zeros"] / row["params"]))]
+                if row["zeros"] and row["params"]
+                else []
+            ),
             ("Of full model", percent(row["share"])),
             ("Network" if row["own_model"] else "Width", _width(row)),
             ("MACs a sample", short(row["macs"])),
         ],
         "bars": _need_bars(row, index),
-        "without_bars": "No piece fits." if row["ram_limit"] is not None else "No device profile: nothing limits this tier.",
+        "without_bars": "No piece fits."
+        if row["ram_limit"] is not None
+        else "No device profile: nothing limits this tier.",
         "bound": _bound(row),
         "binding": binding_word(row) if row["binding"] else None,
         "reasons": row["reasons"],
@@ -55,7 +84,11 @@ def _fit_card(row: Row, index: int) -> Row:
 def _board(row: Row) -> str | None:
     if not row["board"]:
         return None
-    return "firmware's arithmetic on this machine" if row["board"] == "host" else f"firmware on {row['board']}"
+    return (
+        "firmware's arithmetic on this machine"
+        if row["board"] == "host"
+        else f"firmware on {row['board']}"
+    )
 
 
 def _width(row: Row) -> str:
@@ -67,13 +100,22 @@ def _width(row: Row) -> str:
 def _need_bars(row: Row, index: int) -> Markup | None:
     known = [
         _need_bar(row, key, label, form)
-        for key, label, form in (("ram", "RAM", memory), ("flash", "Flash", memory), ("seconds", "Time", duration))
+        for key, label, form in (
+            ("ram", "RAM", memory),
+            ("flash", "Flash", memory),
+            ("seconds", "Time", duration),
+        )
     ]
     drawn = [bar for bar in known if bar is not None]
     if not drawn:
         return None
     desc = "; ".join(f"{bar.label}: {bar.text}" for bar in drawn)
-    return bars(drawn, title=f"What {row['label']} needs against what it has", desc=desc, ident=f"fit-{index}")
+    return bars(
+        drawn,
+        title=f"What {row['label']} needs against what it has",
+        desc=desc,
+        ident=f"fit-{index}",
+    )
 
 
 def _need_bar(row: Row, key: str, label: str, form: Callable[[object], str]) -> Bar | None:
@@ -101,14 +143,20 @@ def _bound(row: Row) -> str:
 def split_part(run: Run, rows: Sequence[Row]) -> Markup:
     """How the data lies: a map of classes by clients, grouped by tier."""
     split = mapping(run.federation, "split")
-    clients = [client for client in listed(split, "clients") if isinstance(client.get("counts"), list)]
+    clients = [
+        client for client in listed(split, "clients") if isinstance(client.get("counts"), list)
+    ]
     names = _class_names(split, clients)
     if not clients or not names:
-        return section("split", "Data split", "", empty("The run folder does not record the split."))
+        return section(
+            "split", "Data split", "", empty("The run folder does not record the split.")
+        )
     order = {row["tier"]: index for index, row in enumerate(rows)}
     labels = {row["tier"]: row["label"] for row in rows}
     clients.sort(key=lambda client: order.get(str(client.get("tier")), len(order)))
-    counts = [[_count(client["counts"], index) for client in clients] for index in range(len(names))]
+    counts = [
+        [_count(client["counts"], index) for client in clients] for index in range(len(names))
+    ]
     groups = tier_groups(clients, order, labels)
     title = "Samples of each class on each client"
     image = heat_map(
@@ -117,7 +165,8 @@ def split_part(run: Run, rows: Sequence[Row]) -> Markup:
         columns=[str(client.get("id", index)) for index, client in enumerate(clients)],
         groups=groups,
         title=title,
-        desc=f"{plural(len(names), 'class', 'classes')} by {plural(len(clients), 'client')}, grouped by tier; "
+        desc=f"{plural(len(names), 'class', 'classes')} by {plural(len(clients), 'client')}, "
+        "grouped by tier; "
         "the stronger a cell's colour, the more samples.",
         ident="c-split",
     )
@@ -135,7 +184,14 @@ def _class_names(split: Row, clients: Sequence[Row]) -> list[str]:
 def _split_lead(split: Row, shown: int) -> str:
     total = number(split.get("clients_total"))
     kind, alpha = split.get("kind"), number(split.get("alpha"))
-    parts = [f"{str(kind).capitalize()} split{f' with α = {decimal(alpha)}' if alpha is not None else ''}"] if kind else []
+    parts = (
+        [
+            f"{str(kind).capitalize()} "
+            f"split{f' with α = {decimal(alpha)}' if alpha is not None else ''}"
+        ]
+        if kind
+        else []
+    )
     parts.append(
         f"{whole(total)} clients, {whole(shown)} of them shown"
         if total is not None and total > shown
@@ -146,7 +202,9 @@ def _split_lead(split: Row, shown: int) -> str:
     return "; ".join(parts) + "."
 
 
-def tier_groups(clients: Sequence[Row], order: Mapping[str, int], labels: Mapping[str, str]) -> list[SvgGroup]:
+def tier_groups(
+    clients: Sequence[Row], order: Mapping[str, int], labels: Mapping[str, str]
+) -> list[SvgGroup]:
     """Neighbouring clients of one tier."""
     groups: list[SvgGroup] = []
     for client in clients:
@@ -171,7 +229,9 @@ def _count(counts: Sequence[object], index: int) -> float:
 def device_part(rows: Sequence[Row]) -> Markup:
     """The devices' own figures, estimates marked."""
     if not rows:
-        return section("devices", "Devices", "", empty("The run folder does not say which devices there are."))
+        return section(
+            "devices", "Devices", "", empty("The run folder does not say which devices there are.")
+        )
     columns = [
         Column("Device", numeric=False),
         Column("Count"),

@@ -1,4 +1,5 @@
-"""Reading a run folder: its plain files, checked, and its summary even while the run is still going."""
+"""Reading a run folder: its plain files, checked, and its summary even while the run is still
+going."""
 
 from __future__ import annotations
 
@@ -10,12 +11,23 @@ from pathlib import Path
 from nestling.errors import InputError
 from nestling.files import parse_toml
 from nestling.report.words import number
-from nestling.runfiles import ANALYSIS, BOARDS, EXPERIMENT, FEDERATION, METRICS, SUMMARY, Record, counted, lines_of
+from nestling.runfiles import (
+    ANALYSIS,
+    BOARDS,
+    EXPERIMENT,
+    FEDERATION,
+    METRICS,
+    SUMMARY,
+    Record,
+    counted,
+    lines_of,
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What lies in one run folder. `metrics` is in order of rounds; the JSON files are empty where absent."""
+    """What lies in one run folder. `metrics` is in order of rounds; the JSON files are empty where
+    absent."""
 
     folder: Path
     config_text: str
@@ -33,7 +45,8 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`; an `InputError` names the file, and the line where there is one, that cannot be used."""
+    """The run in `folder`; an `InputError` names the file, and the line where there is one, that
+    cannot be used."""
     folder = Path(folder)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "there is no such folder"
@@ -53,7 +66,8 @@ def read_run(folder: Path) -> Run:
 
 
 def summarise(run: Run) -> Record:
-    """The run's summary in the form of summary.json, from metrics.jsonl where that file is missing or behind."""
+    """The run's summary in the form of summary.json, from metrics.jsonl where that file is missing
+    or behind."""
     found = counted(run.metrics, tier_names(run))
     if run.summary and not is_behind(run):
         return found | {key: value for key, value in run.summary.items() if value is not None}
@@ -70,7 +84,11 @@ def last_best(block: object) -> tuple[float | None, float | None, int | None]:
     """(last, best, best round) of a summary's accuracy block, None for whatever it lacks."""
     found = block if isinstance(block, Mapping) else {}
     best_round = number(found.get("best_round"))
-    return number(found.get("last")), number(found.get("best")), None if best_round is None else int(best_round)
+    return (
+        number(found.get("last")),
+        number(found.get("best")),
+        None if best_round is None else int(best_round),
+    )
 
 
 def traffic_totals(run: Run) -> list[float]:
@@ -87,8 +105,13 @@ def traffic_totals(run: Run) -> list[float]:
 
 
 def tier_names(run: Run) -> list[str]:
-    """Every tier the run speaks of: the federation's in its order, then any that only the metrics know."""
-    names = {str(tier["name"]): None for tier in listed(run.federation, "tiers") if tier.get("name") is not None}
+    """Every tier the run speaks of: the federation's in its order, then any that only the metrics
+    know."""
+    names = {
+        str(tier["name"]): None
+        for tier in listed(run.federation, "tiers")
+        if tier.get("name") is not None
+    }
     for record in [*run.metrics, run.summary]:
         by_tier = record.get("by_tier")
         names |= dict.fromkeys(by_tier) if isinstance(by_tier, Mapping) else {}
@@ -128,11 +151,14 @@ def _read_metrics(path: Path) -> list[Record]:
             if unfinished:
                 continue
             raise InputError(
-                f"not valid JSON: {_why(error)}", field=f"{path}, line {count}", fix="remove the line or restore the file"
+                f"not valid JSON: {_why(error)}",
+                field=f"{path}, line {count}",
+                fix="remove the line or restore the file",
             ) from error
         if not isinstance(record, dict) or number(record.get("round")) is None:
             raise InputError(
-                'not a record of a round: needs an object with a number under "round"', field=f"{path}, line {count}"
+                'not a record of a round: needs an object with a number under "round"',
+                field=f"{path}, line {count}",
             )
         # A resumed run may write a round a second time: the later record is the one that counts.
         rounds[int(record["round"])] = record
@@ -146,7 +172,11 @@ def _object(path: Path) -> Record:
         found = json.loads(_bytes(path).decode())
     except (ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise InputError(f"not valid JSON: {_why(error)}", field=f"{path}{line}", fix="restore or remove the file") from error
+        raise InputError(
+            f"not valid JSON: {_why(error)}",
+            field=f"{path}{line}",
+            fix="restore or remove the file",
+        ) from error
     if found is not None and not isinstance(found, dict):
         raise InputError("not a JSON object", field=str(path), fix="restore or remove the file")
     return found or {}

@@ -1,4 +1,5 @@
-"""The few pieces of HTML that both pages are made of. The templates escape whatever is no `Markup`: nobody has to think of it."""
+"""The few pieces of HTML that both pages are made of. The templates escape whatever is no `Markup`:
+nobody has to think of it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's heading; numbers stand on the right. `group` is a heading shared with neighbouring columns."""
+    """A column's heading; numbers stand on the right. `group` is a heading shared with neighbouring
+    columns."""
 
     label: str
     numeric: bool = True
@@ -24,7 +26,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell's text, the number it sorts by, and the style of the line in the charts that it speaks of."""
+    """A cell's text, the number it sorts by, and the style of the line in the charts that it speaks
+    of."""
 
     text: str
     value: float | None = None
@@ -51,10 +54,19 @@ def figure(title: str, note: str, legend: Sequence[tuple[int, str, str]], chart:
     return _part("figure", title, note, legend, chart)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, label: str, foot: Sequence[Cell] = ()) -> Markup:
-    """A table that scrolls inside its own box and, with JavaScript, sorts by a click on a heading."""
+def table(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    label: str,
+    foot: Sequence[Cell] = (),
+) -> Markup:
+    """A table that scrolls inside its own box and, with JavaScript, sorts by a click on a
+    heading."""
     groups = [(name, len(list(some))) for name, some in groupby(column.group for column in columns)]
-    return _part("table", columns, groups if any(name for name, _ in groups) else [], rows, label, foot)
+    return _part(
+        "table", columns, groups if any(name for name, _ in groups) else [], rows, label, foot
+    )
 
 
 def side_by_side(figures: Sequence[Markup]) -> Markup:
@@ -97,6 +109,7 @@ def _part(name: str, *values: object) -> Markup:
 
 
 def _environment() -> Environment:
-    from nestling.report.templating import environment  # Jinja2 is slow to import, and most commands make no page
+    # Jinja2 is slow to import, and most commands make no page
+    from nestling.report.templating import environment
 
     return environment()

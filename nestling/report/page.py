@@ -1,4 +1,5 @@
-"""One self-contained HTML file for a run, or for several compared: nothing in it is fetched from anywhere."""
+"""One self-contained HTML file for a run, or for several compared: nothing in it is fetched from
+anywhere."""
 
 from __future__ import annotations
 
@@ -14,13 +15,21 @@ from rich.table import Table
 
 from nestling.errors import InputError
 from nestling.files import write_atomic, writing
-from nestling.report.comparison import COMPARISON_PARTS, ComparedRun, cautions, comparison_body, comparison_rows, comparison_title
+from nestling.report.comparison import (
+    COMPARISON_PARTS,
+    ComparedRun,
+    cautions,
+    comparison_body,
+    comparison_rows,
+    comparison_title,
+)
 from nestling.report.folder import Run, read_run, summarise
 from nestling.report.markup import fill
 from nestling.report.run_page import RUN_PARTS, analysis_body, run_body, run_title
 
 _ICON = (
-    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M1 7a7 7 0 0 0 14 0z" fill="#0b63b0"/>'
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M1 7a7 7 0 0 0 14 0z" '
+    b'fill="#0b63b0"/>'
     b'<circle cx="8" cy="5" r="2.6" fill="#d98c00"/></svg>'
 )
 
@@ -33,11 +42,16 @@ def write_report(folder: Path) -> Path:
 
 
 def write_analysis_page(folder: Path, out: Path) -> Path:
-    """Write the analysis of the run in `folder` as a page of its own to the file `out`, and give its path."""
+    """Write the analysis of the run in `folder` as a page of its own to the file `out`, and give
+    its path."""
     run = read_run(Path(folder))
     body = analysis_body(run)
     if not body:
-        raise InputError("the run folder has no analysis", field=str(folder), fix="make one: nestling analyse RUN")
+        raise InputError(
+            "the run folder has no analysis",
+            field=str(folder),
+            fix="make one: nestling analyse RUN",
+        )
     return _write(Path(out), _page(run_title(run), RUN_PARTS, body))
 
 
@@ -49,9 +63,12 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
 
 
 def compare_runs(folders: Sequence[Path]) -> tuple[Table, list[str]]:
-    """The runs in `folders` as a table for the terminal, and why they are not one fair column, if they are not."""
+    """The runs in `folders` as a table for the terminal, and why they are not one fair column, if
+    they are not."""
     entries = [ComparedRun(run, summarise(run)) for run in _different_runs(folders)]
-    table = Table("method", "seeds", "global, last", "best", "personal, last", "best", "sent up", "sent down")
+    table = Table(
+        "method", "seeds", "global, last", "best", "personal, last", "best", "sent up", "sent down"
+    )
     for row in comparison_rows(entries):
         table.add_row(*map(escape, row))
     return table, cautions(entries)
@@ -89,7 +106,9 @@ def _write(path: Path, text: str, field: str = "--out") -> Path:
     """Write beside the target and rename, so that a reader never meets half a page."""
     with writing(path, field):
         if path.is_dir():
-            raise InputError(f"{path} is a folder", field=field, fix="give the name of an HTML file")
+            raise InputError(
+                f"{path} is a folder", field=field, fix="give the name of an HTML file"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         # JSON may hold half a surrogate pair, which UTF-8 cannot write.
         write_atomic(path, text.encode("utf-8", "replace"))

@@ -11,11 +11,42 @@ from nestling.report.analysis_part import analysis_part
 from nestling.report.boards_part import boards_part
 from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
 from nestling.report.fleet_parts import device_part, fit_part, split_part
-from nestling.report.folder import Run, is_behind, last_best, listed, mapping, summarise, traffic_totals
-from nestling.report.markup import Cell, Column, empty, fill, folded, joined, note, pairs, section, side_by_side, source, table
+from nestling.report.folder import (
+    Run,
+    is_behind,
+    last_best,
+    listed,
+    mapping,
+    summarise,
+    traffic_totals,
+)
+from nestling.report.markup import (
+    Cell,
+    Column,
+    empty,
+    fill,
+    folded,
+    joined,
+    note,
+    pairs,
+    section,
+    side_by_side,
+    source,
+    table,
+)
 from nestling.report.svg import INK, Series
 from nestling.report.tables import overall_row, tier_rows
-from nestling.report.words import DASH, decimal, duration, energy, number, percent, plural, traffic, whole
+from nestling.report.words import (
+    DASH,
+    decimal,
+    duration,
+    energy,
+    number,
+    percent,
+    plural,
+    traffic,
+    whole,
+)
 from nestling.runfiles import tier_block
 
 Row = Mapping[str, Any]
@@ -88,7 +119,11 @@ def _header(run: Run, summary: Row) -> Markup:
         _tier_count(run),
         f"seed {summary['seed']}" if summary.get("seed") is not None else None,
     ]
-    without = "This method keeps no global model." if summary.get("global_model") is False else _NOT_EVALUATED
+    without = (
+        "This method keeps no global model."
+        if summary.get("global_model") is False
+        else _NOT_EVALUATED
+    )
     return fill(
         "run_header.html",
         method=_method(run, summary),
@@ -121,7 +156,11 @@ def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
     x_bytes = traffic_totals(run)
     rounds = _lines(run, rows, "global_accuracy", "Global model", _round_numbers(run))
     sent = _lines(run, rows, "global_accuracy", "Global model", x_bytes)
-    nothing = "this method keeps no global model." if summary.get("global_model") is False else "no round has been evaluated yet."
+    nothing = (
+        "this method keeps no global model."
+        if summary.get("global_model") is False
+        else "no round has been evaluated yet."
+    )
     charts = [
         chart(
             rounds,
@@ -145,7 +184,9 @@ def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
                 nothing=nothing,
             )
         )
-    return section("accuracy", "Accuracy by tier", "", side_by_side(charts) + _tier_table(summary, rows))
+    return section(
+        "accuracy", "Accuracy by tier", "", side_by_side(charts) + _tier_table(summary, rows)
+    )
 
 
 def _tier_table(summary: Row, rows: Sequence[Row]) -> Markup:
@@ -156,11 +197,19 @@ def _tier_table(summary: Row, rows: Sequence[Row]) -> Markup:
         for label in ("last", "best", "best round")
     ]
     body = [
-        [Cell(row["label"], style=index), Cell(whole(row["count"]), row["count"]), *_accuracy_cells(row)]
+        [
+            Cell(row["label"], style=index),
+            Cell(whole(row["count"]), row["count"]),
+            *_accuracy_cells(row),
+        ]
         for index, row in enumerate(rows)
     ]
     counts = [row["count"] for row in rows if row["count"] is not None]
-    foot = [Cell("All", style=INK), Cell(whole(sum(counts)) if counts else DASH), *_accuracy_cells(overall_row(summary))]
+    foot = [
+        Cell("All", style=INK),
+        Cell(whole(sum(counts)) if counts else DASH),
+        *_accuracy_cells(overall_row(summary)),
+    ]
     return table(columns, body, label="Accuracy by tier", foot=foot)
 
 
@@ -198,17 +247,27 @@ def _personal(run: Run, rows: Sequence[Row]) -> Markup:
     return section("personal", "Personal accuracy and training", "", side_by_side([personal, loss]))
 
 
-def _lines(run: Run, rows: Sequence[Row], key: str, overall: str, at: Sequence[float]) -> list[Series]:
+def _lines(
+    run: Run, rows: Sequence[Row], key: str, overall: str, at: Sequence[float]
+) -> list[Series]:
     """One series for everybody and one per tier; a round that was not evaluated leaves no point."""
 
     def points(values: Sequence[object]) -> list[tuple[float, float]]:
-        return [(x, found) for x, value in zip(at, values, strict=True) if (found := number(value)) is not None]
+        return [
+            (x, found)
+            for x, value in zip(at, values, strict=True)
+            if (found := number(value)) is not None
+        ]
 
     everybody = Series(overall, points([record.get(key) for record in run.metrics]), INK)
     return [
         everybody,
         *(
-            Series(row["label"], points([tier_block(record, row["tier"]).get(key) for record in run.metrics]), index)
+            Series(
+                row["label"],
+                points([tier_block(record, row["tier"]).get(key) for record in run.metrics]),
+                index,
+            )
             for index, row in enumerate(rows)
         ),
     ]
@@ -222,8 +281,12 @@ def _rounds(run: Run) -> Markup:
     columns = [Column("Round"), Column("Clients"), *(Column(name) for name, _, _ in _ROUND_COLUMNS)]
     listing = table(columns, [_round_cells(record) for record in shown], label="Round by round")
     if every > 1:
-        listing += note(f"One round in {every} is listed; metrics.jsonl holds all {whole(len(run.metrics))}.")
-    return section("rounds", "Round by round", "", folded(f"Show {plural(len(shown), 'round')}", listing))
+        listing += note(
+            f"One round in {every} is listed; metrics.jsonl holds all {whole(len(run.metrics))}."
+        )
+    return section(
+        "rounds", "Round by round", "", folded(f"Show {plural(len(shown), 'round')}", listing)
+    )
 
 
 def _round_cells(record: Row) -> list[Cell]:
@@ -260,7 +323,11 @@ def _state(run: Run, summary: Row) -> tuple[bool, str]:
     done, rounds = number(summary.get("rounds_done")) or 0, number(summary.get("rounds"))
     if not is_behind(run) and (rounds is None or done >= rounds):
         return True, f"{plural(done, 'round')}, finished"
-    of = f"{whole(done)} of {plural(rounds, 'round')}" if rounds is not None else plural(done, "round")
+    of = (
+        f"{whole(done)} of {plural(rounds, 'round')}"
+        if rounds is not None
+        else plural(done, "round")
+    )
     return False, f"{of}, not finished"
 
 

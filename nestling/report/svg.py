@@ -1,7 +1,8 @@
 """Charts as static SVG text: lines, heat maps, bars against a limit, a map of points.
 
-Pure functions without a plotting library. Colours are classes (`s0` … `s7`, `ink`) that the page's style sheet
-fills in for light and dark; a series is told apart by its dash and its marker as well, never by colour alone.
+Pure functions without a plotting library. Colours are classes (`s0` … `s7`, `ink`) that the page's
+style sheet fills in for light and dark; a series is told apart by its dash and its marker as well,
+never by colour alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """How one direction of a chart reads: `form` writes a tick, `tell` a read-out; `floor` and `ceiling` bound the range."""
+    """How one direction of a chart reads: `form` writes a tick, `tell` a read-out; `floor` and
+    `ceiling` bound the range."""
 
     label: str
     form: Callable[[float], str]
@@ -70,8 +72,8 @@ class SvgGroup:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a map: where, what its colour and its shape stand for, and what is said of it. Colours past the last come again as
-    outlines."""
+    """A point of a map: where, what its colour and its shape stand for, and what is said of it.
+    Colours past the last come again as outlines."""
 
     x: float
     y: float
@@ -80,13 +82,19 @@ class Dot:
     note: str
 
 
-def line_chart(series: Sequence[Series], *, title: str, desc: str, x: Axis, y: Axis, ident: str) -> Markup:
+def line_chart(
+    series: Sequence[Series], *, title: str, desc: str, x: Axis, y: Axis, ident: str
+) -> Markup:
     """A line chart of every series that has a point; `ident` keeps the ids of one page apart."""
     drawn = [one for one in series if one.points]
     if not drawn:
         raise ValueError("a line chart needs at least one point")
-    x_ticks = ticks(*_span([at for s in drawn for at, _ in s.points], x), count=5, integers=x.integers)
-    highs = [value for s in drawn for _, value in s.points] + [edge for s in drawn for _, *pair in s.band for edge in pair]
+    x_ticks = ticks(
+        *_span([at for s in drawn for at, _ in s.points], x), count=5, integers=x.integers
+    )
+    highs = [value for s in drawn for _, value in s.points] + [
+        edge for s in drawn for _, *pair in s.band for edge in pair
+    ]
     y_ticks = ticks(*_span(highs, y, pad=0.03), count=5, integers=y.integers)
     x_range = _x_range(drawn, x, x_ticks)
     y_range = (min(y_ticks[0], *highs), max(y_ticks[-1], *highs))
@@ -97,7 +105,10 @@ def line_chart(series: Sequence[Series], *, title: str, desc: str, x: Axis, y: A
     body += [_band(one, across, up) for one in drawn if one.band]
     for one in sorted(drawn, key=lambda s: s.style != INK):
         body += _line(one, across, up, x, y)
-    read_out = [{"label": s.label, "style": style_class(s.style), "at": _read_out(s, across, up, x, y)} for s in drawn]
+    read_out = [
+        {"label": s.label, "style": style_class(s.style), "at": _read_out(s, across, up, x, y)}
+        for s in drawn
+    ]
     told = json.dumps(read_out, separators=(",", ":"))
     return _frame("lines", _WIDTH, _HEIGHT, title, desc, ident, body, data_read_out=told)
 
@@ -112,7 +123,8 @@ def heat_map(
     desc: str,
     ident: str,
 ) -> Markup:
-    """`counts[row][column]` as a map; `groups` marks runs of neighbouring columns. Shades go by the square root of a count."""
+    """`counts[row][column]` as a map; `groups` marks runs of neighbouring columns. Shades go by the
+    square root of a count."""
     tall, wide = _clamp(560 / max(len(rows), 1), 7, 24), _clamp(980 / max(len(columns), 1), 9, 50)
     left = 14 + 7.2 * max((len(_cut(name)) for name in rows), default=1)
     top = 14.0
@@ -130,7 +142,17 @@ def heat_map(
                 note = f"client {columns[c]}, class {name}: {value:,.0f}" if titled else ""
                 body.append(_heat_cell(left + c * wide, y, wide, tall, shade(value, most), note))
     body += _column_names(columns, left, wide, top + tall * len(rows))
-    return _frame("heat", width, height, title, desc, ident, body, width=f"{width:.0f}", height=f"{height:.0f}")
+    return _frame(
+        "heat",
+        width,
+        height,
+        title,
+        desc,
+        ident,
+        body,
+        width=f"{width:.0f}",
+        height=f"{height:.0f}",
+    )
 
 
 def pair_map(
@@ -143,7 +165,8 @@ def pair_map(
     desc: str,
     ident: str,
 ) -> Markup:
-    """`values[row][column]`, from 0 to 1, of every two clients, written into the cells where there is room; None leaves a gap."""
+    """`values[row][column]`, from 0 to 1, of every two clients, written into the cells where there
+    is room; None leaves a gap."""
     size = _clamp(400 / max(len(names), 1), 10, 40)
     left, top = 14 + 7.2 * max((len(_cut(name)) for name in names), default=1), 14.0
     side = size * len(names)
@@ -166,16 +189,36 @@ def pair_map(
                 body.append(_label("in", x + (size - 1) / 2, y + size / 2 + 3.5, f"{value:.2f}"))
     body += _column_names(names, left, size, top + side)
     width, height = left + side + 2, top + side + 40
-    return _frame("heat", width, height, title, desc, ident, body, width=f"{width:.0f}", height=f"{height:.0f}")
+    return _frame(
+        "heat",
+        width,
+        height,
+        title,
+        desc,
+        ident,
+        body,
+        width=f"{width:.0f}",
+        height=f"{height:.0f}",
+    )
 
 
-def point_map(dots: Sequence[Dot], labels: Sequence[tuple[float, float, str]], *, title: str, desc: str, ident: str) -> Markup:
+def point_map(
+    dots: Sequence[Dot],
+    labels: Sequence[tuple[float, float, str]],
+    *,
+    title: str,
+    desc: str,
+    ident: str,
+) -> Markup:
     """Points in the plane, both directions in the same measure, with words where they belong."""
     if not dots:
         raise ValueError("a map needs at least one point")
     width, height, edge = 520, 400, 14
     xs, ys = [dot.x for dot in dots], [dot.y for dot in dots]
-    by = max((max(xs) - min(xs)) / (width - 2 * edge), (max(ys) - min(ys)) / (height - 2 * edge)) or 1.0
+    by = (
+        max((max(xs) - min(xs)) / (width - 2 * edge), (max(ys) - min(ys)) / (height - 2 * edge))
+        or 1.0
+    )
     middle = ((max(xs) + min(xs)) / 2, (max(ys) + min(ys)) / 2)
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -196,7 +239,8 @@ def dot_key(colour: int, shape: int) -> Markup:
 
 
 def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> Markup:
-    """Horizontal bars, each filled to the share of its limit; a share above one is drawn full and marked as over."""
+    """Horizontal bars, each filled to the share of its limit; a share above one is drawn full and
+    marked as over."""
     width, step = 280, 44
     body = []
     for index, row in enumerate(rows):
@@ -217,7 +261,9 @@ def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> Markup:
 
 def swatch(style: int) -> Markup:
     """The legend's key for one style: a piece of the line with its marker."""
-    line = _tag("path", class_=f"line {style_class(style)}", d="M1 7H33", stroke_dasharray=_dash(style))
+    line = _tag(
+        "path", class_=f"line {style_class(style)}", d="M1 7H33", stroke_dasharray=_dash(style)
+    )
     return _key(34, line, _marker(17, 7, style))
 
 
@@ -245,8 +291,11 @@ def ticks(low: float, high: float, *, count: int, integers: bool = False) -> lis
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
-def thin(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """At most about `most` points that keep the first, the last, and the lowest and highest of each stretch between."""
+def thin(
+    points: Sequence[tuple[float, float]], most: int = _MOST_POINTS
+) -> list[tuple[float, float]]:
+    """At most about `most` points that keep the first, the last, and the lowest and highest of each
+    stretch between."""
     if len(points) <= most:
         return list(points)
     inner, stretch = points[1:-1], math.ceil(2 * (len(points) - 2) / (most - 2))
@@ -270,7 +319,8 @@ def _span(values: Sequence[float], axis: Axis, pad: float = 0.0) -> tuple[float,
 
 
 def _x_range(drawn: Sequence[Series], x: Axis, x_ticks: Sequence[float]) -> tuple[float, float]:
-    """The data's own span, so that lines use the whole width; ticks mark round numbers inside it."""
+    """The data's own span, so that lines use the whole width; ticks mark round numbers inside
+    it."""
     values = [at for s in drawn for at, _ in s.points]
     low, high = 0.0 if x.from_zero else min(values), max(values)
     return (low, high) if high > low else (x_ticks[0], x_ticks[-1])
@@ -293,12 +343,30 @@ def _grid(
     parts = []
     for tick in y_ticks:
         parts.append(_tag("path", class_="grid", d=f"M{_LEFT} {up(tick):.1f}H{right}"))
-        parts.append(_tag("text", y.form(tick), class_="tick", x=_LEFT - 8, y=f"{up(tick) + 4:.1f}", text_anchor="end"))
+        parts.append(
+            _tag(
+                "text",
+                y.form(tick),
+                class_="tick",
+                x=_LEFT - 8,
+                y=f"{up(tick) + 4:.1f}",
+                text_anchor="end",
+            )
+        )
     for tick in x_ticks:
         at = across(tick)
         place, anchor = (right + 10, "end") if at > right - 18 else (at, "middle")
         parts.append(_tag("path", class_="grid", d=f"M{at:.1f} {floor}v5"))
-        parts.append(_tag("text", x.form(tick), class_="tick", x=f"{place:.1f}", y=floor + 21, text_anchor=anchor))
+        parts.append(
+            _tag(
+                "text",
+                x.form(tick),
+                class_="tick",
+                x=f"{place:.1f}",
+                y=floor + 21,
+                text_anchor=anchor,
+            )
+        )
     middle = f"{(_LEFT + right) / 2:.0f}"
     return [
         *parts,
@@ -307,10 +375,17 @@ def _grid(
     ]
 
 
-def _line(one: Series, across: Callable[[float], float], up: Callable[[float], float], x: Axis, y: Axis) -> list[Markup]:
+def _line(
+    one: Series, across: Callable[[float], float], up: Callable[[float], float], x: Axis, y: Axis
+) -> list[Markup]:
     points = thin(one.points)
     path = "M" + "L".join(f"{across(at):.1f} {up(value):.1f}" for at, value in points)
-    line = _tag("path", class_=f"mark line {style_class(one.style)}", d=path, stroke_dasharray=_dash(one.style))
+    line = _tag(
+        "path",
+        class_=f"mark line {style_class(one.style)}",
+        d=path,
+        stroke_dasharray=_dash(one.style),
+    )
     every = math.ceil(len(points) / _MOST_MARKERS)
     markers = [
         _marker(across(at), up(value), one.style, f"{one.label}, {x.tell(at)}: {y.tell(value)}")
@@ -322,13 +397,20 @@ def _line(one: Series, across: Callable[[float], float], up: Callable[[float], f
 def _band(one: Series, across: Callable[[float], float], up: Callable[[float], float]) -> Markup:
     lows = [f"{across(at):.1f} {up(low):.1f}" for at, low, _ in one.band]
     highs = [f"{across(at):.1f} {up(high):.1f}" for at, _, high in one.band]
-    return _tag("path", class_=f"band {style_class(one.style)}", d=f"M{'L'.join([*highs, *reversed(lows)])}Z")
+    return _tag(
+        "path",
+        class_=f"band {style_class(one.style)}",
+        d=f"M{'L'.join([*highs, *reversed(lows)])}Z",
+    )
 
 
 def _read_out(
     one: Series, across: Callable[[float], float], up: Callable[[float], float], x: Axis, y: Axis
 ) -> list[list[float | str]]:
-    return [[round(across(at), 1), round(up(value), 1), x.tell(at), y.tell(value)] for at, value in thin(one.points)]
+    return [
+        [round(across(at), 1), round(up(value), 1), x.tell(at), y.tell(value)]
+        for at, value in thin(one.points)
+    ]
 
 
 def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[Markup]:
@@ -336,7 +418,18 @@ def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[
     for group in groups:
         size = wide * group.columns
         kind, width = f"strip {style_class(group.style)}", f"{max(size - 1, 1):.1f}"
-        strips.append(_tag("rect", _tag("title", group.label), class_=kind, x=f"{at:.1f}", y=2, width=width, height=6, rx=2))
+        strips.append(
+            _tag(
+                "rect",
+                _tag("title", group.label),
+                class_=kind,
+                x=f"{at:.1f}",
+                y=2,
+                width=width,
+                height=6,
+                rx=2,
+            )
+        )
         at += size
     return strips
 
@@ -353,7 +446,9 @@ def _column_names(columns: Sequence[str], left: float, wide: float, below: float
 
 
 def _heat_cell(x: float, y: float, wide: float, tall: float, opacity: float, note: str) -> Markup:
-    return _box(x, y, wide - 1, tall - 1, _title(note), class_="cell mark", fill_opacity=f"{opacity:.2f}")
+    return _box(
+        x, y, wide - 1, tall - 1, _title(note), class_="cell mark", fill_opacity=f"{opacity:.2f}"
+    )
 
 
 def _colour(number: int) -> str:
@@ -373,7 +468,8 @@ def _shape(x: float, y: float, shape: int, kind: str, note: str = "") -> Markup:
         "diamond": f"m0 {-r - 1.2}l{r + 1.2} {r + 1.2}l{-r - 1.2} {r + 1.2}l{-r - 1.2} {-r - 1.2}z",
         "down": f"m0 {r + 1}l{r + 0.8} {-2 * r}h{-2 * r - 1.6}z",
         "plus": "m-1.2 -4.4h2.4v3.2h3.2v2.4h-3.2v3.2h-2.4v-3.2h-3.2v-2.4h3.2z",
-        "cross": "m0 -1.7l2.4 -2.4l1.7 1.7l-2.4 2.4l2.4 2.4l-1.7 1.7l-2.4 -2.4l-2.4 2.4l-1.7 -1.7l2.4 -2.4l-2.4 -2.4l1.7 -1.7z",
+        "cross": "m0 -1.7l2.4 -2.4l1.7 1.7l-2.4 2.4l2.4 2.4l-1.7 1.7l-2.4 -2.4l-2.4 2.4l-1.7 "
+        "-1.7l2.4 -2.4l-2.4 -2.4l1.7 -1.7z",
     }[MARKERS[shape % len(MARKERS)]]
     return _tag("path", _title(note), class_=f"mark dot {kind}", d=f"M{x:.1f} {y:.1f}{path}")
 
@@ -384,19 +480,43 @@ def _dash(style: int) -> str | None:
 
 def _key(width: int, *inside: Markup) -> Markup:
     box = f"0 0 {width} 14"
-    return _tag("svg", *inside, class_="swatch", viewBox=box, width=width, height=14, aria_hidden="true")
+    return _tag(
+        "svg", *inside, class_="swatch", viewBox=box, width=width, height=14, aria_hidden="true"
+    )
 
 
 def _frame(
-    kind: str, width: float, height: float, title: str, desc: str, ident: str, body: Sequence[Markup], /, **extra: str
+    kind: str,
+    width: float,
+    height: float,
+    title: str,
+    desc: str,
+    ident: str,
+    body: Sequence[Markup],
+    /,
+    **extra: str,
 ) -> Markup:
     told = [_tag("title", title, id=f"{ident}-title"), _tag("desc", desc, id=f"{ident}-desc")]
     said_by = {"role": "img", "aria_labelledby": f"{ident}-title {ident}-desc"}
-    return _tag("svg", *told, *body, class_=f"chart {kind}", viewBox=f"0 0 {width:.0f} {height:.0f}", **said_by, **extra)
+    return _tag(
+        "svg",
+        *told,
+        *body,
+        class_=f"chart {kind}",
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        **said_by,
+        **extra,
+    )
 
 
 def _box(
-    x: float, y: float, width: float, height: float, *inside: Markup, class_: str, fill_opacity: str | None = None
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    *inside: Markup,
+    class_: str,
+    fill_opacity: str | None = None,
 ) -> Markup:
     place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
     return _tag("rect", *inside, class_=class_, **place, fill_opacity=fill_opacity)
@@ -425,8 +545,13 @@ def _clamp(value: float, low: float, high: float) -> float:
 
 
 def _tag(name: str, *inside: object, **attributes: object) -> Markup:
-    """An SVG element: the one place where text and attributes become part of a chart, and are escaped unless they are Markup.
-    `text_anchor` is `text-anchor`, `class_` is `class`; an attribute that is None is left out."""
-    known = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None)
+    """An SVG element: the one place where text and attributes become part of a chart, and are
+    escaped unless they are Markup. `text_anchor` is `text-anchor`, `class_` is `class`; an
+    attribute that is None is left out."""
+    known = (
+        (key.rstrip("_").replace("_", "-"), value)
+        for key, value in attributes.items()
+        if value is not None
+    )
     head = name + "".join(f' {key}="{escape(value)}"' for key, value in known)
     return Markup(f"<{head}>{''.join(map(escape, inside))}</{name}>" if inside else f"<{head}/>")

@@ -1,4 +1,5 @@
-"""The per-tier table: what each tier trains, whether it fits and how well it does, as data and for the terminal."""
+"""The per-tier table: what each tier trains, whether it fits and how well it does, as data and for
+the terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +17,19 @@ from nestling.runfiles import tier_block
 
 # A figure is an estimate when anything it is worked out from is one.
 _SPEED = ("seconds", "time", "speed", "macs", "fp32")
-_ROOTS = {"ram": ("ram",), "flash": ("flash",), "seconds": _SPEED, "energy": ("energy", "power", *_SPEED)}
+_ROOTS = {
+    "ram": ("ram",),
+    "flash": ("flash",),
+    "seconds": _SPEED,
+    "energy": ("energy", "power", *_SPEED),
+}
 
 
-def tier_rows(summary: Mapping[str, Any] | None, federation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """One row per tier: the federation's tiers in their order, then those only the summary knows. Unknown figures are None."""
+def tier_rows(
+    summary: Mapping[str, Any] | None, federation: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """One row per tier: the federation's tiers in their order, then those only the summary knows.
+    Unknown figures are None."""
     summary, federation = summary or {}, federation or {}
     model = mapping(federation, "model")
     tiers = [tier for tier in listed(federation, "tiers") if tier.get("name") is not None]
@@ -102,7 +111,8 @@ def _row(tier: Mapping[str, Any], label: str, model: Mapping[str, Any]) -> dict[
         "core": tier.get("core"),
         "board": tier.get("board"),
         "model": tier.get("model"),
-        "own_model": None not in (tier.get("model"), model.get("name")) and tier.get("model") != model.get("name"),
+        "own_model": None not in (tier.get("model"), model.get("name"))
+        and tier.get("model") != model.get("name"),
         "ratio": number(tier.get("ratio")),
         "params": params,
         "zeros": number(tier.get("zeros")),
@@ -119,7 +129,9 @@ def _row(tier: Mapping[str, Any], label: str, model: Mapping[str, Any]) -> dict[
 def _accuracy(block: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for kind in ("global", "personal"):
-        row[f"{kind}_last"], row[f"{kind}_best"], row[f"{kind}_best_round"] = last_best(block.get(f"{kind}_accuracy"))
+        row[f"{kind}_last"], row[f"{kind}_best"], row[f"{kind}_best_round"] = last_best(
+            block.get(f"{kind}_accuracy")
+        )
     return row
 
 
@@ -127,21 +139,33 @@ def _labels(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
     """A device's title, with the tier's name beside it where two tiers use the same device."""
     titles = [str(tier.get("title") or tier["name"]) for tier in tiers]
     seen = Counter(titles)
-    return [title if seen[title] == 1 else f"{title} ({tier['name']})" for title, tier in zip(titles, tiers, strict=True)]
+    return [
+        title if seen[title] == 1 else f"{title} ({tier['name']})"
+        for title, tier in zip(titles, tiers, strict=True)
+    ]
 
 
 def _estimated(sources: Mapping[str, Any]) -> list[str]:
     guessed = [key for key, source in sources.items() if str(source).lower().startswith("estimate")]
-    return [column for column, roots in _ROOTS.items() if any(key.startswith(roots) for key in guessed)]
+    return [
+        column for column, roots in _ROOTS.items() if any(key.startswith(roots) for key in guessed)
+    ]
 
 
 def _accuracies(row: Mapping[str, Any]) -> list[str]:
-    return [percent(row[key], 2) for key in ("global_last", "global_best", "personal_last", "personal_best")]
+    return [
+        percent(row[key], 2)
+        for key in ("global_last", "global_best", "personal_last", "personal_best")
+    ]
 
 
 def _title(summary: Mapping[str, Any], name: str) -> str:
     done, rounds = number(summary.get("rounds_done")), number(summary.get("rounds"))
-    of = f"{whole(done)} of {plural(rounds, 'round')}" if rounds is not None and done != rounds else plural(done, "round")
+    of = (
+        f"{whole(done)} of {plural(rounds, 'round')}"
+        if rounds is not None and done != rounds
+        else plural(done, "round")
+    )
     method = summary.get("title") or summary.get("method") or name
     return f"{method} on {summary['data']}, {of}" if summary.get("data") else f"{method}, {of}"
 

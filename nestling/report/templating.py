@@ -1,4 +1,5 @@
-"""The Jinja2 environment that the pages are made with. It is imported when a page is made, and not before."""
+"""The Jinja2 environment that the pages are made with. It is imported when a page is made, and not
+before."""
 
 from __future__ import annotations
 
@@ -29,9 +30,18 @@ class JoinedLines(Extension):
 
 @cache
 def environment() -> Environment:
-    """The one environment: it escapes every value that is no `Markup`, and refuses a name that it does not know."""
+    """The one environment: it escapes every value that is no `Markup`, and refuses a name that it
+    does not know."""
     made = Environment(
-        loader=PackageLoader("nestling.report"), autoescape=True, undefined=StrictUndefined, extensions=[JoinedLines]
+        loader=PackageLoader("nestling.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        extensions=[JoinedLines],
     )
-    made.globals |= {"percent": percent, "plural": plural, "style_class": style_class, "swatch": swatch}
+    made.globals |= {
+        "percent": percent,
+        "plural": plural,
+        "style_class": style_class,
+        "swatch": swatch,
+    }
     return made

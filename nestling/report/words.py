@@ -1,4 +1,5 @@
-"""Numbers as people read them. Every function takes what a JSON file may hold and answers a dash for what is not a number."""
+"""Numbers as people read them. Every function takes what a JSON file may hold and answers a dash
+for what is not a number."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ DASH = "–"
 
 
 def number(value: object) -> float | None:
-    """`value` as a finite float; None for null, text, booleans, and the NaN of a run that diverged."""
+    """`value` as a finite float; None for null, text, booleans, and the NaN of a run that
+    diverged."""
     found = as_it_is(value)
     return None if found is None else float(found)
 

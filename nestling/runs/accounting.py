@@ -23,7 +23,9 @@ def account_for(federation: Federation, round: Round) -> Metrics:
     totals.dropped += counts["dropped"]
     totals.clock_seconds += round.seconds
     totals.energy_joules += round.joules
-    tested = dict(round.tested or {"global_accuracy": None, "personal_accuracy": None, "by_tier": {}})
+    tested = dict(
+        round.tested or {"global_accuracy": None, "personal_accuracy": None, "by_tier": {}}
+    )
     accuracies = tested.pop("by_tier")
     return {
         "round": round.number,
@@ -31,7 +33,10 @@ def account_for(federation: Federation, round: Round) -> Metrics:
         "missed": [client for client in round.sent if client not in outcomes],
         "merged": round.merged,
         "loss": _weighted_loss(list(outcomes.values()), losses),
-        "by_tier": {tier: {**row, **accuracies.get(tier, {})} for tier, row in _by_tier(federation, round, losses).items()},
+        "by_tier": {
+            tier: {**row, **accuracies.get(tier, {})}
+            for tier, row in _by_tier(federation, round, losses).items()
+        },
         "bytes_up": up,
         "bytes_down": down,
         "bytes_up_total": totals.bytes_up,
@@ -51,12 +56,17 @@ def tell(federation: Federation, round: Round) -> None:
         federation.on_board(facts)
 
 
-def _by_tier(federation: Federation, round: Round, losses: dict[int, float]) -> dict[str, dict[str, Any]]:
+def _by_tier(
+    federation: Federation, round: Round, losses: dict[int, float]
+) -> dict[str, dict[str, Any]]:
     own: dict[str, list[Outcome]] = {tier: [] for tier in federation.world.plans}
     for client, outcome in round.outcomes.items():
         own[round.sent[client].device.tier].append(outcome)
     untested = {"global_accuracy": None, "personal_accuracy": None}
-    return {tier: {**untested, "loss": _weighted_loss(found, losses), "clients": len(found)} for tier, found in own.items()}
+    return {
+        tier: {**untested, "loss": _weighted_loss(found, losses), "clients": len(found)}
+        for tier, found in own.items()
+    }
 
 
 def _weighted_loss(outcomes: list[Outcome], losses: dict[int, float]) -> float | None:

@@ -1,4 +1,5 @@
-"""Which replies of a round count: what each must look like, whether it came in time, and why the others do not."""
+"""Which replies of a round count: what each must look like, whether it came in time, and why the
+others do not."""
 
 from __future__ import annotations
 
@@ -40,12 +41,14 @@ class Round:
 
     number: int
     before: dict[str, State]
-    spoilt: frozenset[int]  # whose replies turned out not to be finite when the round was played before
+    # whose replies turned out not to be finite when the round was played before
+    spoilt: frozenset[int]
     sent: dict[int, Sent] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     void: set[int] = field(default_factory=set)  # whose outcomes do not count: refused, or too late
-    unsure: list[tuple[int, Row]] = field(default_factory=list)  # clients whose reply counted before its values were looked at
+    # clients whose reply counted before its values were looked at
+    unsure: list[tuple[int, Row]] = field(default_factory=list)
     boards: list[Mapping[str, Any]] = field(default_factory=list)
     merged: int = 0
     late: int = 0
@@ -57,12 +60,18 @@ class Round:
     @property
     def dropped(self) -> int:
         """How many clients were never heard of."""
-        heard = {*self.outcomes, *(told.client for told in self.refusals if told.round == self.number)}
+        heard = {
+            *self.outcomes,
+            *(told.client for told in self.refusals if told.round == self.number),
+        }
         return len(self.sent.keys() - heard)
 
     def broken(self) -> frozenset[int]:
-        """Whose replies counted though they are not finite; waits for the device that computes them."""
-        return frozenset([client for client, row in self.unsure if not row.stack.finite[row.number]])
+        """Whose replies counted though they are not finite; waits for the device that computes
+        them."""
+        return frozenset(
+            [client for client, row in self.unsure if not row.stack.finite[row.number]]
+        )
 
     def refuse(self, client: int, reason: str) -> None:
         """An outcome that does not count, and why."""
@@ -87,7 +96,11 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
         form = (piece, id(sent.message))  # clients that got the same must send the same back
         if form not in forms:
             forms[form] = federation.method.expects(piece, sent.message)
-        reason = NOT_FINITE if client in round.spoilt else reason or _faults(forms[form], sent, outcome.reply, round)
+        reason = (
+            NOT_FINITE
+            if client in round.spoilt
+            else reason or _faults(forms[form], sent, outcome.reply, round)
+        )
         if reason:
             round.refuse(client, reason)
         else:
@@ -100,7 +113,8 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
 
 @dataclass
 class _Clock:
-    """How long clients take. Those with equal work take equally long, unless devices slow down by chance."""
+    """How long clients take. Those with equal work take equally long, unless devices slow down by
+    chance."""
 
     world: World
     round: Round
@@ -127,7 +141,8 @@ def _returned(method: Method, sent: Sent, reply: Message) -> tuple[Piece, str | 
 
 
 def _faults(expected: Expected, sent: Sent, reply: Message, round: Round) -> str | None:
-    """Why a reply is refused. Rows of a stack are known to be well-formed by their layout; whether they are finite is asked later."""
+    """Why a reply is refused. Rows of a stack are known to be well-formed by their layout; whether
+    they are finite is asked later."""
     rows = []
     for kind, part in reply.parts.items():
         if isinstance(part, Row) and kind in expected and part.layout is layout_of(expected[kind]):
@@ -135,7 +150,9 @@ def _faults(expected: Expected, sent: Sent, reply: Message, round: Round) -> str
             round.unsure.append((sent.device.id, part))
             rows.append(kind)
     if len(rows) < len(reply.parts) or len(rows) < len(expected):
-        rest = Message({kind: part for kind, part in reply.parts.items() if kind not in rows}, reply.facts)
+        rest = Message(
+            {kind: part for kind, part in reply.parts.items() if kind not in rows}, reply.facts
+        )
         reason = faults(rest, {kind: like for kind, like in expected.items() if kind not in rows})
         if reason:
             return reason

@@ -1,4 +1,5 @@
-"""The analysis of a run: its clients' models, looked at with the same rows of the test set, written down as `analysis.json`."""
+"""The analysis of a run: its clients' models, looked at with the same rows of the test set, written
+down as `analysis.json`."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ Step = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class _Sight:
-    """What one client's model makes of the rows: which it holds alike, stage by stage, and what it says."""
+    """What one client's model makes of the rows: which it holds alike, stage by stage, and what it
+    says."""
 
     device: Device
     params: int
@@ -60,22 +62,32 @@ class _Sight:
         return all(bool(values.isfinite().all()) for values in (*self.grams.values(), self.logits))
 
 
-def write_analysis(run: Result | str | Path, *, clients: int = 10, rows: int = 250, step: Step | None = None) -> dict[str, Any]:
+def write_analysis(
+    run: Result | str | Path, *, clients: int = 10, rows: int = 250, step: Step | None = None
+) -> dict[str, Any]:
     """Analyses a run and writes `analysis.json` into its folder."""
     with _result(run) as result:
         if result.folder is None:
-            raise InputError("the run has no folder to write to", field="run", fix="call analyse, or run with out=...")
+            raise InputError(
+                "the run has no folder to write to",
+                field="run",
+                fix="call analyse, or run with out=...",
+            )
         found = analyse(result, clients=clients, rows=rows, step=step)
         try:
             write_atomic(result.folder / ANALYSIS, json.dumps(found))
         except OSError as error:
-            raise InputError(f"cannot be written: {error.strerror}", field=str(result.folder / ANALYSIS)) from error
+            raise InputError(
+                f"cannot be written: {error.strerror}", field=str(result.folder / ANALYSIS)
+            ) from error
     return found
 
 
-def analyse(run: Result | str | Path, *, clients: int = 10, rows: int = 250, step: Step | None = None) -> dict[str, Any]:
-    """The content of `analysis.json`: of some clients' models the CKA at every stage, the agreement, and maps. `run` is a result or
-    the folder of a run."""
+def analyse(
+    run: Result | str | Path, *, clients: int = 10, rows: int = 250, step: Step | None = None
+) -> dict[str, Any]:
+    """The content of `analysis.json`: of some clients' models the CKA at every stage, the
+    agreement, and maps. `run` is a result or the folder of a run."""
     require(clients >= 2, "a comparison needs at least 2 clients", "clients")
     require(rows >= 8, "a comparison needs at least 8 rows", "rows")
     tell = step or (lambda *_: None)
@@ -91,7 +103,9 @@ def analyse(run: Result | str | Path, *, clients: int = 10, rows: int = 250, ste
         whole = [sight for sight in sights if sight.finite]
         if len(whole) < 2:
             raise InputError(
-                f"{len(whole)} of the clients' models can be compared", field="RUN", fix="it takes two; none that diverged"
+                f"{len(whole)} of the clients' models can be compared",
+                field="RUN",
+                fix="it takes two; none that diverged",
             )
         maps = _maps(whole, labels.cpu(), federation.world.seed, tell)
         said = agreement([sight.logits for sight in whole], labels.cpu())
@@ -100,17 +114,28 @@ def analyse(run: Result | str | Path, *, clients: int = 10, rows: int = 250, ste
             "class_names": list(federation.world.class_names),
             "rows": picked.tolist(),
             "labels": labels.tolist(),
-            "clients": [{"id": s.device.id, "tier": s.device.tier, "params": s.params} for s in whole],
-            "cka": {stage: _cka(whole, stage) for stage in STAGES if any(stage in s.grams for s in whole)},
-            "agreement": {name: _numbers(getattr(said, name)) for name in ("equal", "kl", "js", "right")},
+            "clients": [
+                {"id": s.device.id, "tier": s.device.tier, "params": s.params} for s in whole
+            ],
+            "cka": {
+                stage: _cka(whole, stage)
+                for stage in STAGES
+                if any(stage in s.grams for s in whole)
+            },
+            "agreement": {
+                name: _numbers(getattr(said, name)) for name in ("equal", "kl", "js", "right")
+            },
             "maps": maps,
             "notes": _notes(sights, maps),
         }
 
 
-def client_networks(federation: Federation, clients: Sequence[int]) -> Iterator[tuple[Device, nn.Module]]:
-    """The clients' models, one by one, as they would be tested. Clients of one kind take turns in one network, so that each must be
-    done with before the next is asked for; who keeps one copies it."""
+def client_networks(
+    federation: Federation, clients: Sequence[int]
+) -> Iterator[tuple[Device, nn.Module]]:
+    """The clients' models, one by one, as they would be tested. Clients of one kind take turns in
+    one network, so that each must be done with before the next is asked for; who keeps one copies
+    it."""
     method = federation.shown
     for client in clients:
         device = federation.world.device(client)
@@ -118,7 +143,8 @@ def client_networks(federation: Federation, clients: Sequence[int]) -> Iterator[
 
 
 def spread(world: World, clients: int) -> list[int]:
-    """That many clients, or all there are: as evenly over the tiers as they allow, in the tiers' order."""
+    """That many clients, or all there are: as evenly over the tiers as they allow, in the tiers'
+    order."""
     fleet = world.fleet
     by_tier = [range(min(clients, fleet.count_of(tier))) for tier in world.plans]
     turns = [(t, k) for ks in zip_longest(*by_tier) for t, k in enumerate(ks) if k is not None]
@@ -127,11 +153,19 @@ def spread(world: World, clients: int) -> list[int]:
 
 
 def sample_rows(federation: Federation, rows: int) -> Tensor:
-    """Rows of the test set, spread over the classes as evenly as there are rows of them, in order of classes."""
+    """Rows of the test set, spread over the classes as evenly as there are rows of them, in order
+    of classes."""
     y = federation.bench.y_test.cpu()
     order = torch.from_numpy(stream(federation.world.seed, "analysed rows").permutation(len(y)))
-    by_class = [order[y[order] == label][:rows].tolist() for label in range(federation.world.classes)]
-    turns = [(label, row) for some in zip_longest(*by_class) for label, row in enumerate(some) if row is not None]
+    by_class = [
+        order[y[order] == label][:rows].tolist() for label in range(federation.world.classes)
+    ]
+    turns = [
+        (label, row)
+        for some in zip_longest(*by_class)
+        for label, row in enumerate(some)
+        if row is not None
+    ]
     return torch.tensor([row for _, row in sorted(turns[:rows], key=lambda turn: turn[0])])
 
 
@@ -142,12 +176,19 @@ def _result(run: Result | str | Path) -> AbstractContextManager[Result]:
 def _sight(device: Device, network: nn.Module, x: Tensor, batch: int) -> _Sight:
     seen = stage_outputs(network, x, batch=batch)
     params = sum(p.numel() for p in network.parameters())
-    return _Sight(device, params, {stage: centred_gram(values).cpu() for stage, values in seen.items()}, seen["logits"].cpu())
+    return _Sight(
+        device,
+        params,
+        {stage: centred_gram(values).cpu() for stage, values in seen.items()},
+        seen["logits"].cpu(),
+    )
 
 
 def _cka(sights: Sequence[_Sight], stage: str) -> Any:
     """In the unbiased form: early convolutions have many more values than there are rows."""
-    return _numbers(likeness([without_bias(s.grams[stage]) if stage in s.grams else None for s in sights]))
+    return _numbers(
+        likeness([without_bias(s.grams[stage]) if stage in s.grams else None for s in sights])
+    )
 
 
 def _maps(sights: Sequence[_Sight], labels: Tensor, seed: int, tell: Step) -> list[dict[str, Any]]:
@@ -164,15 +205,25 @@ def _maps(sights: Sequence[_Sight], labels: Tensor, seed: int, tell: Step) -> li
         )
         rows = _mapped_rows(labels, MOST_POINTS // len(who))
         places, how = embed(points[:, rows].flatten(0, 1), seed)
-        at = [[[round(float(v), 3) for v in place] for place in one] for one in places.view(len(who), len(rows), 2)]
+        at = [
+            [[round(float(v), 3) for v in place] for place in one]
+            for one in places.view(len(who), len(rows), 2)
+        ]
         maps.append({"stage": stage, "how": how, "clients": who, "rows": rows, "at": at})
     return maps
 
 
 def _notes(sights: Sequence[_Sight], maps: Sequence[dict[str, Any]]) -> list[str]:
-    notes = [f"Client {s.device.id} is left out: not all its model puts out is finite." for s in sights if not s.finite]
+    notes = [
+        f"Client {s.device.id} is left out: not all its model puts out is finite."
+        for s in sights
+        if not s.finite
+    ]
     if any(one["how"] == WITHOUT_SKLEARN for one in maps):
-        notes.append("The maps are PCA, for want of scikit-learn; for t-SNE: pip install 'nestling[analysis]'.")
+        notes.append(
+            "The maps are PCA, for want of scikit-learn; for t-SNE: pip install "
+            "'nestling[analysis]'."
+        )
     return notes
 
 
@@ -180,7 +231,9 @@ def _mapped_rows(labels: Tensor, most: int) -> list[int]:
     """Rows of the first classes, evenly."""
     shown = labels.unique()[:MOST_CLASSES]
     share = max(1, most // len(shown))
-    return sorted(int(row) for label in shown for row in (labels == label).nonzero().flatten()[:share])
+    return sorted(
+        int(row) for label in shown for row in (labels == label).nonzero().flatten()[:share]
+    )
 
 
 def _numbers(values: Tensor) -> Any:

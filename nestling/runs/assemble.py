@@ -1,4 +1,5 @@
-"""From an experiment to a federation that is ready to play: data, split, networks, fleet, plans, method, engine."""
+"""From an experiment to a federation that is ready to play: data, split, networks, fleet, plans,
+method, engine."""
 
 from __future__ import annotations
 
@@ -31,15 +32,19 @@ DEFAULT_FLEET_SIZE = 20
 
 @dataclass(frozen=True)
 class Given:
-    """Data that somebody brings instead of the experiment's own: the rows, the public inputs, and whose the rows are."""
+    """Data that somebody brings instead of the experiment's own: the rows, the public inputs, and
+    whose the rows are."""
 
     dataset: Dataset
     public: Tensor | None
     split: Split
 
 
-def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[Experiment, Federation]:
-    """The experiment with all it left open settled, and its federation (the engine not yet opened)."""
+def assemble(
+    experiment: Experiment, store: ClientStore | None = None
+) -> tuple[Experiment, Federation]:
+    """The experiment with all it left open settled, and its federation (the engine not yet
+    opened)."""
     settled, dataset, world = make_world(experiment, store)
     method = settled.make_method()
     method.setup(world)
@@ -55,10 +60,13 @@ def assemble(experiment: Experiment, store: ClientStore | None = None) -> tuple[
 def make_world(
     experiment: Experiment, store: ClientStore | None = None, given: Given | None = None
 ) -> tuple[Experiment, Dataset, World]:
-    """The experiment with all it left open settled, its data, and what a method may know of the federation."""
+    """The experiment with all it left open settled, its data, and what a method may know of the
+    federation."""
     experiment.split.check()
     dataset, public = (given.dataset, None) if given else _data(experiment)
-    where = choose_where(experiment.engine.name, experiment.engine.device, experiment.engine.precision)
+    where = choose_where(
+        experiment.engine.name, experiment.engine.device, experiment.engine.precision
+    )
     place = where.device
     experiment = _settle_model(experiment, dataset)
     main = _main_network(experiment, dataset)
@@ -70,7 +78,14 @@ def make_world(
     for reference in references.values():
         reference.to(place)
     world = World(
-        references, main, fleet, split, plans, dataset.classes, experiment.train.over(experiment.rounds), experiment.seed
+        references,
+        main,
+        fleet,
+        split,
+        plans,
+        dataset.classes,
+        experiment.train.over(experiment.rounds),
+        experiment.seed,
     )
     world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
     if given is not None:
@@ -89,14 +104,29 @@ def _data(experiment: Experiment) -> tuple[Dataset, Dataset | None]:
 
 def _split(experiment: Experiment, dataset: Dataset, clients: int) -> Split:
     y, classes = dataset.y.numpy(), dataset.classes
-    return make_split(experiment.split, y=y, classes=classes, clients=clients, seed=experiment.seed, client=dataset.client)
+    return make_split(
+        experiment.split,
+        y=y,
+        classes=classes,
+        clients=clients,
+        seed=experiment.seed,
+        client=dataset.client,
+    )
 
 
 def site_of(federation: Federation) -> Site:
     """What the client side needs of a federation."""
     world, bench = federation.world, federation.bench
     return Site(
-        bench.x, bench.y, world.split, world.references, world.classes, world.train, world.seed, world.public, world.where
+        bench.x,
+        bench.y,
+        world.split,
+        world.references,
+        world.classes,
+        world.train,
+        world.seed,
+        world.public,
+        world.where,
     )
 
 
@@ -106,10 +136,19 @@ def default_model(shape: tuple[int, ...]) -> str:
 
 
 def reference_network(
-    name: str, options: dict[str, object], shape: tuple[int, ...], classes: int, seed: int, role: str
+    name: str,
+    options: dict[str, object],
+    shape: tuple[int, ...],
+    classes: int,
+    seed: int,
+    role: str,
 ) -> Reference:
     """A network by name, with the weights that the seed gives it."""
-    kind = (name, json.dumps(options, sort_keys=True, default=repr), shape, classes) if name in MODELS else None
+    kind = (
+        (name, json.dumps(options, sort_keys=True, default=repr), shape, classes)
+        if name in MODELS
+        else None
+    )
     with torch_seeded(seed, "network", role):
         return Reference(role, build(name, shape=shape, classes=classes, **options), shape, kind)
 
@@ -118,7 +157,9 @@ def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
     if experiment.model.name:
         return experiment
     wanted = experiment.make_method().as_set.model if len(dataset.shape) == 3 else ""
-    return experiment.with_changes(model=Named(wanted or default_model(dataset.shape), experiment.model.options))
+    return experiment.with_changes(
+        model=Named(wanted or default_model(dataset.shape), experiment.model.options)
+    )
 
 
 def _main_network(experiment: Experiment, dataset: Dataset) -> Reference:
@@ -126,13 +167,16 @@ def _main_network(experiment: Experiment, dataset: Dataset) -> Reference:
         main = Reference("main", experiment.own_model, dataset.shape)
     else:
         model = experiment.model
-        main = reference_network(model.name, model.options, dataset.shape, dataset.classes, experiment.seed, "main")
+        main = reference_network(
+            model.name, model.options, dataset.shape, dataset.classes, experiment.seed, "main"
+        )
     _check_outputs(main.module, dataset)
     if not main.axes.names:
         raise InputError(
             f"{experiment.model.name} has no axis that could be made smaller",
             field="model.name",
-            fix="its hidden channels must come from convolutions or linear layers and stay unmixed by reshapes",
+            fix="its hidden channels must come from convolutions or linear layers and stay "
+            "unmixed by reshapes",
         )
     return main
 
@@ -143,34 +187,58 @@ def _check_outputs(module: nn.Module, dataset: Dataset) -> None:
         try:
             out = module(dataset.x[:2])
         except Exception as error:
-            raise InputError(f"the network does not run on {dataset.name}: {error}", field="model.name") from error
+            raise InputError(
+                f"the network does not run on {dataset.name}: {error}", field="model.name"
+            ) from error
     if not isinstance(out, torch.Tensor) or tuple(out.shape) != (2, dataset.classes):
         got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-        raise InputError(f"the network must give logits of shape (batch, {dataset.classes}), not {got}", field="model.name")
+        raise InputError(
+            f"the network must give logits of shape (batch, {dataset.classes}), not {got}",
+            field="model.name",
+        )
 
 
 def _settle_fleet(experiment: Experiment, dataset: Dataset, main: Reference) -> Experiment:
     fleet = fleet_of(experiment.fleet)
-    natural = int(dataset.client.max()) + 1 if experiment.split.kind == "natural" and dataset.client is not None else 0
+    natural = (
+        int(dataset.client.max()) + 1
+        if experiment.split.kind == "natural" and dataset.client is not None
+        else 0
+    )
     size = fleet.size or sum(tier.count for tier in fleet.tiers) or natural or DEFAULT_FLEET_SIZE
-    fleet = replace(fleet, path="", size=size, tiers=fleet.tiers or _default_tiers(experiment, dataset, main, size))
+    fleet = replace(
+        fleet,
+        path="",
+        size=size,
+        tiers=fleet.tiers or _default_tiers(experiment, dataset, main, size),
+    )
     fix = "at most the fleet's size, or 0 for everyone"
     require(
-        experiment.participants <= size, f"{experiment.participants} clients a round from a fleet of {size}", "participants", fix
+        experiment.participants <= size,
+        f"{experiment.participants} clients a round from a fleet of {size}",
+        "participants",
+        fix,
     )
     return experiment.with_changes(fleet=_without_empty(fleet, experiment.seed))
 
 
 def _without_empty(fleet: FleetConfig, seed: int) -> FleetConfig:
-    """The fleet without tiers whose share comes to no device: nobody is there to train, so what they could train must not count."""
+    """The fleet without tiers whose share comes to no device: nobody is there to train, so what
+    they could train must not count."""
     made = make_fleet(fleet, seed)
     if all(made.counts):
         return fleet
-    left = [replace(t, share=0.0, count=count) for t, count in zip(made.tiers, made.counts, strict=True) if count]
+    left = [
+        replace(t, share=0.0, count=count)
+        for t, count in zip(made.tiers, made.counts, strict=True)
+        if count
+    ]
     return replace(fleet, tiers=tuple(left))
 
 
-def _default_tiers(experiment: Experiment, dataset: Dataset, main: Reference, size: int) -> tuple[Tier, ...]:
+def _default_tiers(
+    experiment: Experiment, dataset: Dataset, main: Reference, size: int
+) -> tuple[Tier, ...]:
     """The default tiers that can train some piece of the network on this data."""
     budget = _budget(experiment.with_changes(fleet=FleetConfig(size=size)), dataset)
     possible = []
@@ -186,7 +254,8 @@ def _default_tiers(experiment: Experiment, dataset: Dataset, main: Reference, si
 
 
 def _settle_networks(experiment: Experiment, dataset: Dataset) -> Experiment:
-    """The experiment in which every tier that names only a device has the largest network of the fleet's list that fits it."""
+    """The experiment in which every tier that names only a device has the largest network of the
+    fleet's list that fits it."""
     listed = experiment.fleet.networks
     if not listed:
         return experiment
@@ -198,7 +267,14 @@ def _settle_networks(experiment: Experiment, dataset: Dataset) -> Experiment:
     for number, (tier, profile) in enumerate(zip(experiment.fleet.tiers, profiles, strict=True)):
         if tier.device and not tier.model and not tier.ratio:
             limits = while_free(tier, budget_of(tier, budget))
-            found = next((n for n, r in built if not exceeded(profile, piece_cost(Piece(r, r.full)), limits)), None)
+            found = next(
+                (
+                    n
+                    for n, r in built
+                    if not exceeded(profile, piece_cost(Piece(r, r.full)), limits)
+                ),
+                None,
+            )
             if found is None:
                 raise InputError(
                     f"none of the fleet's networks trains on {profile.name}",
@@ -214,7 +290,9 @@ def _settle_networks(experiment: Experiment, dataset: Dataset) -> Experiment:
 def _listed_network(table: dict[str, Any], number: int, dataset: Dataset, seed: int) -> Reference:
     options = {key: value for key, value in table.items() if key != "name"}
     try:
-        return reference_network(table["name"], options, dataset.shape, dataset.classes, seed, f"listed {number}")
+        return reference_network(
+            table["name"], options, dataset.shape, dataset.classes, seed, f"listed {number}"
+        )
     except InputError as error:
         raise InputError(str(error), field=f"fleet.networks[{number}]") from None
 
@@ -224,7 +302,9 @@ def _budget(experiment: Experiment, dataset: Dataset) -> Budget:
     optimizer = "adam" if train.optimizer != "sgd" else "momentum" if train.momentum else "sgd"
     samples = experiment.split.size or max(1, len(dataset.y) // experiment.fleet.size)
     blocks = experiment.make_method().blocks
-    return Budget(train.batch, samples, train.epochs, optimizer, experiment.time_budget, blocks=blocks)
+    return Budget(
+        train.batch, samples, train.epochs, optimizer, experiment.time_budget, blocks=blocks
+    )
 
 
 def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Reference]:
@@ -234,7 +314,12 @@ def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Referen
         if tier.model:
             try:
                 found = reference_network(
-                    tier.model, tier.model_options, dataset.shape, dataset.classes, experiment.seed, tier.name
+                    tier.model,
+                    tier.model_options,
+                    dataset.shape,
+                    dataset.classes,
+                    experiment.seed,
+                    tier.name,
                 )
             except InputError as error:
                 raise InputError(str(error), field=f"fleet.tiers[{number}].model") from None
@@ -242,7 +327,9 @@ def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Referen
     return own
 
 
-def _federation(experiment: Experiment, dataset: Dataset, world: World, method: Method) -> Federation:
+def _federation(
+    experiment: Experiment, dataset: Dataset, world: World, method: Method
+) -> Federation:
     participants, place = experiment.participants or len(world.fleet), world.where.device
     order = torch.from_numpy(stream(experiment.seed, "calibration").permutation(len(dataset.y)))
     bench = Bench(
@@ -269,10 +356,20 @@ def _federation(experiment: Experiment, dataset: Dataset, world: World, method: 
 
         home = world.store.folder.parent / "boards" if world.store.folder else None
         engine = with_boards(engine, world.fleet, verify=chosen.verify_boards, home=home)
-    return Federation(world, method, engine, bench, experiment.rounds, participants, experiment.evaluate.every, experiment.server)
+    return Federation(
+        world,
+        method,
+        engine,
+        bench,
+        experiment.rounds,
+        participants,
+        experiment.evaluate.every,
+        experiment.server,
+    )
 
 
 def _portable(experiment: Experiment) -> bool:
-    """Whether another process can import the method and the networks: what a script defines itself stays with it."""
+    """Whether another process can import the method and the networks: what a script defines itself
+    stays with it."""
     own = (experiment.own_method, experiment.own_model)
     return not any(type(o).__module__ == "__main__" for o in own if o is not None)

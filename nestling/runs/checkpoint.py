@@ -18,7 +18,8 @@ _DIGEST = 32
 
 
 def save(folder: Path, state: Mapping[str, State], totals: Totals) -> None:
-    """Writes the method's state and the run's totals; the digest in front tells a damaged file from a good one."""
+    """Writes the method's state and the run's totals; the digest in front tells a damaged file from
+    a good one."""
     data = Message(state, {"totals": asdict(totals)}).to_bytes()
     write_atomic(folder / NAME, hashlib.sha256(data).digest() + data)
 
@@ -30,9 +31,15 @@ def load(folder: Path) -> tuple[dict[str, State], Totals] | None:
         return None
     raw = path.read_bytes()
     if hashlib.sha256(raw[_DIGEST:]).digest() != raw[:_DIGEST]:
-        raise InputError(f"the checkpoint {path} is damaged", field="--resume", fix="restore the file, or start the run again")
+        raise InputError(
+            f"the checkpoint {path} is damaged",
+            field="--resume",
+            fix="restore the file, or start the run again",
+        )
     message = Message.from_bytes(raw[_DIGEST:])
-    return {name: dict(part) for name, part in message.parts.items()}, Totals(**message.facts["totals"])
+    return {name: dict(part) for name, part in message.parts.items()}, Totals(
+        **message.facts["totals"]
+    )
 
 
 def exists(folder: Path) -> bool:

@@ -1,4 +1,5 @@
-"""A federation in plain numbers: what each tier trains and why it fits, and how the data is divided."""
+"""A federation in plain numbers: what each tier trains and why it fits, and how the data is
+divided."""
 
 from __future__ import annotations
 
@@ -31,13 +32,17 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
 
 
 def norm_of(experiment: Experiment) -> str | None:
-    """The normalisation of the main network (None: of a network of the user's own, which may have any)."""
+    """The normalisation of the main network (None: of a network of the user's own, which may have
+    any)."""
     known = MODELS.get(experiment.model.name)
-    return experiment.model.options.get("norm") or (known.norm if known and experiment.own_model is None else None)
+    return experiment.model.options.get("norm") or (
+        known.norm if known and experiment.own_model is None else None
+    )
 
 
 def _tier(experiment: Experiment, federation: Federation, plan: Plan) -> dict[str, Any]:
-    """A tier: what its devices are, and what the method has them train when nothing else uses their memory."""
+    """A tier: what its devices are, and what the method has them train when nothing else uses their
+    memory."""
     world, profile = federation.world, plan.profile
     piece = federation.method.piece(world.device(world.fleet.member(plan.tier.name, 0)), 0)
     planned, cost, known = piece is plan.piece, world.cost(piece), bool(plan.tier.device)
@@ -59,13 +64,18 @@ def _tier(experiment: Experiment, federation: Federation, plan: Plan) -> dict[st
         "limits": dict(plan.fit.limits) if plan.fit else None,
         "binding": found.binding if found else None,
         "reasons": list(found.reasons) if found else [],
-        "sources": {name: figure.source for name, figure in profile.figures().items()} if known else {},
+        "sources": {name: figure.source for name, figure in profile.figures().items()}
+        if known
+        else {},
     }
 
 
 def _split(experiment: Experiment, world: World) -> dict[str, Any]:
     split, shown = world.split, min(len(world.fleet), PICTURED_CLIENTS)
-    clients = [{"id": c, "tier": world.fleet.tier_of(c).name, "counts": split.counts(c).tolist()} for c in range(shown)]
+    clients = [
+        {"id": c, "tier": world.fleet.tier_of(c).name, "counts": split.counts(c).tolist()}
+        for c in range(shown)
+    ]
     return {
         "kind": experiment.split.kind,
         "alpha": experiment.split.alpha,

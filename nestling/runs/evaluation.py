@@ -1,7 +1,9 @@
-"""Testing models: global accuracy on the common test set, personal accuracy on each client's own mix of classes.
+"""Testing models: global accuracy on the common test set, personal accuracy on each client's own
+mix of classes.
 
-The two are never mixed. A client's personal accuracy is that of the model it would use, with every class of the test set weighted as
-in the client's own data; with `split.holdout` it is measured on the client's own held-out rows instead.
+The two are never mixed. A client's personal accuracy is that of the model it would use, with every
+class of the test set weighted as in the client's own data; with `split.holdout` it is measured on
+the client's own held-out rows instead.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from nestling.world import Device, Model, World
 
 @dataclass
 class Bench:
-    """The test data, the clients whose personal accuracy is measured, and the training rows that calibrate static batch norms."""
+    """The test data, the clients whose personal accuracy is measured, and the training rows that
+    calibrate static batch norms."""
 
     x_test: Tensor
     y_test: Tensor
@@ -51,18 +54,25 @@ def panel(world: World, clients: int) -> list[int]:
     """At most that many clients, spread over the tiers, at least one of each."""
     fleet = world.fleet
     share = max(1, clients // len(world.plans))
-    return sorted(fleet.member(name, k) for name in world.plans for k in range(min(share, fleet.count_of(name))))
+    return sorted(
+        fleet.member(name, k)
+        for name in world.plans
+        for k in range(min(share, fleet.count_of(name)))
+    )
 
 
 def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
-    """Accuracies now: global, personal, both by tier, and those of the other models that a method names."""
+    """Accuracies now: global, personal, both by tier, and those of the other models that a method
+    names."""
     tested: Tested = {}
     if method.as_set.personal and bench.x_test.is_cuda:
         _test_together(method, world, bench, tested)
     if method.nests:
         _test_nested(method, world, bench, tested)
     devices = [world.device(client) for client in bench.panel]
-    rows = [_test_model(method.model_for(device), world, bench, device, tested) for device in devices]
+    rows = [
+        _test_model(method.model_for(device), world, bench, device, tested) for device in devices
+    ]
     whole = method.global_model()
     by_tier = {}
     for tier in world.plans:
@@ -79,7 +89,12 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
         "personal_accuracy": _mean(r["personal_accuracy"] for r in rows),
         "by_tier": by_tier,
         **(
-            {"others": {name: {key: _mean(r[key] for r in own) for key in KINDS} for name, own in others.items()}}
+            {
+                "others": {
+                    name: {key: _mean(r[key] for r in own) for key in KINDS}
+                    for name, own in others.items()
+                }
+            }
             if others
             else {}
         ),
@@ -98,10 +113,18 @@ def _test_together(method: Method, world: World, bench: Bench, tested: Tested) -
 
 
 def _test_nested(method: Method, world: World, bench: Bench, tested: Tested) -> None:
-    """Tests the parts of the global model by its own features, where its network lets them be read off."""
+    """Tests the parts of the global model by its own features, where its network lets them be read
+    off."""
     whole = method.global_model()
-    views = {view.key(): view for view in (method.model_for(world.device(client)).view for client in bench.panel)}
-    if whole is None or _calibrated(whole.reference.module) or not all(whole.view.contains(view) for view in views.values()):
+    views = {
+        view.key(): view
+        for view in (method.model_for(world.device(client)).view for client in bench.panel)
+    }
+    if (
+        whole is None
+        or _calibrated(whole.reference.module)
+        or not all(whole.view.contains(view) for view in views.values())
+    ):
         return
     views[whole.view.key()] = whole.view
     head = common_head(whole.reference, whole.view, tuple(views.values()))
@@ -109,35 +132,50 @@ def _test_nested(method: Method, world: World, bench: Bench, tested: Tested) -> 
         ask = partial(_parts_classes, head=head, views=tuple(views.values()), own=whole.view)
         hits = _predict(ready(whole, bench), bench.x_test, bench.batch, ask) == bench.y_test
         for (key, view), own in zip(views.items(), hits, strict=True):
-            tested[whole.reference.name, key] = [(Model(whole.reference, view, view.extract(whole.state)), own)]
+            tested[whole.reference.name, key] = [
+                (Model(whole.reference, view, view.extract(whole.state)), own)
+            ]
 
 
 @torch.no_grad()
 def stacked_hits(models: Sequence[Model], bench: Bench) -> Tensor:
     """(models, test rows) whether each model of one network is right about each row."""
     module = models[0].reference.network(models[0].view).eval()
-    stacked = {name: torch.stack([m.state[name].to(bench.x_test.device) for m in models]) for name in models[0].state}
-    forward = vmap(lambda state, x: functional_call(module, state, (x,)).argmax(-1), in_dims=(0, None))
-    return torch.cat([forward(stacked, x) for x in bench.x_test.split(bench.batch)], 1) == bench.y_test
+    stacked = {
+        name: torch.stack([m.state[name].to(bench.x_test.device) for m in models])
+        for name in models[0].state
+    }
+    forward = vmap(
+        lambda state, x: functional_call(module, state, (x,)).argmax(-1), in_dims=(0, None)
+    )
+    return (
+        torch.cat([forward(stacked, x) for x in bench.x_test.split(bench.batch)], 1) == bench.y_test
+    )
 
 
 def _known_hits(model: Model, tested: Tested, world: World, bench: Bench) -> Tensor:
     """The model's hits; a model with the very same weights is not tested again."""
     known = tested.setdefault((model.reference.name, model.view.key()), [])
     for other, hits in known:
-        if other is model or all(torch.equal(other.state[name], t) for name, t in model.state.items()):
+        if other is model or all(
+            torch.equal(other.state[name], t) for name, t in model.state.items()
+        ):
             return hits
     known.append((model, _hits(model, world, bench)))
     return known[-1][1]
 
 
-def _test_model(model: Model, world: World, bench: Bench, device: Device, tested: Tested) -> dict[str, Any]:
+def _test_model(
+    model: Model, world: World, bench: Bench, device: Device, tested: Tested
+) -> dict[str, Any]:
     hits = _known_hits(model, tested, world, bench)
     held_out = world.split.holdout(device.id)
     if len(held_out):
         module = ready(model, bench)
         index = torch.from_numpy(np.asarray(held_out)).to(bench.x.device)
-        personal = float((_predict(module, bench.x[index], bench.batch) == bench.y[index]).float().mean())
+        personal = float(
+            (_predict(module, bench.x[index], bench.batch) == bench.y[index]).float().mean()
+        )
     else:
         personal = _personal(hits, bench.y_test, world.split.counts(device.id))
     return {"tier": device.tier, "global_accuracy": _accuracy(hits), "personal_accuracy": personal}
@@ -148,7 +186,8 @@ def _hits(model: Model, _world: World, bench: Bench) -> Tensor:
 
 
 def ready(model: Model, bench: Bench) -> nn.Module:
-    """A model's network as it is tested: calibrated where it must be. The next model of the same view takes it over."""
+    """A model's network as it is tested: calibrated where it must be. The next model of the same
+    view takes it over."""
     module = model.reference.network(model.view, model.state)
     if _calibrated(module):
         module = calibrate(module, (bench.x[rows] for rows in bench.calibration.split(bench.batch)))
@@ -165,7 +204,8 @@ Ask = Callable[[nn.Module, Tensor], Tensor]
 
 
 def _predict(module: nn.Module, x: Tensor, batch: int, ask: Ask | None = None) -> Tensor:
-    """The classes that a network sees. On a CPU its batches are shared among the cores, each computed by one thread as always."""
+    """The classes that a network sees. On a CPU its batches are shared among the cores, each
+    computed by one thread as always."""
     parts, ask = x.split(batch), ask or _classes
     threads = 1 if x.is_cuda else min(len(parts), cores())
     if threads == 1:
@@ -173,7 +213,11 @@ def _predict(module: nn.Module, x: Tensor, batch: int, ask: Ask | None = None) -
     # A copy for everyone: a network's code may keep something between its layers.
     networks = [module, *(copy.deepcopy(module) for _ in range(threads - 1))]
     with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(_ask_all, networks, (parts[k::threads] for k in range(threads)), [ask] * threads))
+        found = list(
+            pool.map(
+                _ask_all, networks, (parts[k::threads] for k in range(threads)), [ask] * threads
+            )
+        )
     return torch.cat([found[k % threads][k // threads] for k in range(len(parts))], -1)
 
 
@@ -186,7 +230,9 @@ def _classes(module: nn.Module, x: Tensor) -> Tensor:
     return module(x).argmax(-1)
 
 
-def _parts_classes(module: nn.Module, x: Tensor, head: str, views: Sequence[View], own: View) -> Tensor:
+def _parts_classes(
+    module: nn.Module, x: Tensor, head: str, views: Sequence[View], own: View
+) -> Tensor:
     """The classes that the networks of some views inside a network see, one row per view."""
     features = logits_and_features(module, head, x)[1]
     return torch.stack([headed(module, head, view, own, features).argmax(-1) for view in views])
@@ -197,7 +243,8 @@ def _accuracy(hits: Tensor) -> float:
 
 
 def _personal(hits: Tensor, y: Tensor, counts: np.ndarray) -> float:
-    """Accuracy by class, weighted by the client's own classes; classes that the test set lacks are left out."""
+    """Accuracy by class, weighted by the client's own classes; classes that the test set lacks are
+    left out."""
     tested = torch.bincount(y, minlength=len(counts)).cpu().numpy()
     right = torch.bincount(y[hits], minlength=len(counts)).cpu().numpy()
     weight = np.where(tested > 0, counts, 0).astype(np.float64)

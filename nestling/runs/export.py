@@ -1,4 +1,5 @@
-"""The export of a run's model for one kind of its devices: the files, and a report of what was lost and what it takes."""
+"""The export of a run's model for one kind of its devices: the files, and a report of what was lost
+and what it takes."""
 
 from __future__ import annotations
 
@@ -57,15 +58,19 @@ def export(
     calibration: int = CALIBRATION,
     name: str = "model",
 ) -> dict[str, Any]:
-    """Writes the model that a run made for `device` (the name of a tier or of its device) and gives back the report.
+    """Writes the model that a run made for `device` (the name of a tier or of its device) and gives
+    back the report.
 
-    The model is quantised with `calibration` rows that clients trained on. What does not fit the device is refused.
+    The model is quantised with `calibration` rows that clients trained on. What does not fit the
+    device is refused.
     """
     for word in formats:
         if word not in FORMATS:
             raise unknown("format", word, FORMATS, field="--format")
     if calibration < 1:
-        raise InputError(f"{calibration} rows to calibrate with", field="--calibration", fix="give at least 1")
+        raise InputError(
+            f"{calibration} rows to calibrate with", field="--calibration", fix="give at least 1"
+        )
     with _result(run) as result:
         work = _prepare(result.federation, device, calibration)
         folder = _folder(result, work.plan.tier.name, out)
@@ -86,7 +91,9 @@ def _folder(result: Result, tier: str, out: str | Path | None) -> Path:
     if out is not None:
         return Path(out)
     if result.folder is None:
-        raise InputError("the run has no folder to write to", field="--out", fix="say where to write")
+        raise InputError(
+            "the run has no folder to write to", field="--out", fix="say where to write"
+        )
     return result.folder / f"export-{tier}"
 
 
@@ -96,7 +103,9 @@ def _prepare(federation: Federation, device: str, calibration: int) -> _Work:
     client = world.fleet.member(plan.tier.name, 0)
     model = federation.shown.model_for(world.device(client))
     if model is None:
-        raise InputError(f"{federation.method.as_set.title} has no model for {plan.tier.name}", field="--device")
+        raise InputError(
+            f"{federation.method.as_set.title} has no model for {plan.tier.name}", field="--device"
+        )
     module = copy.deepcopy(ready(model, federation.bench)).cpu().eval()
     network = fold(module, world.main.shape)
     rows = calibration_rows(world, federation.bench, calibration)
@@ -110,26 +119,43 @@ def find_tier(world: World, device: str) -> Plan:
     """The plan of the tier called `device`, or of the one tier that has such devices or boards."""
     if device in world.plans:
         return world.plans[device]
-    found = [plan for plan in world.plans.values() if device and device in (plan.tier.device, plan.tier.board)]
+    found = [
+        plan
+        for plan in world.plans.values()
+        if device and device in (plan.tier.device, plan.tier.board)
+    ]
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(plan.tier.name for plan in found)
-        raise InputError(f"several tiers have the device {device!r}", field="--device", fix=f"name one of them: {names}")
+        raise InputError(
+            f"several tiers have the device {device!r}",
+            field="--device",
+            fix=f"name one of them: {names}",
+        )
     devices = (plan.tier.device for plan in world.plans.values())
-    raise unknown("device of this run", device, {*world.plans, *filter(None, devices)}, field="--device")
+    raise unknown(
+        "device of this run", device, {*world.plans, *filter(None, devices)}, field="--device"
+    )
 
 
 def calibration_rows(world: World, bench: Bench, count: int) -> Tensor:
-    """That many rows that clients trained on, or all there are; neither test rows nor rows that a client holds out."""
+    """That many rows that clients trained on, or all there are; neither test rows nor rows that a
+    client holds out."""
     fleet, share = world.fleet, max(1, MOST_CLIENTS // len(world.plans))
-    clients = [fleet.member(tier, k) for tier in world.plans for k in range(min(share, fleet.count_of(tier)))]
+    clients = [
+        fleet.member(tier, k)
+        for tier in world.plans
+        for k in range(min(share, fleet.count_of(tier)))
+    ]
     rows = np.unique(np.concatenate([world.split.indices(client) for client in clients]))
     chosen = stream(world.seed, "export calibration").permutation(rows)[:count]
     return bench.x[torch.from_numpy(chosen).to(bench.x.device)].cpu()
 
 
-def _files(work: _Work, federation: Federation, formats: tuple[str, ...], name: str) -> dict[str, bytes | str]:
+def _files(
+    work: _Work, federation: Federation, formats: tuple[str, ...], name: str
+) -> dict[str, bytes | str]:
     files: dict[str, bytes | str] = {}
     if "c" in formats:
         files.update(c_source.write(work.quantised, name))
@@ -140,10 +166,15 @@ def _files(work: _Work, federation: Federation, formats: tuple[str, ...], name: 
     return files
 
 
-def _report(work: _Work, federation: Federation, files: dict[str, bytes | str], folder: Path) -> dict[str, Any]:
+def _report(
+    work: _Work, federation: Federation, files: dict[str, bytes | str], folder: Path
+) -> dict[str, Any]:
     bench, plan = federation.bench, work.plan
     x, y = bench.x_test.cpu(), bench.y_test.cpu()
-    before, after = _accuracy(work.module, x, y, bench.batch), reference.accuracy(work.quantised, x, y)
+    before, after = (
+        _accuracy(work.module, x, y, bench.batch),
+        reference.accuracy(work.quantised, x, y),
+    )
     return {
         "tier": plan.tier.name,
         "device": plan.profile.name,
@@ -156,8 +187,16 @@ def _report(work: _Work, federation: Federation, files: dict[str, bytes | str], 
         "test_rows": len(y),
         "accuracy_float": before,
         "accuracy_int8": after,
-        "ram": {**work.sizes.ram, "total": work.sizes.ram_bytes, "there": int(plan.profile.ram_bytes.value)},
-        "flash": {**work.sizes.flash, "total": work.sizes.flash_bytes, "there": int(plan.profile.flash_bytes.value)},
+        "ram": {
+            **work.sizes.ram,
+            "total": work.sizes.ram_bytes,
+            "there": int(plan.profile.ram_bytes.value),
+        },
+        "flash": {
+            **work.sizes.flash,
+            "total": work.sizes.flash_bytes,
+            "there": int(plan.profile.flash_bytes.value),
+        },
         "flash_how": work.sizes.how,
         "flash_estimate": work.sizes.estimate,
         "folder": str(folder),
@@ -174,17 +213,23 @@ def _accuracy(module: nn.Module, x: Tensor, y: Tensor, batch: int) -> float:
 
 def export_table(report: dict[str, Any]) -> Table:
     """The report as a table."""
-    table = Table("what", "value", title=f"{report['tier']} ({report['device']}), round {report['round']}")
+    table = Table(
+        "what", "value", title=f"{report['tier']} ({report['device']}), round {report['round']}"
+    )
     lost = 100 * (report["accuracy_float"] - report["accuracy_int8"])
     table.add_row("parameters", f"{report['parameters']:,}")
-    table.add_row("accuracy in float32", f"{report['accuracy_float']:.2%} of {report['test_rows']:,} test rows")
+    table.add_row(
+        "accuracy in float32",
+        f"{report['accuracy_float']:.2%} of {report['test_rows']:,} test rows",
+    )
     table.add_row("accuracy in int8", f"{report['accuracy_int8']:.2%} ({-lost:+.2f} points)")
     for kind, mark in (("ram", ""), ("flash", "~" if report["flash_estimate"] else "")):
         parts = dict(report[kind])
         total, there = parts.pop("total"), parts.pop("there")
         split = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items())
         table.add_row(
-            f"{kind.upper() if kind == 'ram' else kind} on it", f"{mark}{show_bytes(total)} of {show_bytes(there)}: {split}"
+            f"{kind.upper() if kind == 'ram' else kind} on it",
+            f"{mark}{show_bytes(total)} of {show_bytes(there)}: {split}",
         )
     table.add_row("flash figure", report["flash_how"])
     for file, size in report["files"].items():

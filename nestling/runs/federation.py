@@ -66,6 +66,7 @@ class Federation:
         self.method.restore({name: part for name, part in state.items() if name not in self.kept})
 
     def roll_back(self, round: int, state: Mapping[str, State]) -> None:
-        """Undoes a round and those begun after it: the server's state, what clients keep, and what is written down of them."""
+        """Undoes a round and those begun after it: the server's state, what clients keep, and what
+        is written down of them."""
         self.world.store.undo(round)
         self.restore(state)

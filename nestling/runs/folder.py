@@ -1,8 +1,9 @@
 """The run folder: plain files that are whole at every moment.
 
-experiment.toml (the complete description), federation.json (what fits where, the split, how the run began), metrics.jsonl (one
-line per round), boards.jsonl (where there are boards: a line for every job that one did), checkpoint.bin, clients/ (what clients
-keep), events (TensorBoard reads along), and at the end summary.json, global.safetensors and report.html; `nestling analyse` adds
+experiment.toml (the complete description), federation.json (what fits where, the split, how the run
+began), metrics.jsonl (one line per round), boards.jsonl (where there are boards: a line for every
+job that one did), checkpoint.bin, clients/ (what clients keep), events (TensorBoard reads along),
+and at the end summary.json, global.safetensors and report.html; `nestling analyse` adds
 analysis.json.
 """
 
@@ -34,12 +35,17 @@ class RunFolder:
 
     def take(self, field: str = "--resume") -> RunFolder:
         """Takes the folder for this process; a second one is refused."""
-        lock = os.open(self.path, os.O_RDONLY)  # the folder itself, since its files are replaced as they change
+        # the folder itself, since its files are replaced as they change
+        lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)
-            raise InputError(f"another process is running in {self.path}", field=field, fix="wait for it, or stop it") from None
+            raise InputError(
+                f"another process is running in {self.path}",
+                field=field,
+                fix="wait for it, or stop it",
+            ) from None
         self._lock = lock
         return self
 
@@ -100,7 +106,11 @@ def check_new(path: Path) -> None:
     """Refuses a path where a run folder cannot be made."""
     with writing(_called(path)):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InputError(f"{path} exists already", field="--out", fix="name another folder, or go on with it: --resume")
+            raise InputError(
+                f"{path} exists already",
+                field="--out",
+                fix="name another folder, or go on with it: --resume",
+            )
     check_place(path)
 
 
@@ -109,7 +119,8 @@ def _called(path: Path) -> str:
 
 
 def create(path: Path, files: dict[str, str]) -> RunFolder:
-    """A new run folder with its first files; it appears under its name only when they are all there."""
+    """A new run folder with its first files; it appears under its name only when they are all
+    there."""
     check_new(path)
     with writing(_called(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +141,9 @@ def create(path: Path, files: dict[str, str]) -> RunFolder:
 def reopen(path: Path, field: str = "--resume") -> RunFolder:
     """The folder of an earlier run."""
     if not (path / EXPERIMENT).is_file():
-        raise InputError(f"{path} is not a run folder", field=field, fix=f"name a folder that holds {EXPERIMENT}")
+        raise InputError(
+            f"{path} is not a run folder", field=field, fix=f"name a folder that holds {EXPERIMENT}"
+        )
     return RunFolder(path)
 
 
@@ -139,4 +152,9 @@ def _scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
         if isinstance(value, (int, float)) and name != "round":
             yield name, float(value)
         elif name == "by_tier":
-            yield from ((f"{tier}/{k}", float(v)) for tier, row in value.items() for k, v in row.items() if v is not None)
+            yield from (
+                (f"{tier}/{k}", float(v))
+                for tier, row in value.items()
+                for k, v in row.items()
+                if v is not None
+            )

@@ -1,4 +1,5 @@
-"""The loop: choose → send → train → admit → merge → test. What a round did is undone whole if it must be (`ahead`)."""
+"""The loop: choose → send → train → admit → merge → test. What a round did is undone whole if it
+must be (`ahead`)."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from nestling.training.client import Outcome, Task
 
 
 def play(federation: Federation, halt: Callable[[], bool] = lambda: False) -> Iterator[Metrics]:
-    """Plays the remaining rounds; gives each one's metrics after its merge, before anything is written. While `halt` says so no round
-    is started before all that were are done."""
+    """Plays the remaining rounds; gives each one's metrics after its merge, before anything is
+    written. While `halt` says so no round is started before all that were are done."""
     mark = time.monotonic()
     for done in rounds_that_stand(federation, carry_out, halt):
         metrics = account_for(federation, done)
         mark, metrics["seconds"] = time.monotonic(), time.monotonic() - mark
         yield metrics
-        mark = mark if federation.ahead else time.monotonic()  # what the caller does with the metrics is no part of a round
+        # what the caller does with the metrics is no part of a round
+        mark = mark if federation.ahead else time.monotonic()
 
 
 def carry_out(federation: Federation, round: Round) -> None:
@@ -32,7 +34,9 @@ def carry_out(federation: Federation, round: Round) -> None:
     train(federation, round)
     replies = admit(federation, round)
     keep(federation, round)
-    federation.kept = merge_round(federation.server, federation.method, replies, round.number, federation.kept)
+    federation.kept = merge_round(
+        federation.server, federation.method, replies, round.number, federation.kept
+    )
     if round.number % federation.evaluate_every == 0 or round.number == federation.rounds:
         round.tested = evaluate(federation.shown, federation.world, federation.bench)
 
@@ -51,7 +55,14 @@ def train(federation: Federation, round: Round) -> None:
     """Runs the work of all clients that do not vanish."""
     store = federation.world.store
     tasks = [
-        Task(client, round.number, s.piece.reference.name, s.piece.spec(), s.message, store.get(client))
+        Task(
+            client,
+            round.number,
+            s.piece.reference.name,
+            s.piece.spec(),
+            s.message,
+            store.get(client),
+        )
         for client, s in round.sent.items()
         if not s.dropped
     ]
@@ -69,7 +80,8 @@ def train(federation: Federation, round: Round) -> None:
 
 
 def keep(federation: Federation, round: Round) -> None:
-    """Puts away what clients keep. Who is refused or late counts as dropped, and goes on from what it had before."""
+    """Puts away what clients keep. Who is refused or late counts as dropped, and goes on from what
+    it had before."""
     for client, outcome in round.outcomes.items():
         federation.stateful |= bool(outcome.memory)
         if client in round.void:

@@ -1,4 +1,5 @@
-"""A published table played again: the lines of a paper's file, run by run, in pieces of as many minutes as one has."""
+"""A published table played again: the lines of a paper's file, run by run, in pieces of as many
+minutes as one has."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ MEASURES = ("global", "average", "personal")
 
 @dataclass(frozen=True)
 class TableLine:
-    """A line of a table: what differs from the common experiment, and what was published: the rounds to each target (0: never), or
-    an accuracy."""
+    """A line of a table: what differs from the common experiment, and what was published: the
+    rounds to each target (0: never), or an accuracy."""
 
     experiment: dict[str, Any] = field(default_factory=dict)
     published: tuple[int, ...] = ()
@@ -50,13 +51,12 @@ class _Head:
 class Paper(_Head):
     """A published table.
 
-    title, paper: what it is, and where it stands.
-    measure:      what is compared: the "global" model's accuracy, the "average" over the tiers' models, or the "personal" one.
-    targets:      accuracies; how many rounds each took is the result beside the last and the best accuracy.
-    seeds:        how many runs each line has.
-    choices:      what the paper leaves open, and what is done here.
-    experiment:   what all lines share, as in an experiment's file.
-    lines:        the lines by name.
+    title, paper: what it is, and where it stands. measure:      what is compared: the "global"
+    model's accuracy, the "average" over the tiers' models, or the "personal" one. targets:
+    accuracies; how many rounds each took is the result beside the last and the best accuracy.
+    seeds:        how many runs each line has. choices:      what the paper leaves open, and what is
+    done here. experiment:   what all lines share, as in an experiment's file. lines:        the
+    lines by name.
     """
 
     choices: dict[str, str] = field(default_factory=dict)
@@ -64,14 +64,19 @@ class Paper(_Head):
     lines: dict[str, TableLine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuses an unknown measure, a table without lines, and lines whose published rounds do not match the targets."""
+        """Refuses an unknown measure, a table without lines, and lines whose published rounds do
+        not match the targets."""
         if self.measure not in MEASURES:
             raise unknown("measure", self.measure, MEASURES, field="measure")
         require(self.seeds >= 1, "must be at least 1", "seeds")
         require(bool(self.lines), "there is no line to play", "lines", "add [lines.NAME]")
         for name, line in self.lines.items():
             fits = len(line.published) in (0, len(self.targets))
-            require(fits, f"{len(line.published)} rounds for {len(self.targets)} targets", f"lines.{name}.published")
+            require(
+                fits,
+                f"{len(line.published)} rounds for {len(self.targets)} targets",
+                f"lines.{name}.published",
+            )
 
     def of(self, line: str, seed: int, overrides: Iterable[str] = ()) -> Experiment:
         """The experiment of a line; the first seed is that of the common experiment."""
@@ -90,11 +95,13 @@ class PlayedLine:
     done: int = 0
     last: float | None = None
     best: float | None = None
-    reached: dict[str, int | None] = field(default_factory=dict)  # by target, the first tested round that reached it
+    # by target, the first tested round that reached it
+    reached: dict[str, int | None] = field(default_factory=dict)
     minutes: float = 0.0
     device: str = ""
     commit: str = ""
-    set: list[str] = field(default_factory=list)  # fields that were not played as the paper's file says
+    # fields that were not played as the paper's file says
+    set: list[str] = field(default_factory=list)
 
 
 def names() -> list[str]:
@@ -108,7 +115,10 @@ def read(name: str) -> Paper:
     if not path.is_file():
         raise unknown("paper", name, names(), field="NAME")
     table = read_toml(path)
-    lines = {line: from_table(TableLine, own, f"lines.{line}") for line, own in table.pop("lines", {}).items()}
+    lines = {
+        line: from_table(TableLine, own, f"lines.{line}")
+        for line, own in table.pop("lines", {}).items()
+    }
     shared, choices = table.pop("experiment", {}), table.pop("choices", {})
     return Paper(**vars(from_table(_Head, table)), choices=choices, experiment=shared, lines=lines)
 
@@ -124,18 +134,25 @@ def reproduce(
     watcher: Watcher | None = None,
     told: Callable[[list[PlayedLine]], None] = lambda _: None,
 ) -> list[PlayedLine]:
-    """Plays the runs of a table that are not done, each in a folder of its own under `runs`, where the next call goes on. Ends when all
-    are done or, between two rounds, after so many minutes (0: no limit). `told` hears how all stand after every run."""
+    """Plays the runs of a table that are not done, each in a folder of its own under `runs`, where
+    the next call goes on. Ends when all are done or, between two rounds, after so many minutes (0:
+    no limit). `told` hears how all stand after every run."""
     until = time.monotonic() + 60 * minutes if minutes else float("inf")
-    wanted = [(line, seed) for seed in range(seeds or paper.seeds) for line in _chosen(paper, lines)]
+    wanted = [
+        (line, seed) for seed in range(seeds or paper.seeds) for line in _chosen(paper, lines)
+    ]
     folders = {(line, seed): runs / f"{_slug(line)}-{seed}" for line, seed in wanted}
 
     def standing() -> list[PlayedLine]:
-        return [outcome_of(paper, line, seed, folders[line, seed], overrides) for line, seed in wanted]
+        return [
+            outcome_of(paper, line, seed, folders[line, seed], overrides) for line, seed in wanted
+        ]
 
     for key, folder in folders.items():
         try:
-            _go_on(paper.of(*key, overrides), folder, overrides, _stopping(watcher or Watcher(), until))
+            _go_on(
+                paper.of(*key, overrides), folder, overrides, _stopping(watcher or Watcher(), until)
+            )
         except _TimeUp:
             break
         told(standing())
@@ -163,7 +180,9 @@ FREE = ("rounds", "engine")
 """What may differ when a run goes on."""
 
 
-def _go_on(experiment: Experiment, folder: Path, overrides: tuple[str, ...], watcher: Watcher) -> None:
+def _go_on(
+    experiment: Experiment, folder: Path, overrides: tuple[str, ...], watcher: Watcher
+) -> None:
     asked = folder.with_name(f"{folder.name}.toml")
     if not folder.exists():
         with writing(asked, "--runs"):
@@ -172,7 +191,11 @@ def _go_on(experiment: Experiment, folder: Path, overrides: tuple[str, ...], wat
         running.run(experiment, out=folder, watcher=watcher)
         return
     if _fixed(Experiment.read(asked)) != _fixed(experiment):
-        raise InputError(f"the run in {folder} is of another experiment", field="--set", fix="give --runs another folder")
+        raise InputError(
+            f"the run in {folder} is of another experiment",
+            field="--set",
+            fix="give --runs another folder",
+        )
     done = RunFolder(folder).read_json(SUMMARY) or {}
     if done.get("rounds_done", 0) < experiment.rounds:
         running.resume(folder, watcher=watcher, overrides=tuple(filter(_free, overrides)))
@@ -187,21 +210,37 @@ def _fixed(experiment: Experiment) -> dict[str, Any]:
     return {name: value for name, value in experiment.to_table().items() if name not in FREE}
 
 
-def outcome_of(paper: Paper, line: str, seed: int, folder: Path, overrides: tuple[str, ...] = ()) -> PlayedLine:
+def outcome_of(
+    paper: Paper, line: str, seed: int, folder: Path, overrides: tuple[str, ...] = ()
+) -> PlayedLine:
     """How a run stands, from its folder."""
     experiment = paper.of(line, seed, overrides)
-    found = PlayedLine(line, experiment.seed, experiment.rounds, set=[o for o in overrides if not _free(o)])
+    found = PlayedLine(
+        line, experiment.seed, experiment.rounds, set=[o for o in overrides if not _free(o)]
+    )
     rows = RunFolder(folder).metrics() if folder.is_dir() else []
-    tested = [(row["round"], value) for row in rows if (value := _measured(paper.measure, row)) is not None]
+    tested = [
+        (row["round"], value)
+        for row in rows
+        if (value := _measured(paper.measure, row)) is not None
+    ]
     if not rows:
         return found
     # A run that was stopped has no summary yet, but has said how it began.
     made = RunFolder(folder).read_json(SUMMARY) or RunFolder(folder).read_json(FEDERATION) or {}
     engine = made.get("engine", {})
     found.done, found.minutes = rows[-1]["round"], _minutes(rows)
-    found.last, found.best = (tested[-1][1], max(value for _, value in tested)) if tested else (None, None)
-    found.reached = {f"{t:g}": next((number for number, value in tested if value >= t), None) for t in paper.targets}
-    found.device, found.commit = engine.get("device_name", engine.get("device", "")), made.get("commit") or ""
+    found.last, found.best = (
+        (tested[-1][1], max(value for _, value in tested)) if tested else (None, None)
+    )
+    found.reached = {
+        f"{t:g}": next((number for number, value in tested if value >= t), None)
+        for t in paper.targets
+    }
+    found.device, found.commit = (
+        engine.get("device_name", engine.get("device", "")),
+        made.get("commit") or "",
+    )
     return found
 
 
@@ -219,38 +258,64 @@ def _measured(measure: str, row: Mapping[str, Any]) -> float | None:
 
 
 def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two tables as one: the other's entries count, tables within tables are joined; a method or network of another name starts
-    afresh."""
+    """Two tables as one: the other's entries count, tables within tables are joined; a method or
+    network of another name starts afresh."""
     both = dict(one)
     for key, value in other.items():
         old = both.get(key)
-        same = isinstance(old, Mapping) and isinstance(value, Mapping) and value.get("name", old.get("name")) == old.get("name")
+        same = (
+            isinstance(old, Mapping)
+            and isinstance(value, Mapping)
+            and value.get("name", old.get("name")) == old.get("name")
+        )
         both[key] = joined(old or {}, value) if same else value
     return both
 
 
 def to_json(paper: Paper, outcomes: Iterable[PlayedLine]) -> str:
     """A small file: the paper's numbers, what it leaves open, and ours."""
-    lines = {name: {"rounds": list(line.published), "accuracy": line.published_accuracy} for name, line in paper.lines.items()}
-    table = {"title": paper.title, "paper": paper.paper, "measure": paper.measure, "targets": list(paper.targets)}
+    lines = {
+        name: {"rounds": list(line.published), "accuracy": line.published_accuracy}
+        for name, line in paper.lines.items()
+    }
+    table = {
+        "title": paper.title,
+        "paper": paper.paper,
+        "measure": paper.measure,
+        "targets": list(paper.targets),
+    }
     ours = [vars(outcome) for outcome in outcomes if outcome.done]
-    return json.dumps({**table, "choices": paper.choices, "published": lines, "ours": ours}, indent=1) + "\n"
+    return (
+        json.dumps({**table, "choices": paper.choices, "published": lines, "ours": ours}, indent=1)
+        + "\n"
+    )
 
 
 def check_file(paper: Paper, path: Path, field: str = "--out") -> None:
-    """Refuses a small file that could not be written, before hours are spent on what it is to hold."""
+    """Refuses a small file that could not be written, before hours are spent on what it is to
+    hold."""
     check_place(path.parent, field)
     _saved(paper, path)
 
 
 def save(paper: Paper, outcomes: Iterable[PlayedLine], path: Path) -> None:
-    """Writes the small file. What it has of other runs of the table stays: lines may be played one by one."""
+    """Writes the small file. What it has of other runs of the table stays: lines may be played one
+    by one."""
     new = [outcome for outcome in outcomes if outcome.done]
-    runs = {(outcome.line, outcome.seed, *outcome.set): outcome for outcome in (*_saved(paper, path), *new)}
+    runs = {
+        (outcome.line, outcome.seed, *outcome.set): outcome
+        for outcome in (*_saved(paper, path), *new)
+    }
     order = list(paper.lines)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, to_json(paper, sorted(runs.values(), key=lambda run: (run.set, order.index(run.line), run.seed))))
+        write_atomic(
+            path,
+            to_json(
+                paper,
+                sorted(runs.values(), key=lambda run: (run.set, order.index(run.line), run.seed)),
+            ),
+        )
 
 
 def _saved(paper: Paper, path: Path) -> list[PlayedLine]:
@@ -261,7 +326,9 @@ def _saved(paper: Paper, path: Path) -> list[PlayedLine]:
         found = json.loads(path.read_text())["ours"]
         return [PlayedLine(**row) for row in found if row["line"] in paper.lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is no file of results: {error}", field="--out", fix="name another file") from error
+        raise InputError(
+            f"{path} is no file of results: {error}", field="--out", fix="name another file"
+        ) from error
 
 
 def table_of(paper: Paper, outcomes: Iterable[PlayedLine]) -> Table:
@@ -282,7 +349,8 @@ def table_of(paper: Paper, outcomes: Iterable[PlayedLine]) -> Table:
         line = paper.lines[found.line]
         published = line.published or (0,) * len(paper.targets)
         rounds = [
-            f"{found.reached.get(f'{target:g}') or '–'}" + (f" ({theirs or 'never'})" if line.published else "")
+            f"{found.reached.get(f'{target:g}') or '–'}"
+            + (f" ({theirs or 'never'})" if line.published else "")
             for target, theirs in zip(paper.targets, published, strict=True)
         ]
         table.add_row(

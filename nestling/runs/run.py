@@ -38,7 +38,8 @@ from nestling.version import __version__
 from nestling.world import Model
 
 CHECKPOINT_SECONDS = 1.0
-"""Rounds that take longer are checkpointed one by one; of shorter ones at most this much work is done again after a crash."""
+"""Rounds that take longer are checkpointed one by one; of shorter ones at most this much work is
+done again after a crash."""
 
 
 @dataclass
@@ -54,7 +55,8 @@ class Watcher:
 
 @dataclass
 class Result:
-    """What a run gives: its summary, its metrics by round, where its files are, and the models themselves."""
+    """What a run gives: its summary, its metrics by round, where its files are, and the models
+    themselves."""
 
     summary: dict[str, Any]
     metrics: list[Metrics]
@@ -71,8 +73,14 @@ class Result:
         return _module(self.federation.shown.model_for(self.federation.world.device(client)))
 
 
-def run(experiment: Experiment | None = None, *, out: str | Path | None = None, watcher: Watcher | None = None) -> Result:
-    """Runs an experiment from its first round. With `out` it writes a run folder there; without, it only gives the result."""
+def run(
+    experiment: Experiment | None = None,
+    *,
+    out: str | Path | None = None,
+    watcher: Watcher | None = None,
+) -> Result:
+    """Runs an experiment from its first round. With `out` it writes a run folder there; without, it
+    only gives the result."""
     path = Path(out) if out is not None else None
     if path is not None:
         folder.check_new(path)
@@ -80,16 +88,25 @@ def run(experiment: Experiment | None = None, *, out: str | Path | None = None, 
         store = ClientStore(path / "clients" if path else None)
         settled, federation = assemble(experiment or Experiment(), store)
         description = describe(settled, federation)
-        home = folder.create(path, _first_files(settled, federation, description)).take() if path else None
+        home = (
+            folder.create(path, _first_files(settled, federation, description)).take()
+            if path
+            else None
+        )
         return play_rounds(settled, federation, description, home, watcher or Watcher(), fresh=True)
 
 
-def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()) -> Result:
-    """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be overridden."""
+def resume(
+    path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()
+) -> Result:
+    """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be
+    overridden."""
     for override in overrides:
         if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
             raise InputError(
-                "a resumed run keeps its experiment", field=override.partition("=")[0], fix="only rounds and engine.* may change"
+                "a resumed run keeps its experiment",
+                field=override.partition("=")[0],
+                fix="only rounds and engine.* may change",
             )
     home = folder.reopen(Path(path)).take()
     try:
@@ -97,29 +114,43 @@ def resume(path: str | Path, *, watcher: Watcher | None = None, overrides: tuple
             settled, federation = restored(home, overrides)
             if overrides:
                 home.write(EXPERIMENT, settled.to_toml())
-            return play_rounds(settled, federation, describe(settled, federation), home, watcher or Watcher(), fresh=False)
+            return play_rounds(
+                settled,
+                federation,
+                describe(settled, federation),
+                home,
+                watcher or Watcher(),
+                fresh=False,
+            )
     finally:
         home.close()
 
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[Result]:
-    """The result of the run in a folder as of its last checkpoint, for looking at its models; no round is played. The folder is this
-    process's while the block lasts."""
+    """The result of the run in a folder as of its last checkpoint, for looking at its models; no
+    round is played. The folder is this process's while the block lasts."""
     home = folder.reopen(Path(path), field="RUN").take(field="RUN")
     try:
         if not checkpoint.exists(home.path):
-            raise InputError(f"the run in {home.path} has not finished a round", field="RUN", fix="go on with it: --resume")
-        # How the clients were trained does not matter here, and what trained them may be missing on this machine.
+            raise InputError(
+                f"the run in {home.path} has not finished a round",
+                field="RUN",
+                fix="go on with it: --resume",
+            )
+        # How the clients were trained does not matter here, and what trained them may be missing on
+        # this machine.
         federation = restored(home, ("engine.name=auto", "engine.device=auto"))[1]
         yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
 
 
-def restored(home: RunFolder, overrides: tuple[str, ...], own: Experiment | None = None) -> tuple[Experiment, Federation]:
-    """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of `own`: a method or a network that
-    was given as an object."""
+def restored(
+    home: RunFolder, overrides: tuple[str, ...], own: Experiment | None = None
+) -> tuple[Experiment, Federation]:
+    """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of
+    `own`: a method or a network that was given as an object."""
     experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
     saved = checkpoint.load(home.path)
     store = ClientStore(home.path / "clients")
@@ -127,7 +158,9 @@ def restored(home: RunFolder, overrides: tuple[str, ...], own: Experiment | None
     settled, federation = assemble(experiment, store)
     if saved:
         place = federation.world.place
-        federation.restore({k: {n: t.to(place) for n, t in part.items()} for k, part in saved[0].items()})
+        federation.restore(
+            {k: {n: t.to(place) for n, t in part.items()} for k, part in saved[0].items()}
+        )
         federation.totals = saved[1]
     return settled, federation
 
@@ -141,10 +174,15 @@ def play_rounds(
     fresh: bool,
     every: float = CHECKPOINT_SECONDS,
 ) -> Result:
-    """Plays the rounds that are left and writes what comes of them, with a checkpoint as soon as `every` seconds have passed since the
-    last one. A `fresh` folder that has none yet is taken away again when the run fails."""
+    """Plays the rounds that are left and writes what comes of them, with a checkpoint as soon as
+    `every` seconds have passed since the last one. A `fresh` folder that has none yet is taken away
+    again when the run fails."""
     boards: list[Mapping[str, Any]] = []
-    federation.on_client, federation.on_refusal, federation.on_board = watcher.client, watcher.refusal, boards.append
+    federation.on_client, federation.on_refusal, federation.on_board = (
+        watcher.client,
+        watcher.refusal,
+        boards.append,
+    )
     done = federation.totals.round
     metrics: list[Metrics] = []
     try:
@@ -206,18 +244,27 @@ def _weak_terms(experiment: Experiment, federation: Federation, number: int) -> 
         device = world.device(client, number)
         piece = method.piece(device, number)
         sent = method.send(device, piece, number)
-        task = Task(client, number, piece.reference.name, piece.spec(), sent, world.store.get(client))
+        task = Task(
+            client, number, piece.reference.name, piece.spec(), sent, world.store.get(client)
+        )
         # A look must not end a run: where a client does not fit beside the others, nothing is said.
         with suppress(torch.OutOfMemoryError):
             found = shares(experiment.make_method(), task, site_of(federation))
             if weak(found):
-                said = f"WEAK TERM: in round {number} what {method.as_set.title} adds to the loss of client {client} is"
-                return [f"{said} {max(found):.2%} of cross-entropy's gradient; a larger weight would make it count"]
+                said = (
+                    f"WEAK TERM: in round {number} what {method.as_set.title} adds to the "
+                    f"loss of client {client} is"
+                )
+                return [
+                    f"{said} {max(found):.2%} of cross-entropy's gradient; a larger weight would "
+                    "make it count"
+                ]
     return []
 
 
 class _Saver:
-    """Writes checkpoints, `every` seconds after the last one and after the last round, as soon as no round is under way."""
+    """Writes checkpoints, `every` seconds after the last one and after the last round, as soon as
+    no round is under way."""
 
     def __init__(self, home: RunFolder | None, federation: Federation, every: float) -> None:
         self.home, self.federation, self.every = home, federation, every
@@ -240,12 +287,17 @@ class _Saver:
 def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:
     model = federation.shown.global_model()
     if model is not None:
-        home.write("global.safetensors", save({name: t.detach().cpu().contiguous().clone() for name, t in model.state.items()}))
+        home.write(
+            "global.safetensors",
+            save({name: t.detach().cpu().contiguous().clone() for name, t in model.state.items()}),
+        )
     home.write(SUMMARY, json.dumps(summary, indent=1))
     write_report(home.path)
 
 
-def summarise(experiment: Experiment, federation: Federation, metrics: list[Metrics]) -> dict[str, Any]:
+def summarise(
+    experiment: Experiment, federation: Federation, metrics: list[Metrics]
+) -> dict[str, Any]:
     """The content of `summary.json`."""
     rows = [m for m in metrics if m["global_accuracy"] is not None]
     empty = sum(not _merged(row) for row in metrics)
@@ -269,7 +321,11 @@ def summarise(experiment: Experiment, federation: Federation, metrics: list[Metr
         },
         "notes": list(federation.notes),
         "commit": _commit(),
-        "versions": {"nestling": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "nestling": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
     found["notes"] += filter(None, [emptiness(found)])
     return found
@@ -282,16 +338,26 @@ def _merged(row: Metrics) -> int:
 
 
 def emptiness(summary: Mapping[str, Any]) -> str:
-    """What must be said of a run in which rounds merged nothing; nothing where every round merged something."""
+    """What must be said of a run in which rounds merged nothing; nothing where every round merged
+    something."""
     rounds, empty = summary["rounds_done"], summary["empty_rounds"]
-    lost = f"{summary['refused']} replies refused, {summary['late']} late, {summary['dropped']} clients dropped out"
+    lost = (
+        f"{summary['refused']} replies refused, {summary['late']} late, {summary['dropped']} "
+        "clients dropped out"
+    )
     if summary["nothing_merged"]:
-        return f"NOTHING WAS MERGED in any of {rounds} rounds ({lost}): the models are as they were before the first"
+        return (
+            f"NOTHING WAS MERGED in any of {rounds} rounds ({lost}): the models are as they "
+            "were before the first"
+        )
     return f"{empty} of {rounds} rounds merged nothing ({lost})" if empty else ""
 
 
-def _first_files(experiment: Experiment, federation: Federation, description: dict[str, Any]) -> dict[str, str]:
-    """What a run folder holds before the first round: all that is known by then, should the run never come to its summary."""
+def _first_files(
+    experiment: Experiment, federation: Federation, description: dict[str, Any]
+) -> dict[str, str]:
+    """What a run folder holds before the first round: all that is known by then, should the run
+    never come to its summary."""
     made = {**description, "engine": account(federation.engine), "commit": _commit()}
     return {EXPERIMENT: experiment.to_toml(), FEDERATION: json.dumps(made, indent=1)}
 
@@ -306,7 +372,14 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=5, check=True)
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
         return found.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
@@ -329,7 +402,16 @@ def _disk_errors(path: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if path is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
+        if path is None or error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EFBIG,
+            errno.EROFS,
+            errno.EACCES,
+            errno.ENOTDIR,
+        ):
             raise
         fix = "make room; a run that finished a round can go on with --resume"
-        raise InputError(f"cannot write the run folder {path}: {error.strerror}", field="--out", fix=fix) from error
+        raise InputError(
+            f"cannot write the run folder {path}: {error.strerror}", field="--out", fix=fix
+        ) from error

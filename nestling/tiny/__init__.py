@@ -1,1 +1,2 @@
-"""Microcontrollers that train: the C runtime, the planner, boards, the link and the gateway, and export for inference."""
+"""Microcontrollers that train: the C runtime, the planner, boards, the link and the gateway, and
+export for inference."""

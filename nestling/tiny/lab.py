@@ -1,8 +1,9 @@
-"""The lab: the emulated boards of a federation and the gateway that speaks to them, kept alive for as long as it is open.
+"""The lab: the emulated boards of a federation and the gateway that speaks to them, kept alive for
+as long as it is open.
 
-Boards and gateway are processes of their own. Whoever of them dies is started again, as if power had come back, and goes on where it
-was: a board from the gateway's last checkpoint, the gateway from its journal. When the lab closes, or its process dies in
-whatever way, they all end.
+Boards and gateway are processes of their own. Whoever of them dies is started again, as if power
+had come back, and goes on where it was: a board from the gateway's last checkpoint, the gateway
+from its journal. When the lab closes, or its process dies in whatever way, they all end.
 """
 
 from __future__ import annotations
@@ -47,7 +48,17 @@ WATCH_SECONDS = 0.2
 PATIENCE = 120.0
 """Seconds that a gateway which is gone is waited for."""
 
-TOLD = ("ticks", "stack", "frames", "resent", "damaged", "restarts", "restored", "seconds", "from_journal")
+TOLD = (
+    "ticks",
+    "stack",
+    "frames",
+    "resent",
+    "damaged",
+    "restarts",
+    "restored",
+    "seconds",
+    "from_journal",
+)
 """What is written down of what the gateway tells of a job."""
 
 GATEWAY, PIDS = "gateway.sock", "pids.json"
@@ -56,8 +67,11 @@ MOST_DEATHS = 50
 
 
 def with_devices(fleet: FleetConfig) -> FleetConfig:
-    """The fleet with all its boards checked; a tier that names only a board has the catalogue's device of it."""
-    tiers = tuple(_with_device(tier, f"fleet.tiers[{number}]") for number, tier in enumerate(fleet.tiers))
+    """The fleet with all its boards checked; a tier that names only a board has the catalogue's
+    device of it."""
+    tiers = tuple(
+        _with_device(tier, f"fleet.tiers[{number}]") for number, tier in enumerate(fleet.tiers)
+    )
     return replace(fleet, tiers=tiers)
 
 
@@ -67,7 +81,9 @@ def _with_device(tier: Tier, where: str) -> Tier:
     try:
         board = boards.board(tier.board)
     except InputError as error:
-        raise InputError(error.message, field=f"{where}.board", fix=f'{error.fix}; or "{HOST}"') from None
+        raise InputError(
+            error.message, field=f"{where}.board", fix=f'{error.fix}; or "{HOST}"'
+        ) from None
     if tier.device or tier.ratio or tier.model:
         return tier
     if board.machine is None:
@@ -90,8 +106,9 @@ class Mismatch(RuntimeError):
 
 @dataclass
 class LabSettings:
-    """How the lab works. verify: compare every answer with this machine's. every: steps between checkpoints. noise: the share of
-    frames that is spoilt on purpose. shift: an instruction is 2^shift nanoseconds of QEMU's clock (None: they are not counted)."""
+    """How the lab works. verify: compare every answer with this machine's. every: steps between
+    checkpoints. noise: the share of frames that is spoilt on purpose. shift: an instruction is
+    2^shift nanoseconds of QEMU's clock (None: they are not counted)."""
 
     verify: bool = True
     every: int = 20
@@ -100,9 +117,15 @@ class LabSettings:
 
 
 class Lab:
-    """`names` says which client has which board. `home` is a folder for the gateway's journal (None: a temporary one)."""
+    """`names` says which client has which board. `home` is a folder for the gateway's journal
+    (None: a temporary one)."""
 
-    def __init__(self, names: Mapping[int, str], settings: LabSettings | None = None, home: Path | None = None) -> None:
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        settings: LabSettings | None = None,
+        home: Path | None = None,
+    ) -> None:
         """Only notes who has which board: nothing is built or started before `open`."""
         self.names, self.settings, self.home = dict(names), settings or LabSettings(), home
         self.folder: Path | None = None
@@ -114,7 +137,8 @@ class Lab:
         self._watch: threading.Thread | None = None
 
     def open(self) -> None:
-        """Builds the firmware and starts the gateway; boards are switched on when they are first needed."""
+        """Builds the firmware and starts the gateway; boards are switched on when they are first
+        needed."""
         for name in self.names.values():
             toolchain.need("unicorn" if boards.board(name).machine is None else "qemu-system-arm")
         self._images = {name: boards.firmware(name) for name in sorted(set(self.names.values()))}
@@ -147,7 +171,10 @@ class Lab:
     def describe(self) -> str:
         """Which boards there are."""
         kinds = sorted(set(self.names.values()), key=lambda name: boards.board(name).ram_bytes)
-        told = [f"{list(self.names.values()).count(k)} {k} ({show_bytes(boards.board(k).ram_bytes)})" for k in kinds]
+        told = [
+            f"{list(self.names.values()).count(k)} {k} ({show_bytes(boards.board(k).ram_bytes)})"
+            for k in kinds
+        ]
         return f"{len(self.names)} emulated boards: {', '.join(told)}"
 
     def check_fits(self, client: int, job: Job, blob: bytes) -> None:
@@ -162,13 +189,18 @@ class Lab:
             )
         if len(blob) > image.blob_bytes:
             raise InputError(
-                f"{len(blob)} bytes of data do not fit the {image.blob_bytes} bytes of flash behind the firmware",
+                f"{len(blob)} bytes of data do not fit the {image.blob_bytes} bytes of flash "
+                "behind the firmware",
                 field="split.size",
                 fix="give clients fewer samples, or the tier another board",
             )
 
     def _ram(self, client: int, job: Job) -> int:
-        return self._images[self.names[client]].static_bytes + len(job.plan.descriptor) + job.plan.arena
+        return (
+            self._images[self.names[client]].static_bytes
+            + len(job.plan.descriptor)
+            + job.plan.arena
+        )
 
     def run(self, client: int, job: Job, blob: bytes) -> Report:
         """Has the client's board do a job. Called from a thread of its own."""
@@ -179,22 +211,35 @@ class Lab:
         if self.settings.verify:
             _compare(done, native.run_job(job, blob))
         whole = before == self._deaths_of(client) and not notes["from_journal"]
-        return Report(done, {**self._facts(client, job, done, notes), **(self._estimates(client, job, notes) if whole else {})})
+        return Report(
+            done,
+            {
+                **self._facts(client, job, done, notes),
+                **(self._estimates(client, job, notes) if whole else {}),
+            },
+        )
 
     def _deaths_of(self, client: int) -> tuple[int, int]:
         return self.deaths.get(str(client), 0), self.deaths.get("gateway", 0)
 
     def _estimates(self, client: int, job: Job, notes: Mapping[str, Any]) -> dict[str, Any]:
-        """Instructions that the job took, and what they would take on the device: estimates, and named so."""
+        """Instructions that the job took, and what they would take on the device: estimates, and
+        named so."""
         board = boards.board(self.names[client])
         if self.settings.shift is None or board.machine is None:
             return {}
         count = timing.counted(board, notes["ticks"], self.settings.shift)
-        extra = [block.nbytes for block in (job.anchor, job.present, job.targets) if block is not None]
+        extra = [
+            block.nbytes for block in (job.anchor, job.present, job.targets) if block is not None
+        ]
         down = len(job.plan.descriptor) + job.weights.nbytes + sum(extra)
         cost = timing.round_cost(board, count, down, job.weights.nbytes)
         seconds = float(cost.compute_s) + float(cost.link_s)
-        return {"instructions": count, "estimated_seconds": seconds, "estimated_joules": float(cost.energy_j)}
+        return {
+            "instructions": count,
+            "estimated_seconds": seconds,
+            "estimated_joules": float(cost.energy_j),
+        }
 
     def _facts(self, client: int, job: Job, done: Done, notes: Mapping[str, Any]) -> dict[str, Any]:
         name = self.names[client]
@@ -210,11 +255,18 @@ class Lab:
             "verified": self.settings.verify,
         }
 
-    # -- boards and gateway as processes -----------------------------------------------------------------------------------------------
+    # -- boards and gateway as processes -----------------------------------------------------------
 
     def _link(self, client: int) -> dict[str, Any]:
-        link: dict[str, Any] = {"transport": f"unix:{self._socket(client)}", "every": self.settings.every}
-        return {**link, "noise": {"rate": self.settings.noise, "seed": client}} if self.settings.noise else link
+        link: dict[str, Any] = {
+            "transport": f"unix:{self._socket(client)}",
+            "every": self.settings.every,
+        }
+        return (
+            {**link, "noise": {"rate": self.settings.noise, "seed": client}}
+            if self.settings.noise
+            else link
+        )
 
     def _socket(self, client: int) -> Path:
         assert self.folder is not None
@@ -225,7 +277,9 @@ class Lab:
         from nestling.tiny.boards.emulator import emulator
 
         if client not in self.boards:
-            board = emulator(self._images[self.names[client]], blob, self._socket(client), self.settings.shift).start()
+            board = emulator(
+                self._images[self.names[client]], blob, self._socket(client), self.settings.shift
+            ).start()
             with self._lock:
                 self.boards[client] = board
                 if self._closing.is_set():
@@ -237,7 +291,8 @@ class Lab:
         if self.home is None or self._closing.is_set():
             return
         self.home.mkdir(parents=True, exist_ok=True)
-        with self._lock:  # boards are switched on by several threads: the last one to write must know them all
+        # boards are switched on by several threads: the last one to write must know them all
+        with self._lock:
             found = {"gateway": self.gateway.pid} if self.gateway is not None else {}
             found.update({str(client): board.pid for client, board in sorted(self.boards.items())})
             write_atomic(self.home / PIDS, json.dumps(found))
@@ -251,14 +306,21 @@ class Lab:
             "parent": os.getpid(),
         }
         words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
-        self.gateway = children.start([sys.executable, "-m", "nestling.tiny.link.gateway", *words], self.folder / "gateway.log")
+        self.gateway = children.start(
+            [sys.executable, "-m", "nestling.tiny.link.gateway", *words],
+            self.folder / "gateway.log",
+        )
         self._write_pids()
 
     def _keep_alive(self) -> None:
         """Starts again whoever died, until the lab closes or one keeps dying."""
         while not self._closing.wait(WATCH_SECONDS):
             with self._lock:
-                dead = {str(client): board.restart for client, board in self.boards.items() if not board.alive}
+                dead = {
+                    str(client): board.restart
+                    for client, board in self.boards.items()
+                    if not board.alive
+                }
                 if self.gateway is not None and self.gateway.poll() is not None:
                     dead["gateway"] = self._start_gateway  # type: ignore[assignment]
             for name, restart in dead.items():
@@ -267,7 +329,8 @@ class Lab:
     def _revive(self, name: str, restart: Callable[[], object]) -> None:
         self.deaths[name] = self.deaths.get(name, 0) + 1
         if self.deaths[name] > MOST_DEATHS:
-            self.failure = f"{'the gateway' if name == 'gateway' else f'the board of client {name}'} died {MOST_DEATHS} times"
+            who = "the gateway" if name == "gateway" else f"the board of client {name}"
+            self.failure = f"{who} died {MOST_DEATHS} times"
             return
         try:
             restart()
@@ -279,6 +342,12 @@ class Lab:
 def _compare(done: Done, host: Done) -> None:
     if done.weights.tobytes() != host.weights.tobytes():
         apart = int((done.weights.view(np.uint32) != host.weights.view(np.uint32)).sum())
-        raise Mismatch(f"{apart} of {done.weights.size} weights differ from what the same C gives on this machine")
+        raise Mismatch(
+            f"{apart} of {done.weights.size} weights differ from what the same C gives on this "
+            "machine"
+        )
     if np.float64(done.loss).tobytes() != np.float64(host.loss).tobytes():
-        raise Mismatch(f"the loss {done.loss!r} differs from {host.loss!r}, what the same C gives on this machine")
+        raise Mismatch(
+            f"the loss {done.loss!r} differs from {host.loss!r}, what the same C gives on this "
+            "machine"
+        )

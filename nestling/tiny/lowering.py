@@ -1,7 +1,8 @@
 """From a phase to a job: a client's training in the words that a board understands.
 
-A phase is Python: any objective, any rule. The C runtime knows a fixed set of them, and this file says which function is which. What
-it does not know is refused by name; nothing is trained otherwise than the method asked for.
+A phase is Python: any objective, any rule. The C runtime knows a fixed set of them, and this file
+says which function is which. What it does not know is refused by name; nothing is trained otherwise
+than the method asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from nestling.tiny.runtime.job import Done, Job, Step
 from nestling.training.augment import AUGMENTATIONS, REACH, shift
 from nestling.training.client import Client, ClientSide, Outcome, Site, Task, carry_out, working
 from nestling.training.inner import with_inner
-from nestling.training.objectives import Given, cross_entropy, present_cross_entropy, proximal, with_targets
+from nestling.training.objectives import (
+    Given,
+    cross_entropy,
+    present_cross_entropy,
+    proximal,
+    with_targets,
+)
 from nestling.training.order import counters, keys
 from nestling.training.phase import Hook, Phase, divide
 from nestling.training.rules import masked_gradients
@@ -58,12 +65,15 @@ def board_trained(client: Client, job: Job, done: Done | None) -> Trained:
         return Trained(0.0, 0, 0)
     moved = job.plan.unpack(done.weights, client.weights)
     order = client.reference.network(client.view).state_dict()
-    client.weights = pack({name: moved.get(name, client.weights[name]).to(client.place) for name in order})
+    client.weights = pack(
+        {name: moved.get(name, client.weights[name]).to(client.place) for name in order}
+    )
     return Trained(done.loss / max(done.samples, 1), done.steps, done.samples)
 
 
 def job_for(client: Client, phase: Phase, number: int) -> Job:
-    """The phase as a job, exactly as `training.trainer.train` would run it: the same rows, order, moves and updates."""
+    """The phase as a job, exactly as `training.trainer.train` would run it: the same rows, order,
+    moves and updates."""
     _check(phase)
     loss = _loss_of(phase)
     masks = _masks_of(phase, trained(client.reference.network(client.view), phase))
@@ -82,7 +92,7 @@ def job_for(client: Client, phase: Phase, number: int) -> Job:
     )
 
 
-# -- what the phase asks for ----------------------------------------------------------------------------------------------------------
+# -- what the phase asks for -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -113,11 +123,24 @@ def _proximal(given: Mapping[str, Tensor], mu: float) -> _Loss:
     return _Loss(mu=mu, anchor=given) if mu else _Loss()
 
 
-def _targets(given: Mapping[str, Tensor], ce: float = 1.0, kd: float = 0.0, mse: float = 0.0, temperature: float = 1.0) -> _Loss:
+def _targets(
+    given: Mapping[str, Tensor],
+    ce: float = 1.0,
+    kd: float = 0.0,
+    mse: float = 0.0,
+    temperature: float = 1.0,
+) -> _Loss:
     return _Loss(ce, mse, kd, temperature, targets=given["targets"])
 
 
-def _inner(_: Given, reference: Reference, own: View, smaller: Sequence[View], weight: float, head: str = "") -> _Loss:  # noqa: ARG001 (as `with_inner`)
+def _inner(
+    _: Given,
+    reference: Reference,  # noqa: ARG001 (as `with_inner`)
+    own: View,  # noqa: ARG001
+    smaller: Sequence[View],
+    weight: float,
+    head: str = "",  # noqa: ARG001
+) -> _Loss:
     if not smaller or not weight:
         return _Loss()
     return _Loss(ce=1 / (1 + weight), inner=weight / (1 + weight), smaller=smaller)
@@ -139,27 +162,35 @@ def _loss_of(phase: Phase) -> _Loss:
         raise _refused(
             f"the objective {_name(function)}",
             f"those it has are {', '.join(f.__name__ for f in _OBJECTIVES)}; "
-            "take a method of that kind (fedavg, heterofl, fedprox, shared-average, …), or give the tier no board",
+            "take a method of that kind (fedavg, heterofl, fedprox, shared-average, …), or give "
+            "the tier no board",
         )
     return _OBJECTIVES[function](phase.given, **keywords)
 
 
 def _check(phase: Phase) -> None:
     if phase.source != "private":
-        raise _refused("training on public data", "a board holds its own data only: give the tier no board")
+        raise _refused(
+            "training on public data", "a board holds its own data only: give the tier no board"
+        )
     if phase.optim.name != "sgd":
         raise _refused(f"the optimiser {phase.optim.name}", 'set train.optimizer = "sgd"')
     if phase.optim.lazy:
-        raise _refused("an optimiser that leaves entries without a gradient alone", "give the tier no board")
+        raise _refused(
+            "an optimiser that leaves entries without a gradient alone", "give the tier no board"
+        )
     if phase.also is not None:
         raise _refused("a second objective", "give the tier no board")
     if phase.rule is not None and phase.rule is not masked_gradients:
         raise _refused(
-            f"the gradient rule {_name(_unwrapped(phase.rule)[0])}", "the one it has is masked_gradients: give the tier no board"
+            f"the gradient rule {_name(_unwrapped(phase.rule)[0])}",
+            "the one it has is masked_gradients: give the tier no board",
         )
     augment = AUGMENTATIONS[phase.augment]
     if augment is not None and augment.change is not shift:
-        raise _refused(f"the augmentation {phase.augment!r}", 'set train.augment = "shift" or "none"')
+        raise _refused(
+            f"the augmentation {phase.augment!r}", 'set train.augment = "shift" or "none"'
+        )
     for hook in phase.hooks:
         _rate(hook)
 
@@ -168,7 +199,10 @@ def _rate(hook: Hook) -> float:
     """What a hook divides the outputs of convolutions by."""
     function, keywords = _unwrapped(hook.change)
     if function is not divide or not set(hook.layers) <= {nn.Conv1d, nn.Conv2d}:
-        raise _refused(f"the hook {_name(function)}", "the one it has divides what convolutions put out: give the tier no board")
+        raise _refused(
+            f"the hook {_name(function)}",
+            "the one it has divides what convolutions put out: give the tier no board",
+        )
     return float(keywords["by"])
 
 
@@ -178,13 +212,19 @@ def _masks_of(phase: Phase, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
     masks = {name: phase.given[name] for name in names if name in phase.given}
     for name, mask in masks.items():
         if not bool(((mask == 0) | (mask == 1)).all()):
-            raise _refused(f"a mask of other values than 0 and 1 ({name})", "give the tier no board")
+            raise _refused(
+                f"a mask of other values than 0 and 1 ({name})", "give the tier no board"
+            )
     return masks
 
 
 def _unwrapped(thing: Any) -> tuple[Any, Mapping[str, Any]]:
     """The function that a partial is of, and its keywords."""
-    return (thing.func, thing.keywords) if isinstance(thing, partial) and not thing.args else (thing, {})
+    return (
+        (thing.func, thing.keywords)
+        if isinstance(thing, partial) and not thing.args
+        else (thing, {})
+    )
 
 
 def _name(thing: Any) -> str:
@@ -195,7 +235,7 @@ def _refused(what: str, fix: str) -> CannotLower:
     return CannotLower(f"the C runtime has no word for {what}", fix=fix)
 
 
-# -- plan, settings, steps ------------------------------------------------------------------------------------------------------------
+# -- plan, settings, steps -------------------------------------------------------------------------
 
 _PLANS: WeakKeyDictionary[Reference, dict[Any, MemoryPlan]] = WeakKeyDictionary()
 _KEPT = 64
@@ -241,15 +281,21 @@ def _settings(phase: Phase, loss: _Loss) -> DescriptorSettings:
 def _steps(client: Client, phase: Phase, number: int, parts: Sequence[int]) -> list[Step]:
     """The batches with all their chance drawn, as `training.trainer` draws it."""
     module, site = client.reference.network(client.view), client.site
-    drawn = phase_schedule(phase, module, [client.samples], site.seed, [client.id], client.round, number)
+    drawn = phase_schedule(
+        phase, module, [client.samples], site.seed, [client.id], client.round, number
+    )
     augment = AUGMENTATIONS[phase.augment] if site.x.dim() == 4 else None
     chance = keys("augment", site.seed, [client.id], client.round, number)
     steps = []
     for k, (row, length) in enumerate(zip(drawn.rows[0], drawn.lengths[0], strict=True)):
         shifts = None
         if augment is not None:
-            shifts = (augment.draws(numbers(chance, counters(k * phase.batch, length))) - REACH).astype(np.int8)
-        steps.append(Step(np.ascontiguousarray(row[:length]), shifts, parts[k % len(parts)] if parts else 0))
+            shifts = (
+                augment.draws(numbers(chance, counters(k * phase.batch, length))) - REACH
+            ).astype(np.int8)
+        steps.append(
+            Step(np.ascontiguousarray(row[:length]), shifts, parts[k % len(parts)] if parts else 0)
+        )
     return steps
 
 
@@ -258,22 +304,26 @@ def _anchor(made: MemoryPlan, state: State, anchor: Mapping[str, Tensor]) -> np.
     missing = [entry.name for entry in made.names if entry.trained and entry.name not in anchor]
     if missing:
         raise _refused(f"a pull that leaves out {missing[0]}", "give the tier no board")
-    return made.pack({name: anchor.get(name, tensor) for name, tensor in state.items()})[: made.trained]
+    return made.pack({name: anchor.get(name, tensor) for name, tensor in state.items()})[
+        : made.trained
+    ]
 
 
 def _array(tensor: Tensor) -> np.ndarray:
     return np.ascontiguousarray(tensor.detach().cpu().numpy(), dtype=np.float32)
 
 
-# -- the smaller network inside -------------------------------------------------------------------------------------------------------
+# -- the smaller network inside --------------------------------------------------------------------
 
 _INSIDE: WeakKeyDictionary[Reference, dict[bytes, int]] = WeakKeyDictionary()
 
 
 def _inner_inputs(client: Client, made: MemoryPlan, part: View, masks: Mapping[str, Tensor]) -> int:
-    """How many inputs of the last layer are the smaller part's, where its network is the client's own with that layer cut to them.
+    """How many inputs of the last layer are the smaller part's, where its network is the client's
+    own with that layer cut to them.
 
-    It is where channels of the part read none outside it and no layer mixes them; that is tried out, once for every kind.
+    It is where channels of the part read none outside it and no layer mixes them; that is tried
+    out, once for every kind.
     """
     last, state = made.graph.nodes[-1], client.weights
     if last.kind != "dense" or last.weight is None:
@@ -291,7 +341,12 @@ def _inner_inputs(client: Client, made: MemoryPlan, part: View, masks: Mapping[s
 
 
 def _tried(
-    reference: Reference, own: View, part: View, masks: Mapping[str, Tensor], like: Mapping[str, Tensor], head: str
+    reference: Reference,
+    own: View,
+    part: View,
+    masks: Mapping[str, Tensor],
+    like: Mapping[str, Tensor],
+    head: str,
 ) -> int:
     place = within(part, own, head)[1]
     inputs = range(place.start, place.stop) if isinstance(place, slice) else place.tolist()

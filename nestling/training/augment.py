@@ -1,4 +1,5 @@
-"""Changes to training images that leave their class alone. All chance comes as one 64-bit number per image (see `order`)."""
+"""Changes to training images that leave their class alone. All chance comes as one 64-bit number
+per image (see `order`)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PAD = 4
 
 @dataclass(frozen=True)
 class Augmentation:
-    """`draws` turns 64-bit numbers of any shape into what `change(x, draws)` needs, one row per image."""
+    """`draws` turns 64-bit numbers of any shape into what `change(x, draws)` needs, one row per
+    image."""
 
     draws: Callable[[np.ndarray], np.ndarray]
     change: Callable[[Tensor, Tensor], Tensor]
@@ -33,7 +35,8 @@ def _offsets(chance: np.ndarray, reach: int = REACH) -> np.ndarray:
 
 
 def shift(x: Tensor, offsets: Tensor) -> Tensor:
-    """Every image moved by up to `REACH` pixels each way, its border repeated. Other data than images is left alone."""
+    """Every image moved by up to `REACH` pixels each way, its border repeated. Other data than
+    images is left alone."""
     if x.dim() != 4:
         return x
     rows, columns = _window(x, offsets, REACH)
@@ -47,8 +50,9 @@ def _crops(chance: np.ndarray) -> np.ndarray:
 
 
 def crop_flip(x: Tensor, draws: Tensor) -> Tensor:
-    """Every image with `PAD` pixels of zeros around it, cropped to its size anywhere in there, mirrored if so drawn. Zero is the mean
-    colour of the data sets by name, which are standardised. Other data than images is left alone."""
+    """Every image with `PAD` pixels of zeros around it, cropped to its size anywhere in there,
+    mirrored if so drawn. Zero is the mean colour of the data sets by name, which are standardised.
+    Other data than images is left alone."""
     if x.dim() != 4:
         return x
     rows, columns = _window(x, draws[:, :2], PAD)
@@ -64,8 +68,8 @@ def _centres(chance: np.ndarray) -> np.ndarray:
 
 
 def cutout(x: Tensor, centres: Tensor) -> Tensor:
-    """Every image with a square of half its shorter side set to zero. Its centre may lie on any pixel, so that some of the square may
-    lie outside. Other data than images is left alone."""
+    """Every image with a square of half its shorter side set to zero. Its centre may lie on any
+    pixel, so that some of the square may lie outside. Other data than images is left alone."""
     if x.dim() != 4:
         return x
     side = min(x.shape[2:]) // 2
@@ -95,7 +99,8 @@ def _other(chance: np.ndarray, number: int = 0) -> np.ndarray:
 
 
 def _window(x: Tensor, offsets: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """(images, height) and (images, width): which rows and columns an image moved by its offset shows, those beyond it included."""
+    """(images, height) and (images, width): which rows and columns an image moved by its offset
+    shows, those beyond it included."""
     high, wide = x.shape[2:]
     rows = torch.arange(-reach, high - reach, device=x.device) + offsets[:, :1]
     return rows, torch.arange(-reach, wide - reach, device=x.device) + offsets[:, 1:]
@@ -108,7 +113,9 @@ def _within(places: Tensor, size: int) -> Tensor:
 def _picked(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Every image's own rows and columns; places beyond a border are those of the border itself."""
     channels, high, wide = x.shape[1:]
-    places = (rows.clamp(0, high - 1)[:, :, None] * wide + columns.clamp(0, wide - 1)[:, None, :]).flatten(1)
+    places = (
+        rows.clamp(0, high - 1)[:, :, None] * wide + columns.clamp(0, wide - 1)[:, None, :]
+    ).flatten(1)
     return x.flatten(2).gather(2, places[:, None].expand(-1, channels, -1)).reshape(x.shape)
 
 

@@ -1,6 +1,7 @@
 """The client's side of a round: from a task to an outcome.
 
-It is the same function in every engine and on every machine: it reads the task, the client's own data and memory, and nothing else.
+It is the same function in every engine and on every machine: it reads the task, the client's own
+data and memory, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ MOST_ROWS = 2**22
 class Task:
     """One client's work in one round, as it leaves the server.
 
-    `network` names the reference, `spec` is the view of it to train as plain data (see `views.to_spec`); `memory` is what the client
-    kept from earlier rounds.
+    `network` names the reference, `spec` is the view of it to train as plain data (see
+    `views.to_spec`); `memory` is what the client kept from earlier rounds.
     """
 
     client: int
@@ -45,8 +46,8 @@ class Task:
 
 @dataclass(eq=False)
 class Outcome:
-    """What came of a task: the reply that travels, and what stays on the client. The mean loss over its samples may be one
-    that a device is still computing."""
+    """What came of a task: the reply that travels, and what stays on the client. The mean loss over
+    its samples may be one that a device is still computing."""
 
     client: int
     reply: Message
@@ -58,8 +59,9 @@ class Outcome:
 
 @dataclass(eq=False)
 class Client:
-    """A client at work. `weights` is its network's state now; `memory` survives to its next round. Its data is only touched when
-    somebody asks for it: engines that hold all data on a device never do."""
+    """A client at work. `weights` is its network's state now; `memory` survives to its next round.
+    Its data is only touched when somebody asks for it: engines that hold all data on a device never
+    do."""
 
     id: int
     round: int
@@ -138,7 +140,8 @@ class ClientSide(Protocol):
 
 @dataclass
 class Site:
-    """What a process needs to act for any client: data, split, networks, settings. Shared between processes, never written to."""
+    """What a process needs to act for any client: data, split, networks, settings. Shared between
+    processes, never written to."""
 
     x: Tensor
     y: Tensor
@@ -149,8 +152,12 @@ class Site:
     seed: int
     public: Tensor | None = None
     where: Where = CPU
-    _rows: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict, init=False, repr=False, compare=False)
-    _counts: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rows: OrderedDict[int, np.ndarray] = field(
+        default_factory=OrderedDict, init=False, repr=False, compare=False
+    )
+    _counts: dict[int, np.ndarray] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _held: int = field(default=0, init=False, repr=False, compare=False)
 
     @cached_property
@@ -159,8 +166,8 @@ class Site:
         return self.split.most()
 
     def rows_of(self, client: int) -> np.ndarray:
-        """A client's rows of the training data; those of recent clients are remembered, since drawing them can cost more than using
-        them."""
+        """A client's rows of the training data; those of recent clients are remembered, since
+        drawing them can cost more than using them."""
         if client not in self._rows:
             self._rows[client] = self.split.indices(client)
             self._held += len(self._rows[client])
@@ -184,19 +191,27 @@ def work(method: ClientSide, task: Task, site: Site) -> Outcome:
 
 
 Working = Generator[tuple["Client", Phase, int], Trained, Outcome]
-"""A round under way: gives (client, phase, its number), is told what came of training it, and ends with the outcome."""
+"""A round under way: gives (client, phase, its number), is told what came of training it, and ends
+with the outcome."""
 
 
 def working(method: ClientSide, task: Task, site: Site) -> Working:
-    """One client's round, its training left to somebody else, who leaves the new weights in the client."""
+    """One client's round, its training left to somebody else, who leaves the new weights in the
+    client."""
     client = client_of(task, site)
     client.weights = method.start(client, task.message)
     loss = steps = samples = 0.0
     for number, phase in enumerate(method.phases(client, task.message)):
         done = yield client, phase, number
-        loss, steps, samples = loss + done.loss * done.samples, steps + done.steps, samples + done.samples
+        loss, steps, samples = (
+            loss + done.loss * done.samples,
+            steps + done.steps,
+            samples + done.samples,
+        )
     reply = method.reply(client, task.message)
-    return Outcome(task.client, reply, client.memory, loss / max(samples, 1), int(steps), int(samples))
+    return Outcome(
+        task.client, reply, client.memory, loss / max(samples, 1), int(steps), int(samples)
+    )
 
 
 def carry_out(round: Working, train: Callable[[Client, Phase, int], Trained]) -> Outcome:

@@ -1,7 +1,7 @@
 """The order of rows, drawn where the data is: `training.order` in tensor arithmetic, bit for bit.
 
-Integers of 64 bits wrap around in torch as they do in NumPy, but they have a sign there: a shift to the right must not pull it along,
-and numbers are compared as if they had none.
+Integers of 64 bits wrap around in torch as they do in NumPy, but they have a sign there: a shift to
+the right must not pull it along, and numbers are compared as if they had none.
 """
 
 from __future__ import annotations

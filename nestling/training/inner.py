@@ -23,13 +23,18 @@ def with_inner(
     weight: float,
     head: str = "",
 ) -> Tensor:
-    """Cross-entropy of the network of view `own` and, with `weight`, of one of the smaller views inside it, in turn; their weighted
-    mean. With `head` (see `views.nested.common_head`) the smaller network is not run, but read off the features of the larger one."""
+    """Cross-entropy of the network of view `own` and, with `weight`, of one of the smaller views
+    inside it, in turn; their weighted mean. With `head` (see `views.nested.common_head`) the
+    smaller network is not run, but read off the features of the larger one."""
     if not smaller:
         return cross_entropy(net, batch, given)
     part = smaller[batch.turn(len(smaller))]
-    outer, inner = _both(net, batch.x, head, part, own) if head else _apart(net, batch.x, reference, part, own)
-    losses = [batch.mean(F.cross_entropy(logits, batch.y, reduction="none")) for logits in (outer, inner)]
+    outer, inner = (
+        _both(net, batch.x, head, part, own) if head else _apart(net, batch.x, reference, part, own)
+    )
+    losses = [
+        batch.mean(F.cross_entropy(logits, batch.y, reduction="none")) for logits in (outer, inner)
+    ]
     return (losses[0] + weight * losses[1]) / (1 + weight)
 
 
@@ -38,5 +43,7 @@ def _both(net: Net, x: Tensor, head: str, part: View, own: View) -> tuple[Tensor
     return logits, headed(net.module, head, part, own, features)
 
 
-def _apart(net: Net, x: Tensor, reference: Reference, part: View, own: View) -> tuple[Tensor, Tensor]:
+def _apart(
+    net: Net, x: Tensor, reference: Reference, part: View, own: View
+) -> tuple[Tensor, Tensor]:
     return net(x), forward(reference, part, net.state(), x, inside=own)

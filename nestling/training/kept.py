@@ -23,19 +23,25 @@ class Rate:
 
 
 class Kept:
-    """Tensors that a program is given, in places that never move; what is there already is not copied again."""
+    """Tensors that a program is given, in places that never move; what is there already is not
+    copied again."""
 
     def __init__(self, given: Mapping[str, Tensor]) -> None:
         """Copies what is given into contiguous tensors of its own."""
-        self.tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in given.items()}
+        self.tensors = {
+            name: t.clone(memory_format=torch.contiguous_format) for name, t in given.items()
+        }
         # Those who gave are held, so that nobody else can be taken for them.
         self._from: dict[str, tuple[Tensor, int]] = {}
 
     def take(self, given: Mapping[str, Tensor]) -> None:
-        """Copies what is not here yet. What was given is never written to, or its version would tell."""
+        """Copies what is not here yet. What was given is never written to, or its version would
+        tell."""
         new = [name for name, tensor in given.items() if not self._same(name, tensor)]
         if new:
-            torch._foreach_copy_([self.tensors[name] for name in new], [given[name] for name in new])
+            torch._foreach_copy_(
+                [self.tensors[name] for name in new], [given[name] for name in new]
+            )
             self._from.update({name: (given[name], given[name]._version) for name in new})
 
     def _same(self, name: str, tensor: Tensor) -> bool:

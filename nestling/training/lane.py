@@ -1,8 +1,9 @@
 """A lane: a stream of the device, and the graphs that were recorded on it.
 
-Launching the kernels of a small step costs far more than running them; a graph launches them all at once. What is done on a lane for
-the first time runs as it is, which is real work and readies whatever recording needs; the second time it is recorded, and replayed from
-then on. So recording costs the time of one launch and no work is done twice.
+Launching the kernels of a small step costs far more than running them; a graph launches them all at
+once. What is done on a lane for the first time runs as it is, which is real work and readies
+whatever recording needs; the second time it is recorded, and replayed from then on. So recording
+costs the time of one launch and no work is done twice.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ Action = Callable[[], None]
 
 
 class Lane:
-    """Graphs are recorded on the lane and replayed there and nowhere else. Matrix products keep counters in a workspace that belongs to
-    the stream they were recorded on, so two graphs recorded on one stream and replayed side by side spoil each other's, and may
-    never end.
+    """Graphs are recorded on the lane and replayed there and nowhere else. Matrix products keep
+    counters in a workspace that belongs to the stream they were recorded on, so two graphs recorded
+    on one stream and replayed side by side spoil each other's, and may never end.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Opens a stream and a pool for graphs; on a CPU there is neither, and nothing is recorded."""
+        """Opens a stream and a pool for graphs; on a CPU there is neither, and nothing is
+        recorded."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.refusal = ""  # why something could not be recorded
         self._pool = torch.cuda.graph_pool_handle() if self.stream else None
@@ -36,14 +38,15 @@ class Lane:
         return len(self._graphs)
 
     def enter(self) -> None:
-        """What is queued from now on goes to the lane (see `beside`). A block for every step, which would ask for the stream to go back
-        to, would cost as much as launching the step."""
+        """What is queued from now on goes to the lane (see `beside`). A block for every step, which
+        would ask for the stream to go back to, would cost as much as launching the step."""
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
 
     def do(self, kind: Hashable, action: Action) -> None:
-        """Does the action on the lane. Actions of one kind do the same to the same tensors, whatever these hold. Where there are no
-        graphs every action runs as it is: slow, but the same arithmetic, which is how tests reach it."""
+        """Does the action on the lane. Actions of one kind do the same to the same tensors,
+        whatever these hold. Where there are no graphs every action runs as it is: slow, but the
+        same arithmetic, which is how tests reach it."""
         graph = self._graphs.get(kind)
         if graph is None and kind in self._seen and not self.refusal:
             graph = self._record(kind, action)
@@ -80,8 +83,9 @@ class Lane:
 
 
 def _free_the_generator() -> None:
-    """A capture that failed leaves the device's generator as if it still went on, and whoever then draws without a graph (dropout, in
-    this run or the next one of the process) is refused. One that succeeds ends that."""
+    """A capture that failed leaves the device's generator as if it still went on, and whoever then
+    draws without a graph (dropout, in this run or the next one of the process) is refused. One that
+    succeeds ends that."""
     ticks = torch.zeros((), device="cuda")
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
@@ -91,8 +95,9 @@ def _free_the_generator() -> None:
 
 @contextlib.contextmanager
 def beside(lanes: Sequence[Lane]) -> Iterator[None]:
-    """The block in which lanes are entered: their work starts after what was queued before the block on the stream that is the current
-    one here, and what is queued there after the block waits for it."""
+    """The block in which lanes are entered: their work starts after what was queued before the
+    block on the stream that is the current one here, and what is queued there after the block waits
+    for it."""
     streams = [lane.stream for lane in lanes if lane.stream is not None]
     if not streams:
         yield
@@ -111,7 +116,8 @@ def beside(lanes: Sequence[Lane]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage is collected inside the block: what it would destroy on the device may not be destroyed while recording."""
+    """No garbage is collected inside the block: what it would destroy on the device may not be
+    destroyed while recording."""
     on = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,9 @@
-"""What a client keeps between rounds: named sections of its memory, and states of its network, though the piece it trains may change.
+"""What a client keeps between rounds: named sections of its memory, and states of its network,
+though the piece it trains may change.
 
-A kept state of the network stands beside the view that it is of (as the name of an empty tensor). Asked for under another view, it is
-cut and filled up; as long as one view holds the other nothing is forgotten.
+A kept state of the network stands beside the view that it is of (as the name of an empty tensor).
+Asked for under another view, it is cut and filled up; as long as one view holds the other nothing
+is forgotten.
 """
 
 from __future__ import annotations
@@ -26,12 +28,17 @@ def sectioned(**sections: Mapping[str, Tensor]) -> State:
     return {f"{kind}/{name}": t for kind, state in sections.items() for name, t in state.items()}
 
 
-def keep(memory: State, kind: str, reference: Reference, view: View, state: Mapping[str, Tensor]) -> State:
+def keep(
+    memory: State, kind: str, reference: Reference, view: View, state: Mapping[str, Tensor]
+) -> State:
     """The memory with a state of the view's network under `kind`."""
     old = _view_of(memory, kind, reference)
     if old is not None and old.key() != view.key() and old.contains(view):
         known = section(memory, kind)
-        state = {n: _onto(reference, n, [(old, t), (view, state[n])], old) if n in state else t for n, t in known.items()}
+        state = {
+            n: _onto(reference, n, [(old, t), (view, state[n])], old) if n in state else t
+            for n, t in known.items()
+        }
         view = old
     return {
         **drop(memory, kind),
@@ -40,9 +47,11 @@ def keep(memory: State, kind: str, reference: Reference, view: View, state: Mapp
     }
 
 
-def recall(memory: State, kind: str, reference: Reference, view: View, otherwise: Mapping[str, Tensor]) -> State:
-    """What was kept under `kind`, for the view's network; entries that were not are those of `otherwise`, which also says which
-    tensors are wanted."""
+def recall(
+    memory: State, kind: str, reference: Reference, view: View, otherwise: Mapping[str, Tensor]
+) -> State:
+    """What was kept under `kind`, for the view's network; entries that were not are those of
+    `otherwise`, which also says which tensors are wanted."""
     old = _view_of(memory, kind, reference)
     if old is None:
         return dict(otherwise)
@@ -65,9 +74,13 @@ def _view_of(memory: State, kind: str, reference: Reference) -> View | None:
     return None if spec is None else reference.view(json.loads(spec))
 
 
-def _onto(reference: Reference, name: str, layers: list[tuple[View, Tensor]], wanted: View) -> Tensor:
+def _onto(
+    reference: Reference, name: str, layers: list[tuple[View, Tensor]], wanted: View
+) -> Tensor:
     """A tensor in the shape of the wanted view, put together from the others, later ones on top."""
-    whole = torch.zeros(reference.axes.shapes[name], dtype=layers[0][1].dtype, device=layers[0][1].device)
+    whole = torch.zeros(
+        reference.axes.shapes[name], dtype=layers[0][1].dtype, device=layers[0][1].device
+    )
     for view, tensor in layers:
         put(whole, view.where(name), tensor)
     return wanted.cut(name, whole)

@@ -1,4 +1,5 @@
-"""Noise by counting: every draw is a hash of a key and its place, so that it is the same on every engine, in a stack or not."""
+"""Noise by counting: every draw is a hash of a key and its place, so that it is the same on every
+engine, in a stack or not."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _BITS = 24
 
 
 def normal(key: Tensor, number: int | Tensor, shape: Sequence[int]) -> Tensor:
-    """Standard normal draws of a shape, the `number`-th set of them that belongs to the key (an int64 scalar)."""
+    """Standard normal draws of a shape, the `number`-th set of them that belongs to the key (an
+    int64 scalar)."""
     counters = torch.arange(math.prod(shape), device=key.device) + number * EPOCH
     drawn, most = numbers(key, counters), 1 << _BITS
     first, second = ((drawn >> (64 - _BITS)) & (most - 1), drawn & (most - 1))

@@ -1,10 +1,12 @@
 """Objectives: what a client minimises.
 
-An objective is a pure function of (net, batch, given): it reads the network, one batch and the tensors that came with the phase,
-and returns the batch's mean loss. It keeps nothing, so an engine may run it eagerly, for many clients at once, or elsewhere.
+An objective is a pure function of (net, batch, given): it reads the network, one batch and the
+tensors that came with the phase, and returns the batch's mean loss. It keeps nothing, so an engine
+may run it eagerly, for many clients at once, or elsewhere.
 
-Where an engine fills up a short batch to keep all batches equal, `batch.mask` says which rows count: an objective that takes its
-mean with `batch.mean` is then still exact. (One that does not is noticed, and its short batches run on their own.)
+Where an engine fills up a short batch to keep all batches equal, `batch.mask` says which rows
+count: an objective that takes its mean with `batch.mean` is then still exact. (One that does not is
+noticed, and its short batches run on their own.)
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ Given = Mapping[str, Tensor]
 
 @dataclass(eq=False)
 class Batch:
-    """One batch: inputs, labels, which rows of the phase's data they are, its number in the phase (from 0), and where it was
-    filled up, which rows count.
+    """One batch: inputs, labels, which rows of the phase's data they are, its number in the phase
+    (from 0), and where it was filled up, which rows count.
 
-    An engine that records a step and replays it keeps the number on the device, as `at`. An objective that asks for it by `turn`,
-    `pick` or `counter` is one recording for all batches; one that looks at `number` itself needs a recording for every number.
+    An engine that records a step and replays it keeps the number on the device, as `at`. An
+    objective that asks for it by `turn`, `pick` or `counter` is one recording for all batches; one
+    that looks at `number` itself needs a recording for every number.
     """
 
     x: Tensor
@@ -88,29 +91,47 @@ def cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:  # noqa: ARG0
 
 
 def present_cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
-    """Cross-entropy with the logits of classes the client does not hold set to 0 (not −∞): `given["present"]` flags its classes."""
+    """Cross-entropy with the logits of classes the client does not hold set to 0 (not −∞):
+    `given["present"]` flags its classes."""
     return batch.mean(F.cross_entropy(net(batch.x) * given["present"], batch.y, reduction="none"))
 
 
 def proximal(net: Net, batch: Batch, given: Given, *, mu: float) -> Tensor:
     """Cross-entropy and the pull towards the given parameters."""
-    distance = sum(((p - given[name]) ** 2).sum() for name, p in net.params.items() if name in given)
+    distance = sum(
+        ((p - given[name]) ** 2).sum() for name, p in net.params.items() if name in given
+    )
     return cross_entropy(net, batch, given) + mu / 2 * distance
 
 
 def with_targets(
-    net: Net, batch: Batch, given: Given, *, ce: float = 1.0, kd: float = 0.0, mse: float = 0.0, temperature: float = 1.0
+    net: Net,
+    batch: Batch,
+    given: Given,
+    *,
+    ce: float = 1.0,
+    kd: float = 0.0,
+    mse: float = 0.0,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """Cross-entropy, a pull towards a teacher's logits and a regression, each with its weight. `given["targets"]` has a row for every
-    row of the phase's data: the teacher's logits, or what the network's outputs are to be."""
+    """Cross-entropy, a pull towards a teacher's logits and a regression, each with its weight.
+    `given["targets"]` has a row for every row of the phase's data: the teacher's logits, or what
+    the network's outputs are to be."""
     logits, target = net(batch.x), given["targets"][batch.rows]
-    each = ce * F.cross_entropy(logits, batch.y, reduction="none") + mse * ((logits - target) ** 2).mean(-1)
+    each = ce * F.cross_entropy(logits, batch.y, reduction="none") + mse * (
+        (logits - target) ** 2
+    ).mean(-1)
     return batch.mean(each + kd * divergence(target, logits, temperature) if kd else each)
 
 
-def forward_with_features(net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """A network's logits and its features, which are what its head is given; its own, or those under other weights."""
-    return logits_and_features(net.module, head, x, net if weights is None else partial(net.with_weights, weights))
+def forward_with_features(
+    net: Net, x: Tensor, head: str, weights: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """A network's logits and its features, which are what its head is given; its own, or those
+    under other weights."""
+    return logits_and_features(
+        net.module, head, x, net if weights is None else partial(net.with_weights, weights)
+    )
 
 
 def divergence(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
@@ -120,7 +141,9 @@ def divergence(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Te
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
 
 
-def distillation(teacher: Tensor, student: Tensor, temperature: float = 1.0, batch: Batch | None = None) -> Tensor:
+def distillation(
+    teacher: Tensor, student: Tensor, temperature: float = 1.0, batch: Batch | None = None
+) -> Tensor:
     """The divergence, mean over the batch: the one convention of all distilling methods."""
     each = divergence(teacher, student, temperature)
     return each.mean() if batch is None else batch.mean(each)

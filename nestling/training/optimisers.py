@@ -1,7 +1,7 @@
 """Optimisers as plain functions on lists of tensors, fused over the list.
 
-Their state is a list of buffers made fresh for every phase: momentum does not survive a round. The same functions serve one client
-and, with one more leading dimension, a stack of clients.
+Their state is a list of buffers made fresh for every phase: momentum does not survive a round. The
+same functions serve one client and, with one more leading dimension, a stack of clients.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ OPTIMISERS = ("sgd", "adam", "adamw")
 
 @dataclass(frozen=True)
 class Optim:
-    """An optimiser and its settings. `weight_decay` is added to the gradient; "adamw" takes it off the weights instead. `clip` bounds
-    the norm of the whole gradient (0: off). `lazy` leaves entries without a gradient (exactly 0) alone: neither momentum nor weight
-    decay moves them, and their momentum waits."""
+    """An optimiser and its settings. `weight_decay` is added to the gradient; "adamw" takes it off
+    the weights instead. `clip` bounds the norm of the whole gradient (0: off). `lazy` leaves
+    entries without a gradient (exactly 0) alone: neither momentum nor weight decay moves them, and
+    their momentum waits."""
 
     name: str = "sgd"
     lr: float = 0.05
@@ -39,7 +40,8 @@ class Optim:
 
 @dataclass
 class Buffers:
-    """What an optimiser remembers within a phase. `steps` may be a tensor where the update is recorded once and replayed."""
+    """What an optimiser remembers within a phase. `steps` may be a tensor where the update is
+    recorded once and replayed."""
 
     steps: int | Tensor = 0
     first: list[Tensor] = field(default_factory=list)
@@ -75,8 +77,8 @@ def step(
     lr: Tensor | None = None,
     stacked: bool = False,
 ) -> None:
-    """One update of `params`, in place. `lr` overrides the optimiser's; `stacked` says that dimension 0 counts clients, whose
-    gradients are clipped one by one."""
+    """One update of `params`, in place. `lr` overrides the optimiser's; `stacked` says that
+    dimension 0 counts clients, whose gradients are clipped one by one."""
     params, grads = list(params), list(grads)
     if optim.lazy:
         _step_lazily(optim, params, grads, buffers, lr, stacked)
@@ -96,20 +98,27 @@ def step(
 
 
 def _step_lazily(
-    optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: Tensor | None, stacked: bool
+    optim: Optim,
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: Buffers,
+    lr: Tensor | None,
+    stacked: bool,
 ) -> None:
     """The plain step, undone wherever there was no gradient."""
     touched = [g != 0 for g in grads]
     kept = [[t.clone() for t in tensors] for tensors in (params, buffers.first, buffers.second)]
     step(replace(optim, lazy=False), params, grads, buffers, lr=lr, stacked=stacked)
     for old, new in zip(kept, (params, buffers.first, buffers.second), strict=True):
-        # A buffer that did not exist before the step started from zero, and is still zero where there was no gradient.
+        # A buffer that did not exist before the step started from zero, and is still zero where
+        # there was no gradient.
         for was, now, flags in zip(old, new, touched, strict=False):
             now.copy_(torch.where(flags, now, was))
 
 
 def clip(grads: Sequence[Tensor], limit: float, stacked: bool = False) -> list[Tensor]:
-    """The gradients scaled so that their joint norm is at most `limit`; of a stack, each client's for itself."""
+    """The gradients scaled so that their joint norm is at most `limit`; of a stack, each client's
+    for itself."""
     if not stacked:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads))))
         return list(torch._foreach_mul(list(grads), (limit / (norm + 1e-6)).clamp(max=1.0)))
@@ -118,7 +127,9 @@ def clip(grads: Sequence[Tensor], limit: float, stacked: bool = False) -> list[T
     return [g * scale.reshape(-1, *[1] * (g.dim() - 1)) for g in grads]
 
 
-def _sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: float | Tensor) -> None:
+def _sgd(
+    optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: float | Tensor
+) -> None:
     if optim.momentum > 0:
         if not buffers.first:
             buffers.first = [g.clone() for g in grads]
@@ -129,11 +140,16 @@ def _sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffe
     _move(params, grads, lr)
 
 
-def _fused_sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: Tensor) -> None:
+def _fused_sgd(
+    optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: Tensor
+) -> None:
     """Decay, momentum and update in one pass over memory."""
     torch._fused_sgd_(
         params,
-        [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)],
+        [
+            g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+            for p, g in zip(params, grads, strict=True)
+        ],
         buffers.first,
         weight_decay=optim.weight_decay,
         momentum=optim.momentum,
@@ -145,7 +161,9 @@ def _fused_sgd(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers:
     )
 
 
-def _adam(optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: float | Tensor) -> None:
+def _adam(
+    optim: Optim, params: list[Tensor], grads: list[Tensor], buffers: Buffers, lr: float | Tensor
+) -> None:
     if not buffers.first:
         buffers.first = [torch.zeros_like(p) for p in params]
         buffers.second = [torch.zeros_like(p) for p in params]

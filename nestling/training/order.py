@@ -1,7 +1,8 @@
 """The order of rows and all other chance in batches, by counting.
 
-A random number is a hash of (key, counter) (see `seeds.numbers`), and a key belongs to one client's phase in one round. Nothing has
-to be drawn in sequence, so the draws of a whole group of clients are made at once and equal those of each client alone.
+A random number is a hash of (key, counter) (see `seeds.numbers`), and a key belongs to one client's
+phase in one round. Nothing has to be drawn in sequence, so the draws of a whole group of clients
+are made at once and equal those of each client alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Schedule:
     lengths: (clients, steps) rows in each batch; 0 where a client has no such step.
     wide:    the rows in the widest batch.
     draw:    makes `rows`, when somebody asks for them.
-    keys:    where all clients train on the same number of rows in full batches, the keys that their orders are drawn by.
+    keys:    where all clients train on the same number of rows in full batches, the keys that their
+             orders are drawn by.
     """
 
     lengths: np.ndarray
@@ -56,7 +58,11 @@ class Schedule:
     @property
     def samples(self) -> list[int]:
         """How many samples each client sees."""
-        return [self.steps * self.wide] * len(self.lengths) if self.even else self.lengths.sum(1).tolist()
+        return (
+            [self.steps * self.wide] * len(self.lengths)
+            if self.even
+            else self.lengths.sum(1).tolist()
+        )
 
 
 def keys(purpose: str, seed: int, clients: Sequence[int], round: int, phase: int) -> np.ndarray:
@@ -80,12 +86,21 @@ def order(seed: int, client: int, round: int, phase: int, epoch: int, rows: int)
 
 
 def schedule(
-    keys: np.ndarray, sizes: Sequence[int], *, epochs: int, batch: int, steps: int = 0, drop_last: bool = False, least: int = 1
+    keys: np.ndarray,
+    sizes: Sequence[int],
+    *,
+    epochs: int,
+    batch: int,
+    steps: int = 0,
+    drop_last: bool = False,
+    least: int = 1,
 ) -> Schedule:
-    """Rows in batches for clients with `sizes` rows. A batch shorter than `least` is left out, and so is a last short one with
-    `drop_last`; `steps` > 0 stops after that many."""
+    """Rows in batches for clients with `sizes` rows. A batch shorter than `least` is left out, and
+    so is a last short one with `drop_last`; `steps` > 0 stops after that many."""
     if sizes and all(n == sizes[0] for n in sizes):
-        return _equal_schedule(keys, sizes[0], epochs, batch, steps, _per_epoch(sizes[0], batch, drop_last, least))
+        return _equal_schedule(
+            keys, sizes[0], epochs, batch, steps, _per_epoch(sizes[0], batch, drop_last, least)
+        )
     counts = [_per_epoch(n, batch, drop_last, least) for n in sizes]
     totals = [min(c * epochs, steps) if steps else c * epochs for c in counts]
     longest, wide = max(totals, default=0), min(batch, max(sizes, default=0))
@@ -104,18 +119,28 @@ def schedule(
     return Schedule(lengths, wide, lambda: rows)
 
 
-def _equal_schedule(keys: np.ndarray, size: int, epochs: int, batch: int, steps: int, count: int) -> Schedule:
+def _equal_schedule(
+    keys: np.ndarray, size: int, epochs: int, batch: int, steps: int, count: int
+) -> Schedule:
     """The batches of clients that all have `size` rows, `count` batches per epoch."""
     total, wide = min(count * epochs, steps) if steps else count * epochs, min(batch, size)
     lengths = np.broadcast_to(_lengths(size, batch, count, total), (len(keys), total))
     whole = total == count * epochs and size == count * wide and size > 0
-    return Schedule(lengths, wide, partial(_equal_rows, keys, size, wide, count, total), keys if whole else None)
+    return Schedule(
+        lengths, wide, partial(_equal_rows, keys, size, wide, count, total), keys if whole else None
+    )
 
 
 def _equal_rows(keys: np.ndarray, size: int, wide: int, count: int, total: int) -> np.ndarray:
     needed = -(-total // count) if total else 0
     blocks = [_batches(orders(keys, epoch, size), count, wide) for epoch in range(needed)]
-    rows = blocks[0] if needed == 1 else np.concatenate(blocks, 1) if needed else np.zeros((len(keys), 0, wide), dtype=np.int64)
+    rows = (
+        blocks[0]
+        if needed == 1
+        else np.concatenate(blocks, 1)
+        if needed
+        else np.zeros((len(keys), 0, wide), dtype=np.int64)
+    )
     return rows[:, :total]
 
 

@@ -24,8 +24,8 @@ GradientRule = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Given], Map
 
 @dataclass(frozen=True)
 class Hook:
-    """Changes what some layers put out while the phase trains: `change(layer, output)` for every layer of the given types, or those of
-    them that `names` names."""
+    """Changes what some layers put out while the phase trains: `change(layer, output)` for every
+    layer of the given types, or those of them that `names` names."""
 
     layers: tuple[type[nn.Module], ...]
     change: Callable[[nn.Module, Any], Any]
@@ -44,7 +44,8 @@ class Phase:
     source:  "private" (the client's rows) or "public" (the server's share, without labels).
     rows:    which rows of the public source (None: all); `Batch.rows` counts within them.
     given:   tensors the objective and the rule may read.
-    also:    a second objective; its gradients act only through the rule, which is given them as "also/<name of the parameter>".
+    also:    a second objective; its gradients act only through the rule, which is given them as
+             "also/<name of the parameter>".
     epochs:  passes over the source; `steps` > 0 stops after that many batches.
     freeze:  prefixes of parameter names that are not trained.
     augment: what happens to the inputs of every batch (see `augment`).
@@ -70,13 +71,17 @@ class Phase:
 class Train:
     """How clients train, unless their method says otherwise.
 
-    optimizer: "sgd" (with `momentum`), "adam", or "adamw" (whose `weight_decay` acts on the weights, not through the gradient).
-    schedule:  how the learning rate falls: "decay" (by `decay` every round and by `factor` at every milestone, a round number) or
-               "cosine" (half a wave from `lr` towards 0 over `span` rounds; `decay` and `factor` then say nothing).
-    warmup:    over so many first rounds the rate climbs to its full height in equal steps; a cosine falls from there.
+    optimizer: "sgd" (with `momentum`), "adam", or "adamw" (whose `weight_decay` acts on the
+               weights, not through the gradient).
+    schedule:  how the learning rate falls: "decay" (by `decay` every round and by `factor` at every
+               milestone, a round number) or "cosine" (half a wave from `lr` towards 0 over `span`
+               rounds; `decay` and `factor` then say nothing).
+    warmup:    over so many first rounds the rate climbs to its full height in equal steps; a cosine
+               falls from there.
     span:      the rounds of a cosine (0: those of the run).
-    augment:   what happens to training images: "none", "shift" (moved by up to two pixels), "crop-flip" (widened by four pixels of
-               zeros each way, cropped anywhere, mirrored half the time), "cutout" (a square of half their side set to zero), or
+    augment:   what happens to training images: "none", "shift" (moved by up to two pixels),
+               "crop-flip" (widened by four pixels of zeros each way, cropped anywhere, mirrored
+               half the time), "cutout" (a square of half their side set to zero), or
                "crop-flip-cutout".
     """
 
@@ -117,11 +122,21 @@ class Train:
         if self.schedule not in SCHEDULES:
             raise unknown("schedule", self.schedule, SCHEDULES, field="train.schedule")
         fix = 'leave them out, or set train.schedule = "decay"'
-        require(not (self.milestones and self.schedule == "cosine"), "a cosine has none", "train.milestones", fix)
+        require(
+            not (self.milestones and self.schedule == "cosine"),
+            "a cosine has none",
+            "train.milestones",
+            fix,
+        )
         require(self.warmup >= 0, "must not be negative", "train.warmup")
         require(self.span >= 0, "must not be negative (0: the rounds of the run)", "train.span")
         if self.span and self.schedule == "cosine":
-            require(self.warmup < self.span, f"all {self.span} rounds of the cosine are warm-up", "train.warmup", "take fewer")
+            require(
+                self.warmup < self.span,
+                f"all {self.span} rounds of the cosine are warm-up",
+                "train.warmup",
+                "take fewer",
+            )
 
     def over(self, rounds: int) -> Train:
         """The same in a run of so many rounds."""
@@ -139,7 +154,13 @@ class Train:
     def optim(self, round: int) -> Optim:
         """The optimiser of round 1, 2, …"""
         lr = self.rate(round)
-        return Optim(self.optimizer, lr, self.momentum if self.optimizer == "sgd" else 0.0, self.weight_decay, self.clip)
+        return Optim(
+            self.optimizer,
+            lr,
+            self.momentum if self.optimizer == "sgd" else 0.0,
+            self.weight_decay,
+            self.clip,
+        )
 
     def phase(self, round: int, **changes: Any) -> Phase:
         """The phase of plain local training in a round; `changes` are fields of `Phase`."""

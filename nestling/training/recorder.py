@@ -1,8 +1,9 @@
 """The server's own training, recorded where clients' training is.
 
-What a server does step after step (distilling, teaching a generator) is a body of work that changes students in place. It is given as
-a function of its inputs; where work is recorded, students and inputs lie in tensors that never move, and the function is recorded once
-and replayed in this round and all later ones. Elsewhere the function is simply called.
+What a server does step after step (distilling, teaching a generator) is a body of work that changes
+students in place. It is given as a function of its inputs; where work is recorded, students and
+inputs lie in tensors that never move, and the function is recorded once and replayed in this round
+and all later ones. Elsewhere the function is simply called.
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ class Recorder:
         return self._lane.refusal if self._lane else ""
 
     def student(
-        self, name: Hashable, state: Mapping[str, Tensor], parameters: Collection[str], forward: Forward, optim: Optim
+        self,
+        name: Hashable,
+        state: Mapping[str, Tensor],
+        parameters: Collection[str],
+        forward: Forward,
+        optim: Optim,
     ) -> Student:
-        """A student that starts from a state. One of the same name and shapes is taken again: what it does must be the same too."""
+        """A student that starts from a state. One of the same name and shapes is taken again: what
+        it does must be the same too."""
         if self._lane is None:
             return Student(state, parameters, forward, optim, name=name)
         key = (name, _shapes(state))
@@ -48,7 +55,8 @@ class Recorder:
         return self._students[key]
 
     def keep(self, name: Hashable, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors that a body of work reads beside its inputs, in the places where it reads them."""
+        """Tensors that a body of work reads beside its inputs, in the places where it reads
+        them."""
         if self._lane is None:
             return tensors
         key = (name, _shapes(tensors))
@@ -59,7 +67,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """The block in which work is done: after what was queued before it, and before what is queued behind it."""
+        """The block in which work is done: after what was queued before it, and before what is
+        queued behind it."""
         if self._lane is None:
             yield
             return
@@ -68,7 +77,8 @@ class Recorder:
             yield
 
     def do(self, kind: Hashable, body: Callable[..., None], *inputs: Tensor) -> None:
-        """Does the body with these inputs. Bodies of one kind do the same to the same students, and read the same kept tensors."""
+        """Does the body with these inputs. Bodies of one kind do the same to the same students, and
+        read the same kept tensors."""
         if self._lane is None:
             body(*inputs)
             return

@@ -33,9 +33,17 @@ class Trained:
 
 
 def train(
-    module: nn.Module, phase: Phase, x: Tensor, y: Tensor, seed: int, client: int = 0, round: int = 0, number: int = 0
+    module: nn.Module,
+    phase: Phase,
+    x: Tensor,
+    y: Tensor,
+    seed: int,
+    client: int = 0,
+    round: int = 0,
+    number: int = 0,
 ) -> Trained:
-    """Trains `module` in place. All chance (order of rows, augmentation, dropout) comes from (seed, client, round, number of phase)."""
+    """Trains `module` in place. All chance (order of rows, augmentation, dropout) comes from (seed,
+    client, round, number of phase)."""
     module.train()
     net, buffers = Net(module, trained(module, phase)), Buffers()
     total, samples = torch.zeros((), device=x.device), 0
@@ -47,9 +55,17 @@ def train(
 
 
 def _feed(
-    module: nn.Module, phase: Phase, x: Tensor, y: Tensor, seed: int, client: int, round: int, number: int
+    module: nn.Module,
+    phase: Phase,
+    x: Tensor,
+    y: Tensor,
+    seed: int,
+    client: int,
+    round: int,
+    number: int,
 ) -> Iterator[Batch]:
-    """The phase's batches. Rows are fetched and changed for several of them at once: what a small batch costs there is the calls."""
+    """The phase's batches. Rows are fetched and changed for several of them at once: what a small
+    batch costs there is the calls."""
     plan = phase_schedule(phase, module, [len(x)], seed, [client], round, number)
     lengths, steps = plan.lengths[0], max(1, AT_ONCE // phase.batch)
     real = np.arange(plan.wide) < lengths[:, None]
@@ -75,8 +91,11 @@ def _draws(phase: Phase, key: np.ndarray, plan: Schedule) -> np.ndarray | None:
     return augment.draws(chance[:, : plan.wide])
 
 
-def train_step(net: Net, phase: Phase, batch: Batch, buffers: Buffers, lr: Tensor | None = None) -> Tensor:
-    """One update of the network on one batch; gives the loss. `lr` stands in for the optimiser's own where it must be a tensor."""
+def train_step(
+    net: Net, phase: Phase, batch: Batch, buffers: Buffers, lr: Tensor | None = None
+) -> Tensor:
+    """One update of the network on one batch; gives the loss. `lr` stands in for the optimiser's
+    own where it must be a tensor."""
     leaves = list(net.params.values())
     loss = phase.objective(net, batch, phase.given)
     grads = _gradients(loss, leaves)
@@ -103,11 +122,21 @@ def with_second(given: Given, second: Mapping[str, Tensor]) -> Given:
 
 def trained(module: nn.Module, phase: Phase) -> dict[str, Tensor]:
     """The parameters that a phase trains."""
-    return {n: p for n, p in module.named_parameters() if not any(n == f or n.startswith(f + ".") for f in phase.freeze)}
+    return {
+        n: p
+        for n, p in module.named_parameters()
+        if not any(n == f or n.startswith(f + ".") for f in phase.freeze)
+    }
 
 
 def batches(
-    rows: int, phase: Phase, module: nn.Module, seed: int, client: int = 0, round: int = 0, number: int = 0
+    rows: int,
+    phase: Phase,
+    module: nn.Module,
+    seed: int,
+    client: int = 0,
+    round: int = 0,
+    number: int = 0,
 ) -> Iterator[Tensor]:
     """Rows in batches, in an order of its own for every epoch."""
     plan = phase_schedule(phase, module, [rows], seed, [client], round, number)
@@ -116,7 +145,13 @@ def batches(
 
 
 def phase_schedule(
-    phase: Phase, module: nn.Module, sizes: Sequence[int], seed: int, clients: Sequence[int], round: int, number: int
+    phase: Phase,
+    module: nn.Module,
+    sizes: Sequence[int],
+    seed: int,
+    clients: Sequence[int],
+    round: int,
+    number: int,
 ) -> Schedule:
     """The batches of some clients in a phase."""
     return schedule(
@@ -137,7 +172,9 @@ def _needs_two(module: nn.Module) -> bool:
     """Batch statistics of a single sample are undefined where the feature map is 1×1."""
     known = _NEEDS_TWO.get(module)
     if known is None:
-        known = _NEEDS_TWO[module] = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        known = _NEEDS_TWO[module] = any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()
+        )
     return known
 
 

@@ -1,4 +1,5 @@
-"""Parts of a network: axes found by tracing, views of them, the one merge, and modules made smaller."""
+"""Parts of a network: axes found by tracing, views of them, the one merge, and modules made
+smaller."""
 
 from nestling.views.axes import Axes, trace
 from nestling.views.merge import Contribution, merge

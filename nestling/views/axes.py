@@ -1,12 +1,14 @@
 """Channel axes of any `nn.Module`, found by tracing.
 
-One forward pass on the meta device is recorded operation by operation. Every entry of every sliceable dimension of every state
-tensor is a node; an operation ties the nodes that must be kept or dropped together (the inputs of a convolution to the outputs it
-reads, both sides of a residual add, the affine of a norm to its channels, the H×W entries of a flattened channel). What remains
-after all ties are drawn are classes of nodes: a class is one channel, and the channels that a layer produces form an axis.
+One forward pass on the meta device is recorded operation by operation. Every entry of every
+sliceable dimension of every state tensor is a node; an operation ties the nodes that must be kept
+or dropped together (the inputs of a convolution to the outputs it reads, both sides of a residual
+add, the affine of a norm to its channels, the H×W entries of a flattened channel). What remains
+after all ties are drawn are classes of nodes: a class is one channel, and the channels that a layer
+produces form an axis.
 
-An operation that is not understood freezes what it touches: those channels are then never sliced. A network that nobody thought
-of is therefore at worst sliced less, never wrongly.
+An operation that is not understood freezes what it touches: those channels are then never sliced. A
+network that nobody thought of is therefore at worst sliced less, never wrongly.
 """
 
 from __future__ import annotations
@@ -29,17 +31,19 @@ FREE = -1
 """Marks an entry of a dimension that belongs to no axis: it is part of every view."""
 
 Nodes = list[np.ndarray | None]
-"""For each dimension of a tensor its node numbers, or None where the dimension can never be sliced (batch, space)."""
+"""For each dimension of a tensor its node numbers, or None where the dimension can never be sliced
+(batch, space)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Axes:
     """The channel axes of one reference network.
 
-    The channels of all axes are numbered through: channel `c` of axis `a` is `offsets[a] + c`. `dims[name][d]` holds that number
-    for every entry of dimension `d` of the state tensor `name` (`FREE` where the entry belongs to every view), or None where no
-    entry belongs to an axis. `grains[a]` is the number of neighbouring channels that a group norm on axis `a` normalises together: a
-    prefix of whole grains behaves exactly as in the wide network.
+    The channels of all axes are numbered through: channel `c` of axis `a` is `offsets[a] + c`.
+    `dims[name][d]` holds that number for every entry of dimension `d` of the state tensor `name`
+    (`FREE` where the entry belongs to every view), or None where no entry belongs to an axis.
+    `grains[a]` is the number of neighbouring channels that a group norm on axis `a` normalises
+    together: a prefix of whole grains behaves exactly as in the wide network.
     """
 
     names: tuple[str, ...]
@@ -69,12 +73,18 @@ def trace(module: nn.Module, shape: Sequence[int]) -> Axes:
     """The axes of `module` for inputs of `shape` (without the batch dimension)."""
     on_meta = copy.deepcopy(module).to("meta").eval()
     ties = _record(on_meta, shape)
-    roots = {name: [None if n is None else ties.roots(n) for n in ties.of(t)] for name, t in _state(on_meta).items()}
+    roots = {
+        name: [None if n is None else ties.roots(n) for n in ties.of(t)]
+        for name, t in _state(on_meta).items()
+    }
     return _number_axes(roots, ties, {name: tuple(t.shape) for name, t in _state(on_meta).items()})
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     return {name: tensors[name] for name in module.state_dict() if name in tensors}
 
 
@@ -88,7 +98,8 @@ def _record(module: nn.Module, shape: Sequence[int]) -> _Ties:
     recorder = _Recorder(ties)
     try:
         with torch.no_grad(), recorder:
-            # A network with early exits is traced through all of them, or the earlier heads would seem unused.
+            # A network with early exits is traced through all of them, or the earlier heads would
+            # seem unused.
             every = getattr(module, "all_exits", module)
             out = every(x)
     except Exception as error:
@@ -111,14 +122,17 @@ def _number_axes(roots: dict[str, Nodes], ties: _Ties, shapes: dict[str, tuple[i
     grains: list[int] = []
     frozen, grouped = ties.frozen_roots(), ties.grouped_roots()
     channel_of: dict[int, int] = {}
-    # Producers first (dimension 0 of weights), so that the reader of a concatenation does not define the axes that it reads.
+    # Producers first (dimension 0 of weights), so that the reader of a concatenation does not
+    # define the axes that it reads.
     order = [(name, 0) for name, dims in roots.items() if len(dims) >= 2]
     order += [(name, d) for name, dims in roots.items() for d in range(len(dims))]
     for name, d in order:
         nodes = roots[name][d]
         if nodes is None:
             continue
-        fresh = [n for n in dict.fromkeys(nodes.tolist()) if n not in channel_of and n not in frozen]
+        fresh = [
+            n for n in dict.fromkeys(nodes.tolist()) if n not in channel_of and n not in frozen
+        ]
         if fresh:
             start = len(channel_of)
             channel_of.update({n: start + i for i, n in enumerate(fresh)})
@@ -127,7 +141,10 @@ def _number_axes(roots: dict[str, Nodes], ties: _Ties, shapes: dict[str, tuple[i
             sizes.append(len(fresh))
             grain = math.lcm(*(grouped.get(n, 1) for n in fresh))
             grains.append(grain if len(fresh) % grain == 0 else 1)
-    dims = {name: tuple(_channels(nodes, channel_of) for nodes in tensor) for name, tensor in roots.items()}
+    dims = {
+        name: tuple(_channels(nodes, channel_of) for nodes in tensor)
+        for name, tensor in roots.items()
+    }
     return Axes(tuple(names), tuple(sizes), tuple(grains), dims, shapes)
 
 
@@ -155,11 +172,14 @@ class _Ties:
         self.frozen: set[int] = set()
         self.groups: dict[int, int] = {}  # node → size of the group norm's group it is in
         self.nodes: dict[int, Nodes] = {}
-        self.alive: list[Tensor] = []  # holds the tensors, so that an id is never given to a second one
+        # holds the tensors, so that an id is never given to a second one
+        self.alive: list[Tensor] = []
 
     def number(self, tensor: Tensor) -> None:
         """Fresh nodes for a state tensor: one per row and column, none for kernel sides."""
-        self.give(tensor, [self._fresh(size) if d < 2 else None for d, size in enumerate(tensor.shape)])
+        self.give(
+            tensor, [self._fresh(size) if d < 2 else None for d, size in enumerate(tensor.shape)]
+        )
 
     def _fresh(self, size: int) -> np.ndarray:
         start = len(self.parent)
@@ -190,7 +210,8 @@ class _Ties:
         return {self.root(n): size for n, size in self.groups.items()}
 
     def tie(self, a: np.ndarray | None, b: np.ndarray | None) -> None:
-        """Entry i of `a` and entry i of `b` are kept or dropped together; what is tied to an unsliceable dimension is frozen."""
+        """Entry i of `a` and entry i of `b` are kept or dropped together; what is tied to an
+        unsliceable dimension is frozen."""
         if a is None or b is None or len(a) != len(b):
             self.freeze_nodes(a)
             self.freeze_nodes(b)
@@ -236,13 +257,20 @@ def _unknown(ties: _Ties, out: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _pointwise(ties: _Ties, out: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Element by element with broadcasting: equal dimensions are tied, broadcast ones say nothing."""
+    """Element by element with broadcasting: equal dimensions are tied, broadcast ones say
+    nothing."""
     nodes: Nodes = [None] * out.dim()
     inputs = [t for t in _tensors([args, kwargs]) if t.dim() > 0]
     for d in range(out.dim()):
-        sides = [ties.of(t)[d - out.dim()] for t in inputs if t.dim() >= out.dim() - d and t.shape[d - out.dim()] == out.shape[d]]
+        sides = [
+            ties.of(t)[d - out.dim()]
+            for t in inputs
+            if t.dim() >= out.dim() - d and t.shape[d - out.dim()] == out.shape[d]
+        ]
         broadcast = [
-            ties.of(t)[d - out.dim()] for t in inputs if t.dim() >= out.dim() - d and t.shape[d - out.dim()] != out.shape[d]
+            ties.of(t)[d - out.dim()]
+            for t in inputs
+            if t.dim() >= out.dim() - d and t.shape[d - out.dim()] != out.shape[d]
         ]
         for side in broadcast:
             ties.freeze_nodes(side)
@@ -294,7 +322,9 @@ def _affine_product(ties: _Ties, out: Tensor, bias: Tensor, a: Tensor, b: Tensor
     ties.tie(ties.of(bias)[-1], ties.of(out)[-1])
 
 
-def _linear(ties: _Ties, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def _linear(
+    ties: _Ties, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> None:
     ties.tie(ties.of(x)[-1], ties.of(weight)[1])
     if bias is not None:
         ties.tie(ties.of(bias)[0], ties.of(weight)[0])
@@ -318,7 +348,9 @@ def _group_norm(ties: _Ties, out: Any, x: Tensor, *rest: Any, **kwargs: Any) -> 
         ties.groups.update(dict.fromkeys(channels.tolist(), len(channels) // groups))
 
 
-def _layer_norm(ties: _Ties, out: Any, x: Tensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> None:
+def _layer_norm(
+    ties: _Ties, out: Any, x: Tensor, shape: Sequence[int], *rest: Any, **kwargs: Any
+) -> None:
     for tensor in _tensors([rest, kwargs]):
         for mine, other in zip(ties.of(x)[-len(shape) :], ties.of(tensor), strict=True):
             ties.tie(mine, other)
@@ -329,7 +361,8 @@ def _layer_norm(ties: _Ties, out: Any, x: Tensor, shape: Sequence[int], *rest: A
 
 
 def _spatial(ties: _Ties, out: Any, x: Tensor, *_rest: Any, **_: Any) -> None:
-    """Pooling, padding and resizing: channels pass through, a channel dimension whose size changed is frozen."""
+    """Pooling, padding and resizing: channels pass through, a channel dimension whose size changed
+    is frozen."""
     for tensor in _tensors(out):
         nodes: Nodes = []
         for d, mine in enumerate(ties.of(x)):
@@ -340,14 +373,18 @@ def _spatial(ties: _Ties, out: Any, x: Tensor, *_rest: Any, **_: Any) -> None:
         ties.give(tensor, nodes if tensor.dim() == x.dim() else [None] * tensor.dim())
 
 
-def _reduce(ties: _Ties, out: Any, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> None:
+def _reduce(
+    ties: _Ties, out: Any, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any
+) -> None:
     """Sums and means: a dimension that is reduced away must stay whole."""
     given = range(x.dim()) if dim is None or dim == [] else ([dim] if isinstance(dim, int) else dim)
     gone = {d % x.dim() for d in given}
     nodes = ties.of(x)
     for d in gone:
         ties.freeze_nodes(nodes[d])
-    kept: Nodes = [None if d in gone else n for d, n in enumerate(nodes) if keepdim or d not in gone]
+    kept: Nodes = [
+        None if d in gone else n for d, n in enumerate(nodes) if keepdim or d not in gone
+    ]
     for tensor in _tensors(out):
         ties.give(tensor, kept)
 
@@ -382,7 +419,8 @@ def _turn(ties: _Ties, out: Tensor, x: Tensor) -> None:
 
 
 def _cat(ties: _Ties, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
-    """Along the joined dimension the nodes line up one after another; an unsliceable part gets frozen nodes to hold its place."""
+    """Along the joined dimension the nodes line up one after another; an unsliceable part gets
+    frozen nodes to hold its place."""
     dim = dim % out.dim()
     pieces = []
     for part in parts:
@@ -395,7 +433,9 @@ def _cat(ties: _Ties, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> Non
     result: Nodes = []
     for d in range(out.dim()):
         if d == dim:
-            result.append(np.concatenate(pieces) if any(ties.of(p)[dim] is not None for p in parts) else None)
+            result.append(
+                np.concatenate(pieces) if any(ties.of(p)[dim] is not None for p in parts) else None
+            )
             continue
         for other in joined[1:]:
             ties.tie(joined[0][d], other[d])
@@ -404,7 +444,13 @@ def _cat(ties: _Ties, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> Non
 
 
 def _slice(
-    ties: _Ties, out: Tensor, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    ties: _Ties,
+    out: Tensor,
+    x: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> None:
     nodes = list(ties.of(x))
     taken = nodes[dim]
@@ -427,11 +473,14 @@ def _split(ties: _Ties, out: Sequence[Tensor], x: Tensor, sizes: Any, dim: int =
 
 
 def _reshape(ties: _Ties, out: Tensor, x: Tensor, *_: Any) -> None:
-    """Dimensions are matched in blocks of equal size; inside a block the nodes are laid out and read back in the new shape."""
+    """Dimensions are matched in blocks of equal size; inside a block the nodes are laid out and
+    read back in the new shape."""
     nodes: Nodes = []
     mine = ties.of(x)
     for old, new in _blocks(tuple(x.shape), tuple(out.shape)):
-        nodes += _refold(ties, [mine[d] for d in old], [x.shape[d] for d in old], [out.shape[d] for d in new])
+        nodes += _refold(
+            ties, [mine[d] for d in old], [x.shape[d] for d in old], [out.shape[d] for d in new]
+        )
     ties.give(out, nodes)
 
 
@@ -439,7 +488,11 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     blocks: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
-        a, b = ([i], [j]) if i < len(old) and j < len(new) else (list(range(i, len(old))), list(range(j, len(new))))
+        a, b = (
+            ([i], [j])
+            if i < len(old) and j < len(new)
+            else (list(range(i, len(old))), list(range(j, len(new))))
+        )
         i, j = i + len(a), j + len(b)
         size_a, size_b = _product(old, a), _product(new, b)
         while size_a != size_b:
@@ -467,7 +520,9 @@ def _refold(ties: _Ties, nodes: Nodes, old: list[int], new: list[int]) -> Nodes:
     d = live[0]
     line = nodes[d]
     assert line is not None
-    block = np.broadcast_to(line.reshape([-1 if k == d else 1 for k in range(len(old))]), old).reshape(new)
+    block = np.broadcast_to(
+        line.reshape([-1 if k == d else 1 for k in range(len(old))]), old
+    ).reshape(new)
     for k in range(len(new)):
         first = np.moveaxis(block, k, 0).reshape(new[k], -1)
         if (first == first[:, :1]).all():
@@ -513,9 +568,16 @@ RULES: dict[str, Callable[..., None]] = {
     ),
     **dict.fromkeys(
         [
-            *(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max", "_adaptive_avg") for n in (1, 2, 3)),
+            *(
+                f"{kind}_pool{n}d"
+                for kind in ("avg", "max", "adaptive_avg", "adaptive_max", "_adaptive_avg")
+                for n in (1, 2, 3)
+            ),
             *(f"max_pool{n}d_with_indices" for n in (2, 3)),
-            *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "bilinear2d", "bicubic2d", "linear1d")),
+            *(
+                f"upsample_{kind}"
+                for kind in ("nearest1d", "nearest2d", "bilinear2d", "bicubic2d", "linear1d")
+            ),
             "constant_pad_nd",
             "reflection_pad2d",
             "replication_pad2d",

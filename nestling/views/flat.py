@@ -1,8 +1,9 @@
 """States in one piece of memory.
 
-A state of many small tensors is copied, cut, summed and sent fastest as one flat buffer. `Packed` is a state whose floating-point
-tensors are views of such a buffer; `Stack` holds the states of several clients as rows of one matrix, and `Row` is one of them.
-Both read like any other state, so nobody has to know; the merge and the engines do, and are fast.
+A state of many small tensors is copied, cut, summed and sent fastest as one flat buffer. `Packed`
+is a state whose floating-point tensors are views of such a buffer; `Stack` holds the states of
+several clients as rows of one matrix, and `Row` is one of them. Both read like any other state, so
+nobody has to know; the merge and the engines do, and are fast.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ FLOAT = torch.float32
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where each tensor lies in a flat buffer. `others` are the names kept beside it (counters and other types)."""
+    """Where each tensor lies in a flat buffer. `others` are the names kept beside it (counters and
+    other types)."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -37,7 +39,10 @@ class Layout:
     def offsets(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
         """Name → (start, end, shape)."""
         ends = list(itertools.accumulate(self.sizes))
-        return {n: (e - k, e, s) for n, e, k, s in zip(self.names, ends, self.sizes, self.shapes, strict=True)}
+        return {
+            n: (e - k, e, s)
+            for n, e, k, s in zip(self.names, ends, self.sizes, self.shapes, strict=True)
+        }
 
     @cached_property
     def numel(self) -> int:
@@ -50,9 +55,13 @@ class Layout:
         return frozenset((*self.names, *self.others))
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """The tensors in a buffer of shape (…, numel), as views with the leading dimensions kept."""
+        """The tensors in a buffer of shape (…, numel), as views with the leading dimensions
+        kept."""
         lead = flat.shape[:-1]
-        return [part.view((*lead, *shape)) for part, shape in zip(flat.split(self.sizes, -1), self.shapes, strict=True)]
+        return [
+            part.view((*lead, *shape))
+            for part, shape in zip(flat.split(self.sizes, -1), self.shapes, strict=True)
+        ]
 
 
 def layout_of(state: Mapping[str, Tensor]) -> Layout:
@@ -69,18 +78,24 @@ def layout_of(state: Mapping[str, Tensor]) -> Layout:
 
 
 @lru_cache(maxsize=1024)
-def layout(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], others: tuple[str, ...]) -> Layout:
-    """The one layout object with these fields: equal layouts are the same object, which is how they are compared."""
+def layout(
+    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], others: tuple[str, ...]
+) -> Layout:
+    """The one layout object with these fields: equal layouts are the same object, which is how they
+    are compared."""
     return Layout(names, shapes, others)
 
 
 class Packed(dict[str, Tensor]):
-    """A state whose float32 tensors lie in `flat`. As soon as an entry is replaced it is an ordinary state."""
+    """A state whose float32 tensors lie in `flat`. As soon as an entry is replaced it is an
+    ordinary state."""
 
     flat: Tensor | None
     layout: Layout | None
 
-    def __init__(self, layout: Layout, flat: Tensor, others: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, layout: Layout, flat: Tensor, others: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Makes views of `flat`, and puts `others` beside them."""
         super().__init__(zip(layout.names, layout.split(flat), strict=True))
         super().update(others or {})
@@ -123,14 +138,19 @@ def pack(state: Mapping[str, Tensor]) -> Packed:
     if isinstance(state, Packed) and state.flat is not None:
         return state
     layout = layout_of(state)
-    flat = torch.cat([state[name].detach().reshape(-1) for name in layout.names]) if layout.names else torch.zeros(0)
+    flat = (
+        torch.cat([state[name].detach().reshape(-1) for name in layout.names])
+        if layout.names
+        else torch.zeros(0)
+    )
     # One tensor's `cat` may be the tensor itself.
     flat = flat.clone() if len(layout.names) == 1 else flat
     return Packed(layout, flat, {name: state[name].detach().clone() for name in layout.others})
 
 
 def flat_of(state: Mapping[str, Tensor], layout: Layout) -> Tensor:
-    """The state's float32 tensors as one vector in the order of a layout; a fresh one only where it must be."""
+    """The state's float32 tensors as one vector in the order of a layout; a fresh one only where it
+    must be."""
     if getattr(state, "layout", None) is layout:
         return state.flat  # type: ignore[attr-defined]
     if not layout.names:
@@ -139,7 +159,8 @@ def flat_of(state: Mapping[str, Tensor], layout: Layout) -> Tensor:
 
 
 class Fetched:
-    """A small tensor on its way to the host. Reading it waits for what was queued before it, and for nothing queued since."""
+    """A small tensor on its way to the host. Reading it waits for what was queued before it, and
+    for nothing queued since."""
 
     def __init__(self, tensor: Tensor) -> None:
         """Starts the copy to the host without waiting for it; on a CPU there is nothing to copy."""
@@ -175,7 +196,8 @@ class FetchedRow:
 
 @dataclass(eq=False)
 class Stack:
-    """The states of several clients: a matrix of one row each, and what is not float32 stacked tensor by tensor."""
+    """The states of several clients: a matrix of one row each, and what is not float32 stacked
+    tensor by tensor."""
 
     layout: Layout
     flat: Tensor
@@ -195,7 +217,8 @@ class Stack:
         return 4 * self.layout.numel + sum(t[0].nbytes for t in kept)
 
     def start_sums(self) -> None:
-        """Has the device sum up the rows, without waiting for it: a sum is finite where all it sums is."""
+        """Has the device sum up the rows, without waiting for it: a sum is finite where all it sums
+        is."""
         if self._sums is None:
             self._sums = Fetched(self.flat.sum(1))
 

@@ -1,11 +1,13 @@
 """The one merge: a weighted mean over views.
 
-Every entry of the reference becomes the weighted mean of the contributions whose view holds it; entries that nobody trained keep
-their value. Sums run in float64, so that integer weights are exact (identical contributions return themselves, bit for bit), view
-by view in the order in which views first appear.
+Every entry of the reference becomes the weighted mean of the contributions whose view holds it;
+entries that nobody trained keep their value. Sums run in float64, so that integer weights are exact
+(identical contributions return themselves, bit for bit), view by view in the order in which views
+first appear.
 
-Contributions of one view are summed as flat vectors, in pieces that stay in the cache, and the sum is put in its place once:
-the cost is one pass over what came in. Tensors of which only some entries count in some contribution (`present`) go one by one.
+Contributions of one view are summed as flat vectors, in pieces that stay in the cache, and the sum
+is put in its place once: the cost is one pass over what came in. Tensors of which only some entries
+count in some contribution (`present`) go one by one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _PIECE_CUDA = 2**24
 class Contribution:
     """One party's part of a merge.
 
-    present: per tensor name, flags in the view's shape of the entries that count (HeteroFL: the classifier rows of the classes a
+    present: per tensor name, flags in the view's shape of the entries that count (HeteroFL: the
+             classifier rows of the classes a
     client holds); entries not flagged are left to others.
     """
 
@@ -47,29 +50,50 @@ def merge(reference: Mapping[str, Tensor], contributions: Iterable[Contribution]
     given = [c for c in contributions if c.weight > 0]
     layout = layout_of(reference)
     single = {*layout.others, *(name for c in given for name in c.present)}
-    alone = {name: _merge_tensor(name, reference[name], [c for c in given if name in c.view.shapes]) for name in single}
+    alone = {
+        name: _merge_tensor(name, reference[name], [c for c in given if name in c.view.shapes])
+        for name in single
+    }
     if single.issuperset(layout.names):
         return {name: alone[name] for name in reference}
-    merged = Packed(layout, _merge_flat(reference, layout, given), {name: alone[name] for name in layout.others})
+    merged = Packed(
+        layout, _merge_flat(reference, layout, given), {name: alone[name] for name in layout.others}
+    )
     for name in single.difference(layout.others):
         merged[name].copy_(alone[name])
     return merged
 
 
 def counted(reference: Mapping[str, Tensor], contributions: Iterable[Contribution]) -> Tensor:
-    """Flags, as one vector in the order of the reference's layout, of the entries that a merge would not leave alone."""
+    """Flags, as one vector in the order of the reference's layout, of the entries that a merge
+    would not leave alone."""
     given: dict[Any, Contribution] = {}
     for number, c in enumerate(contributions):
         if c.weight > 0:
             given[number if c.view.masks or c.present else c.view.key()] = c
-    ones = [replace(c, state={n: torch.ones_like(t) for n, t in c.state.items()}, weight=1.0) for c in given.values()]
-    return flat_of(merge({n: torch.zeros_like(t) for n, t in reference.items()}, ones), layout_of(reference)) > 0
+    ones = [
+        replace(c, state={n: torch.ones_like(t) for n, t in c.state.items()}, weight=1.0)
+        for c in given.values()
+    ]
+    return (
+        flat_of(
+            merge({n: torch.zeros_like(t) for n, t in reference.items()}, ones),
+            layout_of(reference),
+        )
+        > 0
+    )
 
 
-def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence[Contribution]) -> Tensor:
+def _merge_flat(
+    reference: Mapping[str, Tensor], layout: Layout, given: Sequence[Contribution]
+) -> Tensor:
     old = flat_of(reference, layout)
     views = _by_view(given)
-    if len(views) == 1 and not views[0][0].view.masks and views[0][0].view.packing(layout, old.device)[1] is None:
+    if (
+        len(views) == 1
+        and not views[0][0].view.masks
+        and views[0][0].view.packing(layout, old.device)[1] is None
+    ):
         stacked = _rows(given, layout) if old.is_cuda else None
         if stacked is not None and all(c.weight == given[0].weight for c in given):
             # One pass over memory: nothing has to be turned into float64 before it is summed.
@@ -81,7 +105,8 @@ def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence
         small, index = own[0].view.packing(layout, old.device)
         summed, share = _sum(own, small, old.device), sum(c.weight for c in own)
         flags = own[0].view.flags(small)
-        # Where an entry does not count it may hold anything, so it is left out rather than multiplied by zero.
+        # Where an entry does not count it may hold anything, so it is left out rather than
+        # multiplied by zero.
         summed = summed if flags is None else torch.where(flags, summed, 0.0)
         counts = None if flags is None else flags.to(summed.dtype) * share
         if index is None:
@@ -90,7 +115,9 @@ def _merge_flat(reference: Mapping[str, Tensor], layout: Layout, given: Sequence
         else:
             total.index_add_(0, index, summed)
             weight = torch.full_like(total, weight) if isinstance(weight, float) else weight
-            weight.index_add_(0, index, torch.full_like(summed, share) if counts is None else counts)
+            weight.index_add_(
+                0, index, torch.full_like(summed, share) if counts is None else counts
+            )
     if isinstance(weight, float):
         return (total / weight).to(old.dtype) if weight else old.clone()
     return torch.where(weight > 0, total / weight, old.to(torch.float64)).to(old.dtype)
@@ -120,8 +147,11 @@ def _sum(own: Sequence[Contribution], layout: Layout, device: torch.device) -> T
         for start in starts:
             _sum_piece(total, flats, start)
     else:
-        # The clients' cores are idle now. Every entry is still summed in the same order, so no bit depends on their number.
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) as threads:
+        # The clients' cores are idle now. Every entry is still summed in the same order, so no bit
+        # depends on their number.
+        with ThreadPoolExecutor(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        ) as threads:
             list(threads.map(partial(_sum_piece, total, flats), starts))
     return total
 
@@ -138,11 +168,19 @@ def _weights(weights: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _rows(own: Sequence[Contribution], layout: Layout) -> Tensor | None:
-    """The matrix of which the contributions are rows, where they are rows of one, in order and all of it."""
+    """The matrix of which the contributions are rows, where they are rows of one, in order and all
+    of it."""
     first = own[0].state
-    if not isinstance(first, Row) or first.layout is not layout or len(own) != len(first.stack.flat):
+    if (
+        not isinstance(first, Row)
+        or first.layout is not layout
+        or len(own) != len(first.stack.flat)
+    ):
         return None
-    together = all(isinstance(c.state, Row) and c.state.stack is first.stack and c.state.number == k for k, c in enumerate(own))
+    together = all(
+        isinstance(c.state, Row) and c.state.stack is first.stack and c.state.number == k
+        for k, c in enumerate(own)
+    )
     return first.stack.flat if together else None
 
 
@@ -158,7 +196,8 @@ def _merge_tensor(name: str, old: Tensor, given: list[Contribution]) -> Tensor:
             _add(total, c.view.where(name), local * c.weight)
             _add(weight, c.view.where(name), torch.full_like(local, c.weight))
         else:
-            # Where an entry does not count it may hold anything, so it is left out rather than multiplied by zero.
+            # Where an entry does not count it may hold anything, so it is left out rather than
+            # multiplied by zero.
             _add(total, c.view.where(name), torch.where(counts, local * c.weight, 0.0))
             _add(weight, c.view.where(name), counts.to(torch.float64) * c.weight)
     mean = torch.where(weight > 0, total / weight, old.to(torch.float64))

@@ -1,8 +1,10 @@
-"""The middle of a network: what lies between its stem and its classifier, found by watching a pass through it.
+"""The middle of a network: what lies between its stem and its classifier, found by watching a pass
+through it.
 
-The middle begins at the input of one layer, its entry: the first of the stages that a network of stages has, the first repeated block
-of any other, or the layer that the user names. It ends with the features that the head is given. Which parameters lie in it is asked
-of the gradients. A pass through the middle alone is a pass through all of it in which the entry is given something else.
+The middle begins at the input of one layer, its entry: the first of the stages that a network of
+stages has, the first repeated block of any other, or the layer that the user names. It ends with
+the features that the head is given. Which parameters lie in it is asked of the gradients. A pass
+through the middle alone is a pass through all of it in which the entry is given something else.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Middle:
-    """entry and head by name, the parameters between them, and the shapes, of one sample, of what goes in and what comes out."""
+    """entry and head by name, the parameters between them, and the shapes, of one sample, of what
+    goes in and what comes out."""
 
     entry: str
     head: str
@@ -43,7 +46,11 @@ def middle_of(reference: Reference, view: View, entry: str = "") -> Middle:
     module, shape = reference.network(view), reference.shape
     entry = entry or _entry(reference)
     if entry not in dict(module.named_modules()):
-        raise InputError(f"the network has no layer {entry!r}", field="method.entry", fix="name one that all devices train")
+        raise InputError(
+            f"the network has no layer {entry!r}",
+            field="method.entry",
+            fix="name one that all devices train",
+        )
     head = find_taps(module, shape, head=getattr(module, "taps", {}).get("head", "")).head
     params = dict(module.named_parameters())
     with torch.enable_grad():
@@ -51,9 +58,11 @@ def middle_of(reference: Reference, view: View, entry: str = "") -> Middle:
         before, after = features(module.train(), entry, head, x)
         if not _reached(before, params):
             raise InputError(
-                f"nothing is trained before {entry!r}: what would be sent are the clients' inputs themselves",
+                f"nothing is trained before {entry!r}: what would be sent are the clients' "
+                "inputs themselves",
                 field="model.name",
-                fix="take a network with a stem (tinyresnet, resnet18, …), or name a later layer with method.entry",
+                fix="take a network with a stem (tinyresnet, resnet18, …), or name a later layer "
+                "with method.entry",
             )
         between = _reached(through(module, entry, head, before.detach(), shape), params)
     return Middle(entry, head, between, tuple(before.shape[1:]), tuple(after.shape[1:]))
@@ -80,8 +89,11 @@ def _reached(out: Tensor, params: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(name for name, grad in zip(params, grads, strict=True) if grad is not None)
 
 
-def features(module: nn.Module, entry: str, head: str, x: Tensor, change: Change | None = None) -> tuple[Tensor, Tensor]:
-    """What the entry and the head are given in a pass, after `change` where there is one. No statistics move."""
+def features(
+    module: nn.Module, entry: str, head: str, x: Tensor, change: Change | None = None
+) -> tuple[Tensor, Tensor]:
+    """What the entry and the head are given in a pass, after `change` where there is one. No
+    statistics move."""
     seen: list[Tensor] = []
 
     def hook(given: Tensor) -> Tensor:
@@ -93,7 +105,9 @@ def features(module: nn.Module, entry: str, head: str, x: Tensor, change: Change
     return seen[0], seen[1]
 
 
-def through(module: nn.Module, entry: str, head: str, given: Tensor, shape: tuple[int, ...]) -> Tensor:
+def through(
+    module: nn.Module, entry: str, head: str, given: Tensor, shape: tuple[int, ...]
+) -> Tensor:
     """What the head would be given if the entry were given this. No statistics move."""
     seen: list[Tensor] = []
 
@@ -101,7 +115,8 @@ def through(module: nn.Module, entry: str, head: str, given: Tensor, shape: tupl
         seen.append(out)
         return out
 
-    # What precedes the entry has to run on something; two rows are the fewest that every normalisation takes.
+    # What precedes the entry has to run on something; two rows are the fewest that every
+    # normalisation takes.
     x = torch.zeros(2, *shape, device=given.device, dtype=given.dtype)
     with still(module), changed(module, entry, lambda _: given), changed(module, head, hook):
         module(x)
@@ -121,8 +136,13 @@ def changed(module: nn.Module, layer: str, change: Change) -> Iterator[None]:
 
 @contextlib.contextmanager
 def still(module: nn.Module) -> Iterator[None]:
-    """The module with running statistics that do not move inside the block: batches are normalised by themselves as in training."""
-    tracking = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    """The module with running statistics that do not move inside the block: batches are normalised
+    by themselves as in training."""
+    tracking = [
+        m
+        for m in module.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats
+    ]
     # Those of every width move in any pass that trains, so these layers use what they know instead.
     by_width = [m for m in module.modules() if isinstance(m, WidthNorm) and m.training]
     for layer in tracking:

@@ -1,7 +1,9 @@
-"""Sub-networks whose channels are tensors: drawn anew for every batch, yet one program for all draws and all clients.
+"""Sub-networks whose channels are tensors: drawn anew for every batch, yet one program for all
+draws and all clients.
 
-A view names its channels once and for all. Here only their number is fixed, by a view of that shape; which ones they are arrives as
-index tensors, so that clients with other draws can be trained as one stack.
+A view names its channels once and for all. Here only their number is fixed, by a view of that
+shape; which ones they are arrives as index tensors, so that clients with other draws can be trained
+as one stack.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from nestling.views.view import View
 
 @dataclass(frozen=True, eq=False)
 class _Line:
-    """One dimension of some tensors: for every axis in it where each channel's entries stand, and the entries of every view."""
+    """One dimension of some tensors: for every axis in it where each channel's entries stand, and
+    the entries of every view."""
 
     places: dict[int, Tensor]  # axis → (channels, entries per channel)
     free: Tensor
@@ -32,7 +35,10 @@ class _Line:
         """The entries of the kept channels, in order; None where all are kept."""
         if not any(axis in kept for axis in self.places):
             return None
-        parts = [(places[kept[axis]] if axis in kept else places).reshape(-1) for axis, places in self.places.items()]
+        parts = [
+            (places[kept[axis]] if axis in kept else places).reshape(-1)
+            for axis, places in self.places.items()
+        ]
         if self.ordered:
             return parts[0]
         return torch.cat([*parts, self.free]).sort().values
@@ -42,7 +48,8 @@ class Picker:
     """Runs sub-networks of one reference by index tensors."""
 
     def __init__(self, reference: Reference, place: torch.device) -> None:
-        """Finds out once, for every dimension of every tensor, where the channels stand; index tensors live on `place`."""
+        """Finds out once, for every dimension of every tensor, where the channels stand; index
+        tensors live on `place`."""
         self.reference, axes = reference, reference.axes
         self._lines: dict[bytes, _Line] = {}
         self._keys: dict[str, list[bytes | None]] = {}
@@ -53,11 +60,18 @@ class Picker:
                     self._lines[line.tobytes()] = _line(axes, line, place)
 
     def forward(
-        self, view: View, state: Mapping[str, Tensor], kept: Mapping[int, Tensor], x: Tensor, *, rescale: bool = False
+        self,
+        view: View,
+        state: Mapping[str, Tensor],
+        kept: Mapping[int, Tensor],
+        x: Tensor,
+        *,
+        rescale: bool = False,
     ) -> Tensor:
-        """The output of the sub-network of the kept channels (axis → sorted numbers; axes left out stay whole), its weights cut out of
-        `state` on the way. `view` has as many channels on every axis. With `rescale`, what a layer reads is scaled up by the share of
-        its inputs that is left out."""
+        """The output of the sub-network of the kept channels (axis → sorted numbers; axes left out
+        stay whole), its weights cut out of `state` on the way. `view` has as many channels on every
+        axis. With `rescale`, what a layer reads is scaled up by the share of its inputs that is
+        left out."""
         picked = {key: line.pick(kept) for key, line in self._lines.items()}
         local = {}
         for name in view.members:
@@ -85,7 +99,8 @@ def _line(axes: Axes, line: np.ndarray, place: torch.device) -> _Line:
         found = [np.flatnonzero(line == axes.offsets[axis] + c) for c in range(axes.sizes[axis])]
         if len({len(entries) for entries in found}) > 1:
             raise InputError(
-                f"the channels of {axes.names[axis]} are read unequally often, so that no draw of them has a fixed shape",
+                f"the channels of {axes.names[axis]} are read unequally often, so that no draw "
+                "of them has a fixed shape",
                 field="model.name",
                 fix="use a network without split or sliced channels",
             )

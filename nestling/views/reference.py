@@ -23,14 +23,18 @@ _AXES: OrderedDict[Hashable, Axes] = OrderedDict()
 
 
 class Reference:
-    """A named network, its axes (traced on first use), and a small cache of the sub-networks that views of it describe.
+    """A named network, its axes (traced on first use), and a small cache of the sub-networks that
+    views of it describe.
 
-    The sub-networks are skeletons, one for all views of the same form: whoever uses one loads weights into it first, and nobody keeps
-    it. `kind` says what the network was built from, if it says all: networks of one kind differ in their weights only, and what follows
-    from their form is found out once per process.
+    The sub-networks are skeletons, one for all views of the same form: whoever uses one loads
+    weights into it first, and nobody keeps it. `kind` says what the network was built from, if it
+    says all: networks of one kind differ in their weights only, and what follows from their form is
+    found out once per process.
     """
 
-    def __init__(self, name: str, module: nn.Module, shape: Sequence[int], kind: Hashable = None) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, shape: Sequence[int], kind: Hashable = None
+    ) -> None:
         """Takes the network for inputs of `shape`; its axes are traced only when somebody asks."""
         self.name, self.module, self.shape, self.kind = name, module, tuple(shape), kind
         self._networks: OrderedDict[bytes, nn.Module] = OrderedDict()
@@ -62,16 +66,23 @@ class Reference:
     @cached_property
     def initial(self) -> Packed:
         """The state the network was built with: where every run of the experiment starts."""
-        return pack({name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()})
+        return pack(
+            {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        )
 
     @cached_property
     def parameters(self) -> frozenset[str]:
         """The names that are trained; the rest of the state are buffers."""
-        return frozenset(name for name, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad)
+        return frozenset(
+            name
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+            if p.requires_grad
+        )
 
     @cached_property
     def taps(self) -> Taps:
-        """Its convolutions, features and head. A network may name them itself: `taps = {"convs": [...], "head": "..."}`."""
+        """Its convolutions, features and head. A network may name them itself: `taps = {"convs":
+        [...], "head": "..."}`."""
         return find_taps(self.module, self.shape, **getattr(self.module, "taps", {}))
 
     @cached_property
@@ -98,8 +109,13 @@ class Reference:
         key = view.form()
         if key not in self._networks:
             if torch._C._functorch.maybe_current_level() is not None:
-                raise RuntimeError("the network of a view is built inside a batch of clients: call views.nested.prepare before")
-            self._networks[key] = resize(self.module, {name: view.shape(name) for name in view.members}, view.dropped)
+                raise RuntimeError(
+                    "the network of a view is built inside a batch of clients: call "
+                    "views.nested.prepare before"
+                )
+            self._networks[key] = resize(
+                self.module, {name: view.shape(name) for name in view.members}, view.dropped
+            )
             _forget_oldest(self._networks)
         self._networks.move_to_end(key)
         network = self._networks[key]
@@ -118,7 +134,13 @@ class Reference:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the caches out of a pickle."""
-        return {**self.__dict__, "_networks": OrderedDict(), "_layouts": {}, "_views": OrderedDict(), "_specs": OrderedDict()}
+        return {
+            **self.__dict__,
+            "_networks": OrderedDict(),
+            "_layouts": {},
+            "_views": OrderedDict(),
+            "_specs": OrderedDict(),
+        }
 
 
 def _forget_oldest(kept: OrderedDict[Any, Any]) -> None:

@@ -1,7 +1,8 @@
 """Smaller networks of the same kind: a module rebuilt around sliced tensors.
 
-The class of the module and its forward stay as they are; only tensors, the sizes that layers keep as attributes, and the units
-that a view leaves out change. It works for any module made of the layers below, because it follows the tensors' shapes.
+The class of the module and its forward stay as they are; only tensors, the sizes that layers keep
+as attributes, and the units that a view leaves out change. It works for any module made of the
+layers below, because it follows the tensors' shapes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ def sub_module(module: nn.Module, view: View) -> nn.Module:
     return small
 
 
-def resize(module: nn.Module, shapes: Mapping[str, Sequence[int]], dropped: Iterable[str] = ()) -> nn.Module:
-    """A copy of `module` with tensors of the given shapes (values unset) and without the dropped units."""
+def resize(
+    module: nn.Module, shapes: Mapping[str, Sequence[int]], dropped: Iterable[str] = ()
+) -> nn.Module:
+    """A copy of `module` with tensors of the given shapes (values unset) and without the dropped
+    units."""
     small = copy.deepcopy(module)
     for unit in sorted(dropped, key=_reversed_position):
         _drop(small, unit)
     for name, layer in small.named_modules():
         _resize_layer(
-            layer, {leaf: tuple(shapes[key]) for leaf in _leaves(layer) if (key := f"{name}.{leaf}" if name else leaf) in shapes}
+            layer,
+            {
+                leaf: tuple(shapes[key])
+                for leaf in _leaves(layer)
+                if (key := f"{name}.{leaf}" if name else leaf) in shapes
+            },
         )
     return small
 
@@ -88,17 +97,22 @@ def _resize_layer(layer: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> No
         raise InputError(
             f"a layer of type {type(layer).__name__} cannot be made smaller",
             field="model.name",
-            fix="build the network from convolutions, linear layers and norms, or give every tier ratio = 1",
+            fix="build the network from convolutions, linear layers and norms, or give every "
+            "tier ratio = 1",
         )
 
 
 def _plain(layer: nn.Module) -> bool:
     """A module that only holds parameters (a scale, a token) keeps no sizes of its own."""
-    return not any(hasattr(layer, name) for name in ("in_features", "in_channels", "num_channels", "hidden_size", "embed_dim"))
+    return not any(
+        hasattr(layer, name)
+        for name in ("in_features", "in_channels", "num_channels", "hidden_size", "embed_dim")
+    )
 
 
 def _resize_group_norm(norm: nn.GroupNorm, channels: int) -> None:
-    """Groups keep their size, so that a prefix of whole groups normalises exactly as in the wide network."""
+    """Groups keep their size, so that a prefix of whole groups normalises exactly as in the wide
+    network."""
     size = norm.num_channels // norm.num_groups
     norm.num_channels, norm.num_groups = channels, channels // math.gcd(channels, size)
 

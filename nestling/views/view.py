@@ -1,8 +1,9 @@
 """Which part of a reference state a party owns.
 
-A view keeps a set of channels on every axis, leaves out whole units (blocks, exits), may mask single entries, and may keep some
-tensors private. The full model, a width prefix, a rolling window, a depth prefix, a sparse mask and "only the head" are all views
-of one reference; two unrelated architectures are simply two references.
+A view keeps a set of channels on every axis, leaves out whole units (blocks, exits), may mask
+single entries, and may keep some tensors private. The full model, a width prefix, a rolling window,
+a depth prefix, a sparse mask and "only the head" are all views of one reference; two unrelated
+architectures are simply two references.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ class View:
     """A part of the reference that `axes` describes.
 
     keep:    one flag per channel, all axes numbered through (see `Axes`).
-    dropped: prefixes of names the view leaves out, e.g. `stages.3` (units and exits beyond its depth).
-    masks:   per name, flags in the *reference* shape of the entries owned; extracted tensors are zero elsewhere.
+    dropped: prefixes of names the view leaves out, e.g. `stages.3` (units and exits beyond its
+             depth).
+    masks:   per name, flags in the *reference* shape of the entries owned; extracted tensors are
+             zero elsewhere.
     private: prefixes of names the party has but never sends or receives.
     """
 
@@ -47,7 +50,11 @@ class View:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The state tensors that travel, in the order of the reference."""
-        return tuple(n for n in self.axes.shapes if not _under(n, self.dropped) and not _under(n, self.private))
+        return tuple(
+            n
+            for n in self.axes.shapes
+            if not _under(n, self.dropped) and not _under(n, self.private)
+        )
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -58,19 +65,24 @@ class View:
     def _where(self) -> dict[str, Index]:
         flags = np.append(self.keep, True)  # the last one answers for FREE = -1
         return {
-            name: tuple(_positions(d, size, flags) for d, size in zip(dims, self.axes.shapes[name], strict=True))
+            name: tuple(
+                _positions(d, size, flags)
+                for d, size in zip(dims, self.axes.shapes[name], strict=True)
+            )
             for name, dims in self.axes.dims.items()
         }
 
     def where(self, name: str) -> Index:
-        """The entries of tensor `name` inside the view: a slice or sorted positions for every dimension."""
+        """The entries of tensor `name` inside the view: a slice or sorted positions for every
+        dimension."""
         return self._where[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of tensor `name` inside the view."""
         full = self.axes.shapes[name]
         return tuple(
-            len(range(*p.indices(n))) if isinstance(p, slice) else len(p) for p, n in zip(self.where(name), full, strict=True)
+            len(range(*p.indices(n))) if isinstance(p, slice) else len(p)
+            for p, n in zip(self.where(name), full, strict=True)
         )
 
     @cached_property
@@ -89,8 +101,8 @@ class View:
         return {name: self.cut(name, state[name]) for name in self.names}
 
     def packing(self, whole: Layout, device: torch.device) -> tuple[Layout, Tensor | None]:
-        """How the view lies in a flat reference state: its own layout, and where its entries stand in the reference's buffer (None:
-        it is all of it, in order)."""
+        """How the view lies in a flat reference state: its own layout, and where its entries stand
+        in the reference's buffer (None: it is all of it, in order)."""
         key = (whole, str(device))
         if key not in self._packings:
             own = [name for name in whole.names if name in self.shapes]
@@ -105,7 +117,11 @@ class View:
         for name in names:
             start, end, shape = whole.offsets[name]
             grid = np.arange(start, end).reshape(shape)
-            pieces.append(grid[np.ix_(*(_line(p) for p in self.where(name)))].reshape(-1) if shape else grid.reshape(-1))
+            pieces.append(
+                grid[np.ix_(*(_line(p) for p in self.where(name)))].reshape(-1)
+                if shape
+                else grid.reshape(-1)
+            )
         return torch.from_numpy(np.concatenate(pieces)).to(device)
 
     def flags(self, own: Layout) -> Tensor | None:
@@ -114,8 +130,13 @@ class View:
             return None
         if own not in self._flags:
             device = next(iter(self.masks.values())).device
-            masks = [(self.mask(name), shape) for name, shape in zip(own.names, own.shapes, strict=True)]
-            whole = [torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask for mask, shape in masks]
+            masks = [
+                (self.mask(name), shape) for name, shape in zip(own.names, own.shapes, strict=True)
+            ]
+            whole = [
+                torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
+                for mask, shape in masks
+            ]
             self._flags[own] = torch.cat([mask.reshape(-1) for mask in whole])
         return self._flags[own]
 
@@ -135,7 +156,8 @@ class View:
         return part.clone()
 
     def scatter(self, state: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> State:
-        """A copy of the reference state in which the view's entries are those of `local`; the others keep their value."""
+        """A copy of the reference state in which the view's entries are those of `local`; the
+        others keep their value."""
         result = {name: tensor.clone() for name, tensor in state.items()}
         for name in self.names:
             put(result[name], self.where(name), local[name], self.mask(name))
@@ -150,8 +172,8 @@ class View:
         return self._own_masks[name]
 
     def owned(self, name: str) -> Tensor | None:
-        """Where the owned entries of `name` stand in the view's tensor as one line, or None where all are owned. Looked for once:
-        on a GPU that waits for the device."""
+        """Where the owned entries of `name` stand in the view's tensor as one line, or None where
+        all are owned. Looked for once: on a GPU that waits for the device."""
         mask = self.mask(name)
         if mask is None:
             return None
@@ -176,14 +198,20 @@ class View:
         return int(mask.sum()) if mask is not None else math.prod(self.shape(name))
 
     def nbytes(self, itemsize: int = 4) -> int:
-        """What the view's weights take on the wire: its entries, and one bit per entry where there is a mask."""
-        bits = sum(math.ceil(math.prod(self.shape(name)) / 8) for name in self.names if name in self.masks)
+        """What the view's weights take on the wire: its entries, and one bit per entry where there
+        is a mask."""
+        bits = sum(
+            math.ceil(math.prod(self.shape(name)) / 8) for name in self.names if name in self.masks
+        )
         return self.numel() * itemsize + bits
 
     def contains(self, other: View) -> bool:
         """Whether every entry of `other` is in this view."""
         axes = bool((other.keep <= self.keep).all()) and set(other.names) <= set(self.names)
-        return axes and all(name in other.masks and bool((other.masks[name] <= m).all()) for name, m in self.masks.items())
+        return axes and all(
+            name in other.masks and bool((other.masks[name] <= m).all())
+            for name, m in self.masks.items()
+        )
 
     def key(self) -> bytes:
         """Equal for equal views of one reference (masks aside): what caches are keyed by."""
@@ -199,7 +227,8 @@ class View:
         )
 
     def form(self) -> bytes:
-        """Equal for views whose networks are built alike: the same tensors in the same shapes, whichever channels they hold."""
+        """Equal for views whose networks are built alike: the same tensors in the same shapes,
+        whichever channels they hold."""
         return self._form
 
     @cached_property
@@ -220,27 +249,38 @@ def full(axes: Axes) -> View:
 
 
 def prefix(axes: Axes, ratio: float | Mapping[str, float]) -> View:
-    """The first ⌈ratio·K⌉ channels of every axis, rounded up to whole groups where a group norm has them; a mapping gives a ratio
-    for each axis by name, others stay whole."""
-    ratios = dict.fromkeys(axes.names, ratio) if isinstance(ratio, (int, float)) else {n: ratio.get(n, 1.0) for n in axes.names}
+    """The first ⌈ratio·K⌉ channels of every axis, rounded up to whole groups where a group norm has
+    them; a mapping gives a ratio for each axis by name, others stay whole."""
+    ratios = (
+        dict.fromkeys(axes.names, ratio)
+        if isinstance(ratio, (int, float))
+        else {n: ratio.get(n, 1.0) for n in axes.names}
+    )
     for name, r in ratios.items():
         if not 0 < r <= 1:
-            raise InputError(f"a width ratio must be above 0 and at most 1, not {r}", field=f"ratio of {name}")
+            raise InputError(
+                f"a width ratio must be above 0 and at most 1, not {r}", field=f"ratio of {name}"
+            )
     # The small tolerance keeps ⌈⌉ exact for ratios like 0.7 that binary fractions overshoot.
     sizes = zip(axes.names, axes.sizes, axes.grains, strict=True)
-    return by_index(axes, {n: np.arange(math.ceil(ratios[n] * k / g - 1e-9) * g) for n, k, g in sizes})
+    return by_index(
+        axes, {n: np.arange(math.ceil(ratios[n] * k / g - 1e-9) * g) for n, k, g in sizes}
+    )
 
 
 def rolling(axes: Axes, ratio: float | Mapping[str, float], step: int) -> View:
-    """A window as large as `prefix`, moved on by `step` channels on every axis and around its end; where a group norm has groups it
-    moves by whole groups. On each axis all windows of K steps together hold every one of its K channels equally often."""
+    """A window as large as `prefix`, moved on by `step` channels on every axis and around its end;
+    where a group norm has groups it moves by whole groups. On each axis all windows of K steps
+    together hold every one of its K channels equally often."""
     return rolled(prefix(axes, ratio), step)
 
 
 def rolled(view: View, step: int) -> View:
     """The view with the channels of every axis moved on by `step` (see `rolling`)."""
     keep = np.empty_like(view.keep)
-    for start, size, grain in zip(view.axes.offsets, view.axes.sizes, view.axes.grains, strict=False):
+    for start, size, grain in zip(
+        view.axes.offsets, view.axes.sizes, view.axes.grains, strict=False
+    ):
         keep[start : start + size] = np.roll(view.keep[start : start + size], step * grain)
     return View(view.axes, keep, view.dropped, view.masks, view.private)
 
@@ -253,7 +293,9 @@ def by_index(axes: Axes, indices: Mapping[str, Iterable[int]]) -> View:
         start, size = axes.offsets[number], axes.sizes[number]
         positions = np.asarray(list(chosen), dtype=np.int64)
         if len(positions) == 0 or positions.min() < 0 or positions.max() >= size:
-            raise InputError(f"axis {name!r} has channels 0..{size - 1}; at least one of them must be kept")
+            raise InputError(
+                f"axis {name!r} has channels 0..{size - 1}; at least one of them must be kept"
+            )
         keep[start : start + size] = False
         keep[start + positions] = True
     return View(axes, keep)
@@ -264,16 +306,23 @@ def without(view: View, units: Iterable[str]) -> View:
     units = frozenset(units)
     for unit in units:
         if not any(_under(name, [unit]) for name in view.axes.shapes):
-            raise InputError(f"there is no unit {unit!r} in the network", fix="name a sub-module, e.g. 'stages.3'")
+            raise InputError(
+                f"there is no unit {unit!r} in the network",
+                fix="name a sub-module, e.g. 'stages.3'",
+            )
     return View(view.axes, view.keep, view.dropped | units, view.masks, view.private)
 
 
 def masked(view: View, masks: Mapping[str, Tensor]) -> View:
-    """The view with only the flagged entries of the named tensors (flags in the reference's shape)."""
+    """The view with only the flagged entries of the named tensors (flags in the reference's
+    shape)."""
     for name, mask in masks.items():
         expected = view.axes.shapes.get(name)
         if expected != tuple(mask.shape) or mask.dtype != torch.bool:
-            raise InputError(f"the mask of {name!r} must be bool of shape {expected}, not {mask.dtype} of {tuple(mask.shape)}")
+            raise InputError(
+                f"the mask of {name!r} must be bool of shape {expected}, not {mask.dtype} of "
+                f"{tuple(mask.shape)}"
+            )
     return View(view.axes, view.keep, view.dropped, {**view.masks, **masks}, view.private)
 
 
@@ -283,7 +332,8 @@ def keep_private(view: View, names: Iterable[str]) -> View:
 
 
 def to_spec(view: View) -> dict[str, Any]:
-    """The view without its masks as plain JSON: a prefix as its length, any other index set as a list."""
+    """The view without its masks as plain JSON: a prefix as its length, any other index set as a
+    list."""
     index: dict[str, Any] = {}
     for number, name in enumerate(view.axes.names):
         kept = view.indices(number)
@@ -294,7 +344,9 @@ def to_spec(view: View) -> dict[str, Any]:
 
 def from_spec(axes: Axes, spec: Mapping[str, Any]) -> View:
     """The view that `to_spec` described."""
-    index = {name: range(kept) if isinstance(kept, int) else kept for name, kept in spec["index"].items()}
+    index = {
+        name: range(kept) if isinstance(kept, int) else kept for name, kept in spec["index"].items()
+    }
     return keep_private(without(by_index(axes, index), spec["dropped"]), spec["private"])
 
 
@@ -336,4 +388,7 @@ def put(tensor: Tensor, index: Index, local: Tensor, mask: Tensor | None = None)
 def mesh(index: Index, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
     """Index tensors that address the outer product of the positions on all dimensions at once."""
     lines = [torch.from_numpy(_line(p)) for p in index]
-    return tuple(line.reshape([-1 if k == d else 1 for k in range(len(lines))]).to(device) for d, line in enumerate(lines))
+    return tuple(
+        line.reshape([-1 if k == d else 1 for k in range(len(lines))]).to(device)
+        for d, line in enumerate(lines)
+    )

@@ -18,7 +18,10 @@ from tests.small import small
 from tests.test_bad_input import SMALL, call
 
 MIXED = FleetConfig(
-    tiers=(Tier(name="mlp", model="mlp", model_options={"hidden": [16]}, count=2), Tier(name="cnn", ratio=0.5, count=2))
+    tiers=(
+        Tier(name="mlp", model="mlp", model_options={"hidden": [16]}, count=2),
+        Tier(name="cnn", ratio=0.5, count=2),
+    )
 )
 
 
@@ -42,10 +45,14 @@ def test_what_is_opened_are_the_models_that_were_tested(folder: Path) -> None:
         right = {}
         for device, network in client_networks(result.federation, range(4)):
             with torch.no_grad():
-                right[device.id] = float((network(bench.x_test).argmax(1) == bench.y_test).float().mean())
+                right[device.id] = float(
+                    (network(bench.x_test).argmax(1) == bench.y_test).float().mean()
+                )
         for tier in world.plans:
             own = [right[c] for c in right if world.device(c).tier == tier]
-            assert sum(own) / len(own) == pytest.approx(result.metrics[-1]["by_tier"][tier]["global_accuracy"], abs=1e-6)
+            assert sum(own) / len(own) == pytest.approx(
+                result.metrics[-1]["by_tier"][tier]["global_accuracy"], abs=1e-6
+            )
         with pytest.raises(InputError, match="another process"), opened(folder):
             pass
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
@@ -53,17 +60,26 @@ def test_what_is_opened_are_the_models_that_were_tested(folder: Path) -> None:
 
 def test_the_numbers_of_an_analysis(folder: Path) -> None:
     found = analyse(folder, rows=60)
-    assert [c["tier"] for c in found["clients"]] == ["mlp", "mlp", "cnn", "cnn"] and found["round"] == 2
-    assert found["labels"] == sorted(found["labels"]) and {found["labels"].count(c) for c in range(10)} == {6}
+    assert [c["tier"] for c in found["clients"]] == ["mlp", "mlp", "cnn", "cnn"] and found[
+        "round"
+    ] == 2
+    assert found["labels"] == sorted(found["labels"]) and {
+        found["labels"].count(c) for c in range(10)
+    } == {6}
     with opened(folder) as result:
         y = result.federation.bench.y_test[found["rows"]]
-        for place, (_, network) in enumerate(client_networks(result.federation, [c["id"] for c in found["clients"]])):
+        for place, (_, network) in enumerate(
+            client_networks(result.federation, [c["id"] for c in found["clients"]])
+        ):
             with torch.no_grad():
                 named = network(result.federation.bench.x_test[found["rows"]]).argmax(1)
-            assert found["agreement"]["right"][place] == pytest.approx(float((named == y).float().mean()), abs=1e-5)
+            assert found["agreement"]["right"][place] == pytest.approx(
+                float((named == y).float().mean()), abs=1e-5
+            )
     assert y.tolist() == found["labels"]
     first, features = found["cka"]["first"], found["cka"]["features"]
-    assert [value is None for value in first[0]] == [True] * 4 and first[2][3] is not None  # MLPs have no convolutions
+    # MLPs have no convolutions
+    assert [value is None for value in first[0]] == [True] * 4 and first[2][3] is not None
     assert all(value is not None for row in features for value in row) and features[0][0] == 1
     maps = {one["stage"]: one for one in found["maps"]}
     assert maps["first"]["clients"] == [2, 3] and maps["features"]["clients"] == [0, 1, 2, 3]
@@ -100,7 +116,10 @@ def test_a_diverged_client_is_left_out_by_name() -> None:
 
 
 def test_bad_requests_are_refused(tmp_path: Path, folder: Path) -> None:
-    for changes, words in (({"clients": 1}, "at least 2 clients"), ({"rows": 3}, "at least 8 rows")):
+    for changes, words in (
+        ({"clients": 1}, "at least 2 clients"),
+        ({"rows": 3}, "at least 8 rows"),
+    ):
         with pytest.raises(InputError, match=words):
             analyse(folder, **changes)
     with pytest.raises(InputError, match="is not a run folder"):
@@ -109,16 +128,28 @@ def test_bad_requests_are_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(InputError, match="has not finished a round"):
         analyse(tmp_path)
     with pytest.raises(InputError, match="no folder to write to"):
-        write_analysis(nestling.run(small(rounds=1, participants=1, model=Named("tinycnn", {"channels": [4]}))))
+        write_analysis(
+            nestling.run(small(rounds=1, participants=1, model=Named("tinycnn", {"channels": [4]})))
+        )
 
 
 def test_the_command_writes_the_analysis_and_the_report_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, page = tmp_path / "run", tmp_path / "page.html"
-    assert call(["run", *SMALL, "--set", "method.name=local", "--out", str(run), "--quiet"], monkeypatch) == 0
+    assert (
+        call(
+            ["run", *SMALL, "--set", "method.name=local", "--out", str(run), "--quiet"], monkeypatch
+        )
+        == 0
+    )
     assert "The clients' models compared" not in (run / "report.html").read_text()
-    assert call(["analyse", str(run), "--clients", "2", "--rows", "20", "--out", str(page)], monkeypatch) == 0
+    assert (
+        call(
+            ["analyse", str(run), "--clients", "2", "--rows", "20", "--out", str(page)], monkeypatch
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert all(str(path) in shown for path in (run / ANALYSIS, run / "report.html", page))
     assert len(json.loads((run / ANALYSIS).read_text())["clients"]) == 2

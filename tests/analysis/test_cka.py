@@ -28,7 +28,11 @@ def hsic(x: Tensor, y: Tensor) -> float:
     a, b, n = x @ x.T, y @ y.T, len(x)
     a, b = a - a.diag().diag(), b - b.diag().diag()
     one = torch.ones(n, dtype=x.dtype)
-    found = torch.trace(a @ b) + (one @ a @ one) * (one @ b @ one) / ((n - 1) * (n - 2)) - 2 / (n - 2) * (one @ a @ b @ one)
+    found = (
+        torch.trace(a @ b)
+        + (one @ a @ one) * (one @ b @ one) / ((n - 1) * (n - 2))
+        - 2 / (n - 2) * (one @ a @ b @ one)
+    )
     return float(found) / (n * (n - 3))
 
 
@@ -52,19 +56,25 @@ def test_turning_scaling_and_shifting_change_nothing(unbiased: bool, width: int)
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(5, 30), st.integers(1, 40), st.integers(1, 40))
-def test_it_is_symmetric_between_0_and_1_and_equals_the_kernel_form(seed: int, rows: int, wide: int, narrow: int) -> None:
+def test_it_is_symmetric_between_0_and_1_and_equals_the_kernel_form(
+    seed: int, rows: int, wide: int, narrow: int
+) -> None:
     x, y = features(seed, rows, wide), features(seed + 1, rows, narrow)
     centre = torch.eye(rows, dtype=x.dtype) - 1 / rows
     a, b = centre @ x @ x.T @ centre, centre @ y @ y.T @ centre
     kernel = float(torch.trace(a @ b) / (torch.trace(a @ a) * torch.trace(b @ b)).sqrt())
     found = linear_cka(x, y)
-    assert found == pytest.approx(kernel, abs=1e-9) and found == pytest.approx(linear_cka(y, x), abs=1e-9)
+    assert found == pytest.approx(kernel, abs=1e-9) and found == pytest.approx(
+        linear_cka(y, x), abs=1e-9
+    )
     assert -1e-9 <= found <= 1 + 1e-9
 
 
 def test_the_unbiased_form_is_what_the_sums_say() -> None:
     x, y = features(4, 12, 6), features(5, 12, 30) + features(4, 12, 30)
-    assert linear_cka(x, y, unbiased=True) == pytest.approx(hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y)))
+    assert linear_cka(x, y, unbiased=True) == pytest.approx(
+        hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))
+    )
 
 
 def test_only_the_unbiased_form_finds_nothing_in_unrelated_wide_features() -> None:
@@ -79,7 +89,10 @@ def test_what_cannot_be_compared_is_refused_or_not_a_number() -> None:
     with pytest.raises(InputError, match="at least 4"):
         linear_cka(features(0, 3), features(0, 3), unbiased=True)
     assert math.isnan(linear_cka(torch.ones(40, 3), features(0)))
-    assert likeness([None, centred_gram(features(0))]).isnan().tolist() == [[True, True], [True, False]]
+    assert likeness([None, centred_gram(features(0))]).isnan().tolist() == [
+        [True, True],
+        [True, False],
+    ]
 
 
 def network(name: str, seed: int, **options: object) -> nn.Module:
@@ -93,13 +106,21 @@ def test_equal_networks_are_alike_everywhere_and_others_are_not() -> None:
     found = client_cka(models, x)
     assert tuple(found) == STAGES
     for matrix in found.values():
-        assert matrix[0, 1] == pytest.approx(1) and torch.allclose(matrix, matrix.T) and matrix[0, 2] < 0.999
+        assert (
+            matrix[0, 1] == pytest.approx(1)
+            and torch.allclose(matrix, matrix.T)
+            and matrix[0, 2] < 0.999
+        )
         assert torch.allclose(matrix.diag(), torch.ones(3, dtype=matrix.dtype))
 
 
 def test_unlike_networks_are_compared_where_they_have_something_in_common() -> None:
     x = features(7, 20, 784).float().view(20, 1, 28, 28)
-    models = [network("tinycnn", 0), network("mlp", 1, hidden=[32]), network("dscnn", 2, width=0.25)]
+    models = [
+        network("tinycnn", 0),
+        network("mlp", 1, hidden=[32]),
+        network("dscnn", 2, width=0.25),
+    ]
     found = client_cka((model for model in models), x, unbiased=True)
     assert not found["features"].isnan().any() and not found["logits"].isnan().any()
     gaps = found["first"].isnan()

@@ -9,18 +9,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestling.analysis import centred_gram, client_map, embed, gram_points, linear_cka, pca, score_points
+from nestling.analysis import (
+    centred_gram,
+    client_map,
+    embed,
+    gram_points,
+    linear_cka,
+    pca,
+    score_points,
+)
 from nestling.analysis.maps import WITHOUT_SKLEARN
 from nestling.errors import InputError
 
-needs_sklearn = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="needs scikit-learn")
+needs_sklearn = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="needs scikit-learn"
+)
 
 
 def clusters(seed: int, width: int, rows: int = 45) -> Tensor:
     """Features of three classes, far apart, in directions of the client's own."""
     made = torch.Generator().manual_seed(seed)
     centres = torch.randn(3, width, generator=made, dtype=torch.float64) * 10
-    return centres.repeat_interleave(rows // 3, 0) + torch.randn(rows, width, generator=made, dtype=torch.float64)
+    return centres.repeat_interleave(rows // 3, 0) + torch.randn(
+        rows, width, generator=made, dtype=torch.float64
+    )
 
 
 def test_points_of_two_clients_lie_as_far_apart_as_cka_says() -> None:
@@ -32,11 +44,15 @@ def test_points_of_two_clients_lie_as_far_apart_as_cka_says() -> None:
 def test_points_of_scores_lie_at_hellinger_distances() -> None:
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.1, 0.4, 0.5]])
     one, other = score_points([p.clamp_min(1e-30).log(), q.log()])
-    assert float((one - other).norm() ** 2) / 2 == pytest.approx(1 - float((p * q).sqrt().sum()), abs=1e-6)
+    assert float((one - other).norm() ** 2) / 2 == pytest.approx(
+        1 - float((p * q).sqrt().sum()), abs=1e-6
+    )
 
 
 def test_pca_keeps_distances_of_points_in_a_plane() -> None:
-    turn, _ = torch.linalg.qr(torch.randn(20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    turn, _ = torch.linalg.qr(
+        torch.randn(20, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )
     flat = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     points = torch.nn.functional.pad(flat, (0, 18)) @ turn + 5
     found = pca(points)

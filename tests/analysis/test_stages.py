@@ -32,17 +32,26 @@ def test_what_is_seen_is_what_the_network_computes() -> None:
 def test_the_network_is_left_as_it_was() -> None:
     net = build("tinycnn", shape=(1, 28, 28), classes=10).train()
     stage_outputs(net, torch.rand(2, 1, 28, 28), ["logits"])
-    assert net.training and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in net.modules())
+    assert net.training and not any(
+        layer._forward_hooks or layer._forward_pre_hooks for layer in net.modules()
+    )
 
 
 def test_a_shallower_cut_has_its_own_places() -> None:
-    """Layers that a cut lacks are not looked for, not even those that the network names as its taps."""
+    """Layers that a cut lacks are not looked for, not even those that the network names as its
+    taps."""
     _, federation = assemble(small("depthfl"))
     main = federation.world.main
     shallow = main.network(depth_views(main)[0], None)
     full = main.network(main.full, main.initial)
     assert taps_of(shallow, main.shape).depth < taps_of(full, main.shape).depth
-    assert set(stage_outputs(shallow, torch.rand(2, *main.shape))) == {"first", "middle", "last", "features", "logits"}
+    assert set(stage_outputs(shallow, torch.rand(2, *main.shape))) == {
+        "first",
+        "middle",
+        "last",
+        "features",
+        "logits",
+    }
     shallow.taps = {"convs": [*main.taps.convs, "gone"], "head": "gone"}  # type: ignore[assignment]
     assert taps_of(shallow, main.shape).convs
 
@@ -51,7 +60,11 @@ def test_a_network_may_name_its_places() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.head = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 3, 3), nn.Linear(3 * 24 * 24, 10)
+            self.a, self.b, self.head = (
+                nn.Conv2d(1, 2, 3),
+                nn.Conv2d(2, 3, 3),
+                nn.Linear(3 * 24 * 24, 10),
+            )
             self.taps = {"convs": ["b"], "head": "head"}
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

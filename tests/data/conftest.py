@@ -14,7 +14,10 @@ import pytest
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+    return (
+        struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+        + array.astype(np.uint8).tobytes()
+    )
 
 
 @pytest.fixture
@@ -32,15 +35,30 @@ def write_idx() -> Callable[..., Path]:
 
 @pytest.fixture
 def cifar_pickle() -> Callable[..., bytes]:
-    """A batch in the form the original files have: protocol 2, byte strings, an old-style numpy array."""
+    """A batch in the form the original files have: protocol 2, byte strings, an old-style numpy
+    array."""
 
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value
 
-    def make(images: np.ndarray, labels: list[int], *, module: bytes = b"numpy.core.multiarray", dtype: bytes = b"u1") -> bytes:
+    def make(
+        images: np.ndarray,
+        labels: list[int],
+        *,
+        module: bytes = b"numpy.core.multiarray",
+        dtype: bytes = b"u1",
+    ) -> bytes:
         rows, raw = len(images), images.tobytes()
-        array = b"c" + module + b"\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R"
-        array += b"(K\x01J" + struct.pack("<i", rows) + b"M\x00\x0c\x86cnumpy\ndtype\n" + text(dtype) + b"K\x00K\x01\x87R"
+        array = (
+            b"c" + module + b"\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R"
+        )
+        array += (
+            b"(K\x01J"
+            + struct.pack("<i", rows)
+            + b"M\x00\x0c\x86cnumpy\ndtype\n"
+            + text(dtype)
+            + b"K\x00K\x01\x87R"
+        )
         array += (
             b"(K\x03"
             + text(b"|")
@@ -102,7 +120,9 @@ def site() -> Iterator[Site]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     yield Site(f"http://127.0.0.1:{server.server_address[1]}/", answers, asked)
     server.shutdown()

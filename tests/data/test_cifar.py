@@ -22,7 +22,9 @@ def test_reads_an_original_batch(tmp_path, cifar_pickle, module):
 
 
 def test_the_test_pickle_is_one_that_pickle_itself_can_read(cifar_pickle):
-    batch = pickle.loads(cifar_pickle(IMAGES, [3, 0, 9, 1], module=b"numpy._core.multiarray"), encoding="bytes")
+    batch = pickle.loads(
+        cifar_pickle(IMAGES, [3, 0, 9, 1], module=b"numpy._core.multiarray"), encoding="bytes"
+    )
     assert np.array_equal(batch[b"data"], IMAGES)
     assert batch[b"labels"] == [3, 0, 9, 1]
 
@@ -39,7 +41,13 @@ def test_a_hostile_pickle_is_refused_and_does_not_run(tmp_path, hostile_pickle):
 
 
 @pytest.mark.parametrize(
-    "call", [b"cbuiltins\neval\n", b"cnumpy\nload\n", b"cnumpy.testing._private.utils\nruncstring\n", b"c_codecs\nencode\n"]
+    "call",
+    [
+        b"cbuiltins\neval\n",
+        b"cnumpy\nload\n",
+        b"cnumpy.testing._private.utils\nruncstring\n",
+        b"c_codecs\nencode\n",
+    ],
 )
 def test_every_other_name_is_refused(tmp_path, call):
     path = tmp_path / "b"

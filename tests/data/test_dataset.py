@@ -12,7 +12,13 @@ from nestling.errors import InputError
 
 def small() -> Dataset:
     return Dataset(
-        "small", torch.zeros(4, 3), torch.tensor([0, 1, 0, 1]), torch.zeros(2, 3), torch.tensor([0, 1]), 2, np.array([0, 0, 1, 1])
+        "small",
+        torch.zeros(4, 3),
+        torch.tensor([0, 1, 0, 1]),
+        torch.zeros(2, 3),
+        torch.tensor([0, 1]),
+        2,
+        np.array([0, 0, 1, 1]),
     )
 
 

@@ -108,7 +108,9 @@ def test_only_the_named_members_are_written(tmp_path):
         ],
     )
     extract(path, tmp_path / "out" / "here", ["set/one"])
-    written = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file())
+    written = sorted(
+        str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()
+    )
     assert written == ["a.tar.gz", "out/here/set/one"]
 
 

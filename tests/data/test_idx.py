@@ -46,7 +46,10 @@ def test_every_truncation_is_refused(tmp_path, write_idx, zipped):
         (b"\x00\x00\x08\x00", "not an IDX file"),
         (b"\x00\x00\x08\x01\x00\x00\x00\x01ab", "promises 1 values, it holds more"),
         (b"\x00\x00\x08\x03" + struct.pack(">III", 2**32 - 1, 2**32 - 1, 2**32 - 1), "holds fewer"),
-        (gzip.compress(b"\x00\x00\x08\x03" + struct.pack(">III", 2**31, 2**31, 1), mtime=0), "holds fewer"),
+        (
+            gzip.compress(b"\x00\x00\x08\x03" + struct.pack(">III", 2**31, 2**31, 1), mtime=0),
+            "holds fewer",
+        ),
     ],
 )
 def test_bad_content_is_refused(tmp_path, raw, word):
@@ -58,7 +61,9 @@ def test_bad_content_is_refused(tmp_path, raw, word):
     assert str(path) in str(caught.value)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(raw=st.binary(max_size=64), zipped=st.booleans())
 def test_any_bytes_give_an_array_or_an_input_error(tmp_path, raw, zipped):
     path = tmp_path / "fuzz"
@@ -73,7 +78,10 @@ def test_a_missing_file_is_an_input_error(tmp_path):
 
 
 def test_images_and_labels_must_agree(tmp_path, write_idx):
-    images, labels = write_idx(tmp_path / "x", IMAGES), write_idx(tmp_path / "y", np.array([1, 2, 3]))
+    images, labels = (
+        write_idx(tmp_path / "x", IMAGES),
+        write_idx(tmp_path / "y", np.array([1, 2, 3])),
+    )
     with pytest.raises(InputError, match=r"y holds 3 labels but .*x holds 2 images"):
         read_images(images, labels)
     with pytest.raises(InputError, match="images need 3"):

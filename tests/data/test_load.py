@@ -21,12 +21,17 @@ REAL = os.environ.get("NESTLING_DATA")
 
 def mnist_like(folder: Path, write_idx, suffix: str = ".gz") -> None:
     for part, rows in (("train", 30), ("t10k", 20)):
-        write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", RNG.integers(0, 256, (rows, 28, 28)))
+        write_idx(
+            folder / f"{part}-images-idx3-ubyte{suffix}", RNG.integers(0, 256, (rows, 28, 28))
+        )
         write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", np.arange(rows) % 10)
 
 
 def cifar_files(cifar_pickle) -> dict[str, bytes]:
-    files = {name: cifar_pickle(RNG.integers(0, 256, (10, 3072), dtype=np.uint8), list(range(10))) for name in cifar.FILES}
+    files = {
+        name: cifar_pickle(RNG.integers(0, 256, (10, 3072), dtype=np.uint8), list(range(10)))
+        for name in cifar.FILES
+    }
     return {f"cifar-10-batches-py/{name}": body for name, body in files.items()}
 
 
@@ -62,7 +67,9 @@ def test_the_embedded_set_holds_different_digits():
     assert len(torch.unique(torch.cat([digits.x, digits.x_test]).flatten(1), dim=0)) == 12_000
     means = torch.stack([digits.x[digits.y == label].mean(0).flatten() for label in range(10)])
     guess = torch.cdist(digits.x_test.flatten(1), means).argmin(1)
-    assert (guess == digits.y_test).float().mean() > 0.75, "even the nearest class mean must tell digits apart"
+    assert (guess == digits.y_test).float().mean() > 0.75, (
+        "even the nearest class mean must tell digits apart"
+    )
 
 
 def test_its_source_and_licence_are_stated_beside_it():
@@ -75,14 +82,19 @@ def test_its_source_and_licence_are_stated_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "mean", "std"), [("mnist", "MNIST", 0.1307, 0.3081), ("fashion-mnist", "FashionMNIST", 0.286, 0.353)]
+    ("name", "folder", "mean", "std"),
+    [("mnist", "MNIST", 0.1307, 0.3081), ("fashion-mnist", "FashionMNIST", 0.286, 0.353)],
 )
 @pytest.mark.parametrize("suffix", [".gz", ""])
-def test_idx_sets_are_read_from_the_data_directory(tmp_path, write_idx, name, folder, mean, std, suffix):
+def test_idx_sets_are_read_from_the_data_directory(
+    tmp_path, write_idx, name, folder, mean, std, suffix
+):
     mnist_like(tmp_path / folder / "raw", write_idx, suffix)
     got = load(name, data_dir=str(tmp_path), download=False)
     raw = (tmp_path / folder / "raw" / f"train-images-idx3-ubyte{suffix}").read_bytes()
-    pixels = np.frombuffer(gzip.decompress(raw) if suffix else raw, np.uint8)[16:].reshape(30, 1, 28, 28)
+    pixels = np.frombuffer(gzip.decompress(raw) if suffix else raw, np.uint8)[16:].reshape(
+        30, 1, 28, 28
+    )
     assert np.allclose(got.x, (pixels / 255 - mean) / std, atol=1e-5)
     assert got.y.tolist() == [i % 10 for i in range(30)]
     assert len(got.y_test) == 20
@@ -90,7 +102,9 @@ def test_idx_sets_are_read_from_the_data_directory(tmp_path, write_idx, name, fo
 
 def test_idx_files_are_downloaded_once(tmp_path, site, write_idx):
     mnist_like(tmp_path / "origin", write_idx)
-    files = sorted((tmp_path / "origin").iterdir(), key=lambda file: (file.name[:2] != "tr", file.name))
+    files = sorted(
+        (tmp_path / "origin").iterdir(), key=lambda file: (file.name[:2] != "tr", file.name)
+    )
     for file in files:
         site.put(file.name, file.read_bytes())
     md5 = {file.stem: hashlib.md5(file.read_bytes()).hexdigest() for file in files}
@@ -99,7 +113,9 @@ def test_idx_files_are_downloaded_once(tmp_path, site, write_idx):
     first, second = read(request), read(request)
     assert torch.equal(first.x, second.x)
     assert len(site.asked) == 4
-    assert sorted(file.name for file in (tmp_path / "cache" / "MNIST" / "raw").iterdir()) == sorted(file.name for file in files)
+    assert sorted(file.name for file in (tmp_path / "cache" / "MNIST" / "raw").iterdir()) == sorted(
+        file.name for file in files
+    )
 
 
 def test_cifar_is_downloaded_unpacked_and_read(tmp_path, site, cifar_pickle, monkeypatch):
@@ -126,12 +142,20 @@ def test_cifar_channels_have_their_own_statistics(tmp_path, cifar_pickle):
         path.write_bytes(body)
     raw, *_ = cifar.read_folder(tmp_path / "cifar-10-batches-py")
     got = load("cifar-10", data_dir=str(tmp_path), download=False).x
-    mean, std = (np.array(stat).reshape(3, 1, 1) for stat in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
+    mean, std = (
+        np.array(stat).reshape(3, 1, 1)
+        for stat in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    )
     assert np.allclose(got, (raw / 255 - mean) / std, atol=1e-5)
 
 
 def test_named_npz_sets_are_read_from_the_data_directory(tmp_path, monkeypatch):
-    np.savez(tmp_path / "har.npz", x=RNG.normal(size=(40, 8, 6)), y=np.arange(40) % 6, client=np.repeat([1, 2, 3, 4], 10))
+    np.savez(
+        tmp_path / "har.npz",
+        x=RNG.normal(size=(40, 8, 6)),
+        y=np.arange(40) % 6,
+        client=np.repeat([1, 2, 3, 4], 10),
+    )
     monkeypatch.setenv("NESTLING_DATA", str(tmp_path))
     har = load("har")
     assert har.name == "har"
@@ -148,7 +172,9 @@ def test_a_file_of_ones_own(tmp_path):
 # Where it looks, and what it says
 
 
-@pytest.mark.parametrize("name", [name for name in DATASETS if name not in ("npz", "mnist12k", "mnist12k-8x8")])
+@pytest.mark.parametrize(
+    "name", [name for name in DATASETS if name not in ("npz", "mnist12k", "mnist12k-8x8")]
+)
 def test_absent_data_says_where_it_looked(tmp_path, monkeypatch, name):
     monkeypatch.setenv("NESTLING_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(InputError, match="NESTLING_DATA") as caught:
@@ -210,14 +236,17 @@ def test_the_real_sets(name, train, test, clients):
     assert (got.shape, got.classes) == (info.shape, info.classes)
     assert (None if got.client is None else int(got.client.max()) + 1) == clients
     assert info.natural == (clients is not None)
-    if name != "audiomnist":  # 8-bit pictures from a user's file are scaled to 0..1, not standardised
+    # 8-bit pictures from a user's file are scaled to 0..1, not standardised
+    if name != "audiomnist":
         assert abs(got.x.mean()) < 0.01
         assert abs(got.x.std() - 1) < 0.02
 
 
 @pytest.mark.data
 @pytest.mark.skipif(not REAL, reason="NESTLING_DATA is not set")
-@pytest.mark.parametrize(("folder", "digests"), [("MNIST/raw", data._MNIST_MD5), ("FashionMNIST/raw", data._FASHION_MD5)])
+@pytest.mark.parametrize(
+    ("folder", "digests"), [("MNIST/raw", data._MNIST_MD5), ("FashionMNIST/raw", data._FASHION_MD5)]
+)
 def test_the_digests_are_those_of_the_real_files(folder, digests):
     for name, md5 in digests.items():
         path = data.data_folder(REAL) / folder / f"{name}.gz"
@@ -232,7 +261,9 @@ def test_the_embedded_set_is_the_first_of_each_class():
     small, full = load("mnist12k"), load("mnist", data_dir=REAL, download=False)
     for label in range(10):
         assert torch.equal(small.x[small.y == label], full.x[full.y == label][:1000])
-        assert torch.equal(small.x_test[small.y_test == label], full.x_test[full.y_test == label][:200])
+        assert torch.equal(
+            small.x_test[small.y_test == label], full.x_test[full.y_test == label][:200]
+        )
 
 
 @pytest.mark.data

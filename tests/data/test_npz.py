@@ -57,7 +57,13 @@ def test_layout_follows_dimensions_and_type(tmp_path, shape, dtype, sample):
     assert data.x.is_contiguous()
     assert data.x_test.is_contiguous()
     assert (len(data.y), len(data.y_test)) == (15, 5)
-    first = x if len(sample) == 1 or sample == shape[1:] else np.moveaxis(x, -1, 1) if sample[0] == shape[-1] else x[:, None]
+    first = (
+        x
+        if len(sample) == 1 or sample == shape[1:]
+        else np.moveaxis(x, -1, 1)
+        if sample[0] == shape[-1]
+        else x[:, None]
+    )
     for channel in range(sample[0]):
         # Scaling a channel keeps the order of its values, so that a wrong transposition shows.
         before, after = first[~TEST][:, channel].ravel(), np.asarray(data.x)[:, channel].ravel()
@@ -164,13 +170,19 @@ def test_missing_values_become_the_training_mean(tmp_path):
     assert abs(data.x[2, 0]) < 1e-6
     assert abs(data.x_test[2, 1]) < 1e-6
     known = np.delete(VECTORS[~TEST][:, 0], 2)
-    assert np.isclose(data.x[0, 0], (VECTORS[0, 0] - known.mean()) / np.insert(known, 2, known.mean()).std(), atol=1e-5)
+    assert np.isclose(
+        data.x[0, 0],
+        (VECTORS[0, 0] - known.mean()) / np.insert(known, 2, known.mean()).std(),
+        atol=1e-5,
+    )
 
 
 def test_missing_values_become_zero(tmp_path):
     filled = np.nan_to_num(with_gaps())
     data = read_npz(save(tmp_path, x=with_gaps(), y=Y, test=TEST), missing="zero")
-    assert np.isclose(data.x[2, 0], -filled[~TEST][:, 0].mean() / filled[~TEST][:, 0].std(), atol=1e-5)
+    assert np.isclose(
+        data.x[2, 0], -filled[~TEST][:, 0].mean() / filled[~TEST][:, 0].std(), atol=1e-5
+    )
 
 
 def test_a_feature_without_any_value_is_zero(tmp_path):
@@ -246,7 +258,9 @@ def test_a_damaged_member_is_refused(tmp_path):
 
 def test_a_header_that_promises_terabytes_is_refused(tmp_path):
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (2**50, 4)})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<f8", "fortran_order": False, "shape": (2**50, 4)}
+    )
     path = tmp_path / "huge.npz"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("x.npy", header.getvalue())

@@ -42,11 +42,17 @@ def problems(draw, kinds=tuple(DIVIDED)):
         holdout=draw(st.sampled_from([0.0, 0.1, 0.5, 0.99])),
     )
     y = labels(rows, classes, draw(st.sampled_from([0.0, 0.3, 1.0])), draw(st.integers(0, 99)))
-    return config, {"y": y, "classes": classes, "clients": clients, "seed": draw(st.integers(0, 2**40))}
+    return config, {
+        "y": y,
+        "classes": classes,
+        "clients": clients,
+        "seed": draw(st.integers(0, 2**40)),
+    }
 
 
 def divided(config, given_):
-    """The split, or None where classes are too rare for what is asked (which must be said, not hidden)."""
+    """The split, or None where classes are too rare for what is asked (which must be said, not
+    hidden)."""
     try:
         return make_split(config, **given_)
     except InputError as error:
@@ -56,7 +62,10 @@ def divided(config, given_):
 
 
 def everything(split) -> list[np.ndarray]:
-    return [np.concatenate([split.indices(client), split.holdout(client)]) for client in range(split.clients)]
+    return [
+        np.concatenate([split.indices(client), split.holdout(client)])
+        for client in range(split.clients)
+    ]
 
 
 # Divided rows
@@ -105,7 +114,9 @@ def test_sizes_counts_and_holdout_agree(problem):
         rows, kept = split.indices(client), split.holdout(client)
         assert rows.dtype == np.int64
         assert split.size(client) == len(rows) >= 1
-        assert np.array_equal(split.counts(client), [(given_["y"][rows] == c).sum() for c in range(given_["classes"])])
+        assert np.array_equal(
+            split.counts(client), [(given_["y"][rows] == c).sum() for c in range(given_["classes"])]
+        )
         wanted = config.holdout * (len(rows) + len(kept))
         assert abs(len(kept) - wanted) <= 0.5 or len(rows) == 1
 
@@ -123,11 +134,15 @@ def test_every_client_holds_exactly_its_classes(problem):
         assert counts.sum(0).all(), "each class has a holder"
     for column in counts.T:
         shares = column[column > 0]
-        assert len(shares) == 0 or shares.max() - shares.min() <= 1, "a class is divided evenly among its holders"
+        assert len(shares) == 0 or shares.max() - shares.min() <= 1, (
+            "a class is divided evenly among its holders"
+        )
 
 
 def test_balanced_classes_are_dealt_in_many_combinations():
-    split = make_split(SplitConfig(kind="classes"), y=np.arange(10_000) % 10, classes=10, clients=100, seed=0)
+    split = make_split(
+        SplitConfig(kind="classes"), y=np.arange(10_000) % 10, classes=10, clients=100, seed=0
+    )
     counts = np.stack([split.counts(client) for client in range(100)])
     assert (np.count_nonzero(counts, axis=0) == 20).all()
     assert len({tuple(np.flatnonzero(row)) for row in counts}) > 25
@@ -138,9 +153,18 @@ def test_a_class_that_does_not_occur_is_no_trouble():
     y = np.array([0, 2, 5] * 100)
     for kind in DIVIDED:
         split = make_split(SplitConfig(kind=kind, classes=6), y=y, classes=6, clients=10, seed=0)
-        assert sum(split.counts(client) for client in range(10)).tolist() == [100, 0, 100, 0, 0, 100]
+        assert sum(split.counts(client) for client in range(10)).tolist() == [
+            100,
+            0,
+            100,
+            0,
+            0,
+            100,
+        ]
     for kind in DRAWN:
-        split = make_split(SplitConfig(kind=kind, classes=6, size=30), y=y, classes=6, clients=10, seed=0)
+        split = make_split(
+            SplitConfig(kind=kind, classes=6, size=30), y=y, classes=6, clients=10, seed=0
+        )
         assert split.counts(3)[[1, 3, 4]].sum() == 0
 
 
@@ -155,14 +179,18 @@ def test_classes_too_rare_for_the_clients_are_refused():
 
 
 def test_iid_sizes_differ_by_at_most_one():
-    split = make_split(SplitConfig(kind="iid"), y=np.arange(1003) % 10, classes=10, clients=10, seed=0)
+    split = make_split(
+        SplitConfig(kind="iid"), y=np.arange(1003) % 10, classes=10, clients=10, seed=0
+    )
     assert sorted({split.size(client) for client in range(10)}) == [100, 101]
 
 
 def label_skew(alpha: float, size: int) -> float:
     """Mean share of a client's largest class: 0.1 for equal classes, 1 for a single one."""
     y = np.arange(20_000) % 10
-    split = make_split(SplitConfig(kind="dirichlet", alpha=alpha, size=size), y=y, classes=10, clients=40, seed=0)
+    split = make_split(
+        SplitConfig(kind="dirichlet", alpha=alpha, size=size), y=y, classes=10, clients=40, seed=0
+    )
     return float(np.mean([split.counts(client).max() / split.size(client) for client in range(40)]))
 
 
@@ -175,7 +203,8 @@ def test_smaller_alpha_means_more_label_skew(size):
 
 
 def test_drawn_labels_follow_the_dirichlet_law():
-    # For Dirichlet(alpha) over C classes the variance of one share is (1/C)(1 - 1/C) / (C alpha + 1).
+    # For Dirichlet(alpha) over C classes the variance of one share is (1/C)(1 - 1/C) / (C alpha +
+    # 1).
     y = np.arange(50_000) % 5
     split = make_split(SplitConfig(alpha=0.7, size=2000), y=y, classes=5, clients=600, seed=1)
     shares = np.stack([split.counts(client) / 2000 for client in range(600)])
@@ -202,8 +231,12 @@ def test_a_tight_dirichlet_split_still_ends():
 def test_a_client_with_its_fair_share_takes_no_further_class():
     y = np.arange(4000) % 10
     for seed in range(10):
-        split = make_split(SplitConfig(alpha=0.01, min_size=1), y=y, classes=10, clients=20, seed=seed)
-        assert max(split.size(client) for client in range(20)) < 4000 / 20 + 400, "below the share before its last class of 400"
+        split = make_split(
+            SplitConfig(alpha=0.01, min_size=1), y=y, classes=10, clients=20, seed=seed
+        )
+        assert max(split.size(client) for client in range(20)) < 4000 / 20 + 400, (
+            "below the share before its last class of 400"
+        )
 
 
 @pytest.mark.parametrize("alpha", [1e-300, 1e-9, 0.5, 1e9, 1e308])
@@ -233,7 +266,14 @@ CLIENT = np.repeat([0, 1, 2, 3], [5, 1, 9, 10])
 
 
 def test_natural_clients_keep_their_own_rows():
-    split = make_split(SplitConfig(kind="natural"), y=np.arange(25) % 5, classes=5, clients=4, seed=0, client=CLIENT)
+    split = make_split(
+        SplitConfig(kind="natural"),
+        y=np.arange(25) % 5,
+        classes=5,
+        clients=4,
+        seed=0,
+        client=CLIENT,
+    )
     for client in range(4):
         assert sorted(split.indices(client)) == np.flatnonzero(client == CLIENT).tolist()
 
@@ -245,11 +285,16 @@ def test_fewer_natural_clients_are_a_prefix_of_a_shuffle():
         split = make_split(config, y=y, classes=5, clients=clients, seed=1, client=CLIENT)
         people = [set(CLIENT[rows]) for rows in everything(split)]
         assert all(len(person) == 1 for person in people)
-        assert [len(rows) for rows in everything(split)] == [int((next(iter(person)) == CLIENT).sum()) for person in people]
+        assert [len(rows) for rows in everything(split)] == [
+            int((next(iter(person)) == CLIENT).sum()) for person in people
+        ]
         chosen[clients] = people
     assert chosen[3][:2] == chosen[2]
     assert chosen[2][:1] == chosen[1]
-    starts = {tuple(make_split(config, y=y, classes=5, clients=1, seed=seed, client=CLIENT).counts(0)) for seed in range(20)}
+    starts = {
+        tuple(make_split(config, y=y, classes=5, clients=1, seed=seed, client=CLIENT).counts(0))
+        for seed in range(20)
+    }
     assert len(starts) == 4, "the seed decides who is chosen"
 
 
@@ -261,7 +306,9 @@ def test_natural_needs_clients_and_enough_of_them():
     with pytest.raises(InputError, match="5 clients wanted, the data has 4"):
         make_split(SplitConfig(kind="natural"), y=y, classes=5, clients=5, seed=0, client=CLIENT)
     with pytest.raises(InputError, match="clients are"):
-        make_split(SplitConfig(kind="natural"), y=y, classes=5, clients=4, seed=0, client=CLIENT[1:])
+        make_split(
+            SplitConfig(kind="natural"), y=y, classes=5, clients=4, seed=0, client=CLIENT[1:]
+        )
 
 
 # Drawn rows
@@ -284,11 +331,15 @@ def test_a_drawn_client_equals_itself_on_every_draw(problem, size, clients):
         assert len(rows) >= 1
         assert two.size(client) == len(rows)
         assert not set(rows) & set(kept), "no row is both trained on and tested with"
-        assert np.array_equal(two.counts(client), np.bincount(given_["y"][rows], minlength=given_["classes"]))
+        assert np.array_equal(
+            two.counts(client), np.bincount(given_["y"][rows], minlength=given_["classes"])
+        )
         everything_ = np.concatenate([rows, kept])
         times, held = np.bincount(everything_, minlength=len(given_["y"])), np.bincount(given_["y"])
         for label in set(given_["y"][everything_[times[everything_] > 1]]):
-            assert (times[given_["y"] == label] >= 1).all(), f"class {label} repeats before all its {held[label]} rows are used"
+            assert (times[given_["y"] == label] >= 1).all(), (
+                f"class {label} repeats before all its {held[label]} rows are used"
+            )
         if config.kind == "iid":
             assert times.max() == 1
         if config.kind == "classes":
@@ -311,16 +362,26 @@ def test_a_million_clients_take_no_memory_of_their_own():
     tracemalloc.stop()
     assert large_bytes < 1.1 * small_bytes
     assert large.size(999_999) == len(large.indices(999_999)) == 50
-    assert np.array_equal(large.indices(7), small.indices(7)), "a client's rows do not depend on how many others there are"
+    assert np.array_equal(large.indices(7), small.indices(7)), (
+        "a client's rows do not depend on how many others there are"
+    )
 
 
 def test_a_size_needs_no_draw_and_one_draw_answers_for_a_client(monkeypatch):
     y, draws = np.arange(1000) % 10, []
-    split = make_split(SplitConfig(size=20, holdout=0.2), y=y, classes=10, clients=1_000_000, seed=0)
+    split = make_split(
+        SplitConfig(size=20, holdout=0.2), y=y, classes=10, clients=1_000_000, seed=0
+    )
     drawing = DrawnSplit._drawn
-    monkeypatch.setattr(DrawnSplit, "_drawn", lambda self, client: draws.append(client) or drawing(self, client))
+    monkeypatch.setattr(
+        DrawnSplit, "_drawn", lambda self, client: draws.append(client) or drawing(self, client)
+    )
     assert [split.size(client) for client in (3, 999_999)] == [16, 16] and draws == []
-    assert (len(split.indices(3)), len(split.holdout(3)), split.counts(3).sum()) == (16, 4, 16) and draws == [3]
+    assert (len(split.indices(3)), len(split.holdout(3)), split.counts(3).sum()) == (
+        16,
+        4,
+        16,
+    ) and draws == [3]
 
 
 def test_clients_out_of_range_are_an_error():
@@ -349,14 +410,19 @@ def test_a_split_travels_to_another_process(config):
 
 def test_the_seed_matters_and_global_generators_do_not():
     y = np.arange(200) % 5
-    for config in (*(SplitConfig(kind=kind) for kind in DIVIDED), *(SplitConfig(kind=kind, size=20) for kind in DRAWN)):
+    for config in (
+        *(SplitConfig(kind=kind) for kind in DIVIDED),
+        *(SplitConfig(kind=kind, size=20) for kind in DRAWN),
+    ):
         np.random.seed(0)
         random.seed(0)
         one = make_split(config, y=y, classes=5, clients=4, seed=1).indices(0)
         np.random.seed(1)
         random.seed(1)
         assert np.array_equal(one, make_split(config, y=y, classes=5, clients=4, seed=1).indices(0))
-        assert not np.array_equal(one, make_split(config, y=y, classes=5, clients=4, seed=2).indices(0))
+        assert not np.array_equal(
+            one, make_split(config, y=y, classes=5, clients=4, seed=2).indices(0)
+        )
 
 
 # Bad input
@@ -389,7 +455,9 @@ def test_the_seed_matters_and_global_generators_do_not():
 )
 def test_bad_fields_are_named(change, field):
     with pytest.raises(InputError) as caught:
-        make_split(replace(SplitConfig(), **change), y=np.arange(100) % 5, classes=5, clients=3, seed=0)
+        make_split(
+            replace(SplitConfig(), **change), y=np.arange(100) % 5, classes=5, clients=3, seed=0
+        )
     assert caught.value.field == field
     assert caught.value.fix
 
@@ -400,7 +468,14 @@ def test_too_many_clients_are_told_to_draw():
 
 
 @pytest.mark.parametrize(
-    "y", [np.arange(10) - 1, np.arange(10) + 1, np.zeros(10), np.zeros(0, np.int64), np.zeros((10, 1), np.int64)]
+    "y",
+    [
+        np.arange(10) - 1,
+        np.arange(10) + 1,
+        np.zeros(10),
+        np.zeros(0, np.int64),
+        np.zeros((10, 1), np.int64),
+    ],
 )
 def test_bad_labels_are_refused(y):
     with pytest.raises(InputError) as caught:
@@ -425,7 +500,13 @@ def dataset(rows: int, classes: int, clients: int = 0) -> Dataset:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(20, 500), st.integers(2, 8), st.sampled_from([0, 1, 5, 20]), st.floats(0.001, 0.99), st.integers(0, 99))
+@given(
+    st.integers(20, 500),
+    st.integers(2, 8),
+    st.sampled_from([0, 1, 5, 20]),
+    st.floats(0.001, 0.99),
+    st.integers(0, 99),
+)
 def test_public_rows_are_taken_out_and_stratified(rows, classes, clients, share, seed):
     data = dataset(rows, classes, clients)
     try:
@@ -440,7 +521,10 @@ def test_public_rows_are_taken_out_and_stratified(rows, classes, clients, share,
     assert sorted(torch.cat([rest.x, public.x]).flatten().tolist()) == list(range(rows))
     assert torch.equal(data.y[rest.x.flatten().long()], rest.y)
     assert torch.equal(data.y[public.x.flatten().long()], public.y)
-    before, taken = torch.bincount(data.y, minlength=classes), torch.bincount(public.y, minlength=classes)
+    before, taken = (
+        torch.bincount(data.y, minlength=classes),
+        torch.bincount(public.y, minlength=classes),
+    )
     assert (before - taken >= 1).all(), "every class stays"
     if not clients:
         room = before - 1

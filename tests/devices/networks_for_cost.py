@@ -1,4 +1,5 @@
-"""Small networks whose cost is known from elsewhere: the prototype's arenas, the published MAC counts, or a pencil."""
+"""Small networks whose cost is known from elsewhere: the prototype's arenas, the published MAC
+counts, or a pencil."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ def ds_cnn(width: float = 1.0) -> nn.Sequential:
     c = round(64 * width)
     layers: list[nn.Module] = [nn.Conv2d(1, c, (10, 4), stride=2, padding=(5, 1)), nn.ReLU()]
     for _ in range(4):
-        layers += [nn.Conv2d(c, c, 3, padding=1, groups=c), nn.ReLU(), nn.Conv2d(c, c, 1), nn.ReLU()]
+        layers += [
+            nn.Conv2d(c, c, 3, padding=1, groups=c),
+            nn.ReLU(),
+            nn.Conv2d(c, c, 1),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, 12))
 
 
@@ -33,8 +39,12 @@ class Block(nn.Module):
     def __init__(self, inside: int, out: int, stride: int, norm: bool = False) -> None:
         super().__init__()
         self.a, self.b = nn.Conv2d(inside, out, 3, stride, 1), nn.Conv2d(out, out, 3, 1, 1)
-        self.na, self.nb = (nn.BatchNorm2d(out), nn.BatchNorm2d(out)) if norm else (nn.Identity(), nn.Identity())
-        self.short = nn.Conv2d(inside, out, 1, stride) if stride > 1 or inside != out else nn.Identity()
+        self.na, self.nb = (
+            (nn.BatchNorm2d(out), nn.BatchNorm2d(out)) if norm else (nn.Identity(), nn.Identity())
+        )
+        self.short = (
+            nn.Conv2d(inside, out, 1, stride) if stride > 1 or inside != out else nn.Identity()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.nb(self.b(torch.relu(self.na(self.a(x))))) + self.short(x))

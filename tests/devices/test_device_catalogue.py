@@ -11,7 +11,8 @@ from nestling.devices.catalogue import KINDS, REFERENCE, RUNTIMES, SOURCES
 from nestling.devices.units import KB, MB, quantity, show_bytes, show_number
 from nestling.errors import InputError
 
-# RAM that one static arena can use, and flash, of the chips on emulated boards; the RISC-V board's flash is external.
+# RAM that one static arena can use, and flash, of the chips on emulated boards; the RISC-V board's
+# flash is external.
 EMULATED = {
     "stm32f100": (8 * KB, 128 * KB),
     "nrf51822": (16 * KB, 256 * KB),
@@ -53,7 +54,15 @@ def test_a_catalogue_from_8_kb_to_a_gpu() -> None:
     assert {profile.kind for profile in devices.values()} == set(KINDS)
     assert {profile.runtime for profile in devices.values()} == set(RUNTIMES)
     assert float(min(devices.values(), key=lambda p: float(p.ram_bytes)).ram_bytes) == 8 * KB
-    assert {"stm32f446", "nrf52840", "esp32", "stm32h743", "raspberry-pi-zero-2w", "raspberry-pi-5", "gpu-box"} <= set(devices)
+    assert {
+        "stm32f446",
+        "nrf52840",
+        "esp32",
+        "stm32h743",
+        "raspberry-pi-zero-2w",
+        "raspberry-pi-5",
+        "gpu-box",
+    } <= set(devices)
     assert catalogue() is devices
 
 
@@ -62,7 +71,16 @@ def test_every_number_has_a_source(name: str) -> None:
     profile = device(name)
     assert profile.name == name
     figures = profile.figures()
-    assert {"clock_hz", "ram_bytes", "flash_bytes", "macs_per_second", "power_w", "up_bps", "down_bps", "radio_w"} <= set(figures)
+    assert {
+        "clock_hz",
+        "ram_bytes",
+        "flash_bytes",
+        "macs_per_second",
+        "power_w",
+        "up_bps",
+        "down_bps",
+        "radio_w",
+    } <= set(figures)
     for field, figure in figures.items():
         assert figure.source in SOURCES, field
         assert float(figure) > 0, field
@@ -124,16 +142,30 @@ def test_own_file(tmp_path: Path) -> None:
     assert float(board.ram_bytes) == 131072
     assert float(board.macs_per_second) == pytest.approx(100e6)
     assert "measured" in board.macs_per_second.note
-    assert (float(board.up_bps), float(board.down_bps), float(board.power_w)) == (115200, 250000, pytest.approx(0.05))
+    assert (float(board.up_bps), float(board.down_bps), float(board.power_w)) == (
+        115200,
+        250000,
+        pytest.approx(0.05),
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "field", "text"),
     [
         ('ram = { value = "128 KB", source = "datasheet" }', "", "my-board.ram", "missing"),
-        ('ram = { value = "128 KB", source = "datasheet" }', 'ram = "128 KB"', "my-board.ram", "source"),
+        (
+            'ram = { value = "128 KB", source = "datasheet" }',
+            'ram = "128 KB"',
+            "my-board.ram",
+            "source",
+        ),
         ('"128 KB", source = "datasheet"', '"128 KB"', "my-board.ram.source", "missing"),
-        ('"128 KB", source = "datasheet"', '"128 KB", source = "hearsay"', "my-board.ram.source", "hearsay"),
+        (
+            '"128 KB", source = "datasheet"',
+            '"128 KB", source = "hearsay"',
+            "my-board.ram.source",
+            "hearsay",
+        ),
         ("128 KB", "128 Kb", "my-board.ram.value", "Kb"),
         ("128 KB", "-1 KB", "my-board.ram.value", "at least 0"),
         ("128 KB", "0 KB", "my-board.ram.value", "more than 0"),
@@ -145,14 +177,21 @@ def test_own_file(tmp_path: Path) -> None:
         ('title = "My board"', "", "my-board.title", "missing"),
         ("flash =", "flsh =", "my-board.flsh", "'flash'"),
         ('note = "by me"', 'nota = "by me"', "my-board.fp32_mac_per_cycle.nota", "'note'"),
-        ('fp32_mac_per_cycle = { value = 0.5, source = "measured", note = "by me" }', "", "my-board.macs", "throughput"),
+        (
+            'fp32_mac_per_cycle = { value = 0.5, source = "measured", note = "by me" }',
+            "",
+            "my-board.macs",
+            "throughput",
+        ),
         ("[my-board]", "[My_Board]", "My_Board", "lower-case"),
         ("[my-board]", "[my-board", "catalogue", "TOML"),
         (BOARD, "", "catalogue", "no device"),
         (BOARD, "board = 3", "board", "table"),
     ],
 )
-def test_bad_files_name_the_field(tmp_path: Path, old: str, new: str, field: str, text: str) -> None:
+def test_bad_files_name_the_field(
+    tmp_path: Path, old: str, new: str, field: str, text: str
+) -> None:
     assert old in BOARD
     path = tmp_path / "devices.toml"
     path.write_text(BOARD.replace(old, new))
@@ -180,4 +219,9 @@ def test_quantities_both_ways() -> None:
     with pytest.raises(InputError, match="unit"):
         quantity("3 cores", "number", "x")
     assert [show_bytes(n) for n in (12, 1536, 3 * MB, 2**31)] == ["12 B", "1.5 KB", "3 MB", "2 GB"]
-    assert [show_number(v, "s") for v in (0, 0.0123, 5, 12345)] == ["0 s", "12.3 ms", "5 s", "12.3 ks"]
+    assert [show_number(v, "s") for v in (0, 0.0123, 5, 12345)] == [
+        "0 s",
+        "12.3 ms",
+        "5 s",
+        "12.3 ks",
+    ]

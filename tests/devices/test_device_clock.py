@@ -19,7 +19,9 @@ def test_a_round_by_hand() -> None:
     assert timing.up_s == pytest.approx(0.08)
     assert timing.compute_s == pytest.approx(66_432 * 100 / 10.8e6)
     assert timing.total_s == pytest.approx(timing.down_s + timing.compute_s + timing.up_s)
-    assert timing.energy_j == pytest.approx(0.22 * timing.compute_s + 0.02 * (timing.down_s + timing.up_s))
+    assert timing.energy_j == pytest.approx(
+        0.22 * timing.compute_s + 0.02 * (timing.down_s + timing.up_s)
+    )
 
 
 def test_slowdown_stretches_everything() -> None:
@@ -30,7 +32,9 @@ def test_slowdown_stretches_everything() -> None:
     assert once.compute_s == pytest.approx(66_432 * 100 / 1e9)
 
 
-@pytest.mark.parametrize(("down", "up", "slowdown"), [(-1, 0, 1.0), (0, -1, 1.0), (0, 0, 0.0), (0, 0, float("nan"))])
+@pytest.mark.parametrize(
+    ("down", "up", "slowdown"), [(-1, 0, 1.0), (0, -1, 1.0), (0, 0, 0.0), (0, 0, float("nan"))]
+)
 def test_nonsense_is_refused(down: int, up: int, slowdown: float) -> None:
     with pytest.raises(InputError):
         round_time(device("reference"), COST, BUDGET, down, up, slowdown)

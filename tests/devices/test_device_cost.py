@@ -1,4 +1,5 @@
-"""The cost of a network, against pencil, autograd, torch's own flop counter, and arenas that really trained."""
+"""The cost of a network, against pencil, autograd, torch's own flop counter, and arenas that really
+trained."""
 
 from __future__ import annotations
 
@@ -12,13 +13,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from nestling.devices import cost_of
 from nestling.errors import InputError
 from nestling.models.record import record
-from tests.devices.networks_for_cost import Residual, TwoBranches, auto_encoder, digits, ds_cnn, resnet8, resnet18
+from tests.devices.networks_for_cost import (
+    Residual,
+    TwoBranches,
+    auto_encoder,
+    digits,
+    ds_cnn,
+    resnet8,
+    resnet18,
+)
 
 
 def test_one_layer_by_hand() -> None:
     cost = cost_of(nn.Linear(4, 3), (4,))
     assert (cost.params, cost.weight_bytes, cost.trainable_bytes) == (15, 60, 60)
-    assert (cost.macs, cost.train_macs) == (12, 24)  # nothing before it is trained: no input gradient
+    # nothing before it is trained: no input gradient
+    assert (cost.macs, cost.train_macs) == (12, 24)
     assert cost.activation_bytes == 28  # x 16, output (or its gradient, in place) 12
     assert (cost.inference_bytes, cost.layers) == (28, 1)
 
@@ -34,7 +44,9 @@ def test_two_layers_by_hand(inplace: bool) -> None:
 
 
 def test_pooling_keeps_index_bytes_by_hand() -> None:
-    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)
+    )
     # Peak in the backward of the pool: x 64, a 128 (for ReLU), 8 index bytes, dp 32, da 128.
     assert cost_of(net, (1, 4, 4)).activation_bytes == 360
     without_relu = nn.Sequential(net[0], *net[2:])
@@ -43,7 +55,8 @@ def test_pooling_keeps_index_bytes_by_hand() -> None:
 
 
 def test_residual_addition_by_hand() -> None:
-    # Backward of the last layer: x, h, s, dy, ds, 16 bytes each; the addition overwrites the branch and hands its gradient on.
+    # Backward of the last layer: x, h, s, dy, ds, 16 bytes each; the addition overwrites the branch
+    # and hands its gradient on.
     assert cost_of(Residual(), (4,)).activation_bytes == 80
     assert cost_of(Residual(), (4,)).inference_bytes == 48 - 16  # x is dead after the first layer
 
@@ -79,7 +92,8 @@ def test_frozen_prefix_costs_neither_memory_nor_gradients() -> None:
     assert head.weight_bytes == whole.weight_bytes
     assert head.macs == whole.macs == 120 + 90 + 6
     assert head.train_macs == head.macs + 6
-    assert head.activation_bytes == head.inference_bytes == 120 + 16  # the forward alone is the peak
+    # the forward alone is the peak
+    assert head.activation_bytes == head.inference_bytes == 120 + 16
     assert whole.activation_bytes > head.activation_bytes
 
 
@@ -96,8 +110,11 @@ ARENAS = [
 
 
 @pytest.mark.parametrize(("net", "shape", "arena", "indices"), ARENAS)
-def test_arena_of_the_c_runtime(net: nn.Module, shape: tuple[int, ...], arena: int, indices: int) -> None:
-    """The prototype's arenas are hit to the byte but for the pool indices, which it did not keep: under 1 % more."""
+def test_arena_of_the_c_runtime(
+    net: nn.Module, shape: tuple[int, ...], arena: int, indices: int
+) -> None:
+    """The prototype's arenas are hit to the byte but for the pool indices, which it did not keep:
+    under 1 % more."""
     cost = cost_of(net, shape)
     assert cost.weight_bytes + 2 * cost.trainable_bytes + cost.activation_bytes == arena + indices
     assert indices < 0.01 * arena
@@ -111,7 +128,9 @@ def test_arena_of_the_c_runtime(net: nn.Module, shape: tuple[int, ...], arena: i
         (auto_encoder(), (640,), 265_864, 0.26),
     ],
 )
-def test_published_macs(net: nn.Module, shape: tuple[int, ...], params: int, million: float) -> None:
+def test_published_macs(
+    net: nn.Module, shape: tuple[int, ...], params: int, million: float
+) -> None:
     cost = cost_of(net, shape)
     assert cost.macs / 1e6 == pytest.approx(million, rel=0.02)
     assert cost.params == params
@@ -119,14 +138,22 @@ def test_published_macs(net: nn.Module, shape: tuple[int, ...], params: int, mil
 
 @pytest.mark.parametrize(
     ("net", "shape", "train_macs"),
-    [(digits(1, 8), (1, 8, 8), 66e3), (digits(1, 28), (1, 28, 28), 814e3), (ds_cnn(0.25), (1, 49, 10), 761e3)],
+    [
+        (digits(1, 8), (1, 8, 8), 66e3),
+        (digits(1, 28), (1, 28, 28), 814e3),
+        (ds_cnn(0.25), (1, 49, 10), 761e3),
+    ],
 )
-def test_training_macs_of_the_prototype(net: nn.Module, shape: tuple[int, ...], train_macs: float) -> None:
+def test_training_macs_of_the_prototype(
+    net: nn.Module, shape: tuple[int, ...], train_macs: float
+) -> None:
     assert cost_of(net, shape).train_macs == pytest.approx(train_macs, rel=0.01)
 
 
 def conv1d() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(2, 4, 3, stride=2), nn.ReLU(), nn.Conv1d(4, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3, stride=2), nn.ReLU(), nn.Conv1d(4, 4, 3), nn.Flatten(), nn.Linear(16, 3)
+    )
 
 
 def transposed() -> nn.Module:
@@ -161,7 +188,9 @@ def test_macs_equal_the_flops_torch_counts(make: type[nn.Module], shape: tuple[i
 
 def saved_bytes(net: nn.Module, sample: Tensor) -> int:
     """Bytes autograd really holds after a forward, weights aside."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in (*net.parameters(), *net.buffers())}
+    weights = {
+        tensor.untyped_storage().data_ptr() for tensor in (*net.parameters(), *net.buffers())
+    }
     held: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -180,9 +209,18 @@ def saved_bytes(net: nn.Module, sample: Tensor) -> int:
     ("net", "shape"),
     [
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.Sigmoid()), (3, 8, 8)),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 2, 1)), (3, 8, 8)),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)), (3, 8, 8)),
-        (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4), nn.Tanh()), (6,)),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 2, 1)),
+            (3, 8, 8),
+        ),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)),
+            (3, 8, 8),
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4), nn.Tanh()),
+            (6,),
+        ),
         (nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4), nn.Softmax(1)), (6,)),
         (Residual(), (4,)),
         (TwoBranches(), (1, 2, 2)),
@@ -191,8 +229,12 @@ def saved_bytes(net: nn.Module, sample: Tensor) -> int:
 )
 def test_what_is_kept_is_what_autograd_saves(net: nn.Module, shape: tuple[int, ...]) -> None:
     forward = record(net, shape)
-    kept = {value for operation in forward.operations if operation.trained for value in operation.keeps}
-    assert sum(forward.bytes[value] for value in kept) == saved_bytes(net.train(), torch.randn(1, *shape))
+    kept = {
+        value for operation in forward.operations if operation.trained for value in operation.keeps
+    }
+    assert sum(forward.bytes[value] for value in kept) == saved_bytes(
+        net.train(), torch.randn(1, *shape)
+    )
 
 
 def test_attention_and_recurrence_are_counted() -> None:
@@ -200,11 +242,13 @@ def test_attention_and_recurrence_are_counted() -> None:
     assert layer.macs == 5 * 8 * 24 + 2 * (2 * 5 * 5 * 4) + 5 * 8 * 8 + 2 * 5 * 8 * 16
     lstm = cost_of(nn.LSTM(4, 6, batch_first=True), (2, 4))
     assert lstm.macs == 2 * (4 + 6) * 24
-    assert lstm.train_macs == 2 * lstm.macs + 6 * 24  # only the second step has a trained input: the first's hidden state
+    # only the second step has a trained input: the first's hidden state
+    assert lstm.train_macs == 2 * lstm.macs + 6 * 24
 
 
 def test_batch_statistics_of_a_single_value() -> None:
-    """Torch refuses BatchNorm1d on one sample in training; the cost of one sample is still known."""
+    """Torch refuses BatchNorm1d on one sample in training; the cost of one sample is still
+    known."""
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     normed = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     a, b = cost_of(plain, (4,)), cost_of(normed, (4,))
@@ -251,7 +295,11 @@ def test_the_module_is_left_alone() -> None:
 def test_a_large_network_needs_no_arithmetic() -> None:
     cost = cost_of(resnet18(), (3, 32, 32))
     assert cost.macs == pytest.approx(555e6, rel=0.01)
-    assert cost.inference_bytes < cost.activation_bytes < 4 * sum(record(resnet18(), (3, 32, 32)).bytes)
+    assert (
+        cost.inference_bytes
+        < cost.activation_bytes
+        < 4 * sum(record(resnet18(), (3, 32, 32)).bytes)
+    )
 
 
 def test_cost_grows_with_width() -> None:
@@ -271,7 +319,12 @@ class Peeks(nn.Module):
 
 @pytest.mark.parametrize(
     ("net", "shape", "field"),
-    [(digits(), (3, 8, 8), "model"), (Peeks(), (4,), "model"), (digits(), (1, 0, 8), "shape"), (digits(), (1, 8.0, 8), "shape")],
+    [
+        (digits(), (3, 8, 8), "model"),
+        (Peeks(), (4,), "model"),
+        (digits(), (1, 0, 8), "shape"),
+        (digits(), (1, 8.0, 8), "shape"),
+    ],
 )
 def test_bad_inputs_say_what_is_wrong(net: nn.Module, shape: tuple[int, ...], field: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestling.devices import DEFAULT_TIERS, Fleet, FleetConfig, Tier, catalogue, make_fleet, read_fleet
+from nestling.devices import (
+    DEFAULT_TIERS,
+    Fleet,
+    FleetConfig,
+    Tier,
+    catalogue,
+    make_fleet,
+    read_fleet,
+)
 from nestling.errors import InputError
 from nestling.seeds import derive, stream
 
@@ -23,23 +31,41 @@ def fleet_of(*tiers: Tier, size: int = 20, seed: int = 0) -> Fleet:
 
 
 def half_and_half(size: int, seed: int = 0, **options: float) -> Fleet:
-    return fleet_of(Tier(ratio=1.0, share=0.5, **options), Tier(ratio=0.25, share=0.5, **options), size=size, seed=seed)  # type: ignore[arg-type]
+    return fleet_of(
+        Tier(ratio=1.0, share=0.5, **options),
+        Tier(ratio=0.25, share=0.5, **options),
+        size=size,
+        seed=seed,
+    )  # type: ignore[arg-type]
 
 
 def test_the_default_fleet() -> None:
     fleet = make_fleet(FleetConfig(), 1)
     assert len(fleet) == 20
     assert fleet.tiers == DEFAULT_TIERS
-    assert [fleet.count_of(tier) for tier in DEFAULT_TIERS] == [round(20 * tier.share) for tier in DEFAULT_TIERS]
+    assert [fleet.count_of(tier) for tier in DEFAULT_TIERS] == [
+        round(20 * tier.share) for tier in DEFAULT_TIERS
+    ]
     assert len({tier.device for tier in DEFAULT_TIERS}) >= 5
-    assert {catalogue()[tier.device].kind for tier in DEFAULT_TIERS} >= {"microcontroller", "board", "server"}
+    assert {catalogue()[tier.device].kind for tier in DEFAULT_TIERS} >= {
+        "microcontroller",
+        "board",
+        "server",
+    }
     assert fleet.profile_of(0).name == fleet.tier_of(0).device
-    assert all(fleet.available(i, 0) and not fleet.drops(i, 0) and fleet.slowdown(i, 0) == 1.0 for i in range(20))
+    assert all(
+        fleet.available(i, 0) and not fleet.drops(i, 0) and fleet.slowdown(i, 0) == 1.0
+        for i in range(20)
+    )
     assert all(fleet.free_memory(i, 0) == 100.0 for i in range(20))
 
 
 @settings(max_examples=80, deadline=None)
-@given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=8), size=st.integers(1, 500), seed=st.integers(0, 2**40))
+@given(
+    weights=st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    size=st.integers(1, 500),
+    seed=st.integers(0, 2**40),
+)
 def test_counts_follow_shares(weights: list[int], size: int, seed: int) -> None:
     shares = [weight / sum(weights) for weight in weights]
     tiers = [Tier(name=f"tier {k}", ratio=0.5, share=share) for k, share in enumerate(shares)]
@@ -64,7 +90,8 @@ def test_counts_are_exact_and_members_enumerate_them(counts: list[int], seed: in
 
 @pytest.mark.parametrize("size", [2, 3, 10, 20, 100, 999, 4096])
 def test_tiers_are_interleaved(size: int) -> None:
-    """Any stretch of numbers holds its fair part of a tier, so that no tier coincides with a range of clients."""
+    """Any stretch of numbers holds its fair part of a tier, so that no tier coincides with a range
+    of clients."""
     fleet = half_and_half(size)
     firsts = [fleet.tier_index(i) == 0 for i in range(size)]
     for width in (size // 4, size // 2):
@@ -73,9 +100,13 @@ def test_tiers_are_interleaved(size: int) -> None:
 
 
 def test_the_layout_depends_on_the_seed_only() -> None:
-    layouts = {tuple(half_and_half(50, seed).tier_index(i) for i in range(50)) for seed in (1, 1, 2, 3)}
+    layouts = {
+        tuple(half_and_half(50, seed).tier_index(i) for i in range(50)) for seed in (1, 1, 2, 3)
+    }
     assert len(layouts) > 1
-    assert [half_and_half(50, 7).tier_index(i) for i in range(50)] == [half_and_half(50, 7).tier_index(i) for i in range(50)]
+    assert [half_and_half(50, 7).tier_index(i) for i in range(50)] == [
+        half_and_half(50, 7).tier_index(i) for i in range(50)
+    ]
 
 
 @settings(max_examples=80, deadline=None)
@@ -152,9 +183,14 @@ def test_a_small_fleet_is_shuffled_whole(size: int) -> None:
 
 
 def test_what_is_certain_costs_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    certain, uncertain = half_and_half(1000), half_and_half(1000, availability=0.5, dropout=0.5, slow=0.5)
+    certain, uncertain = (
+        half_and_half(1000),
+        half_and_half(1000, availability=0.5, dropout=0.5, slow=0.5),
+    )
     hashed: list[object] = []
-    monkeypatch.setattr("nestling.devices.fleet.derive", lambda *purpose: hashed.append(purpose) or derive(*purpose))
+    monkeypatch.setattr(
+        "nestling.devices.fleet.derive", lambda *purpose: hashed.append(purpose) or derive(*purpose)
+    )
     for fleet in (certain, uncertain):
         chosen = fleet.choose(1, 100)
         assert len(chosen) == 100
@@ -176,7 +212,9 @@ def test_probabilities_come_out() -> None:
 
 def test_what_is_random_is_independent_between_purposes() -> None:
     fleet = half_and_half(100, availability=0.5, dropout=0.5)
-    both = np.mean([fleet.available(i, r) and fleet.drops(i, r) for i in range(100) for r in range(50)])
+    both = np.mean(
+        [fleet.available(i, r) and fleet.drops(i, r) for i in range(100) for r in range(50)]
+    )
     assert both == pytest.approx(0.25, abs=0.03)
 
 
@@ -185,7 +223,8 @@ def test_free_memory_is_never_above_the_mean_nor_below_zero() -> None:
     free = np.array([[fleet.free_memory(i, r) for r in range(50)] for i in range(200)])
     assert free.max() <= 50
     assert free.min() == 0.0
-    # One standard deviation per device: two groups of devices, whose mean distance from 50 is std * sqrt(2 / pi).
+    # One standard deviation per device: two groups of devices, whose mean distance from 50 is std *
+    # sqrt(2 / pi).
     near = np.sort(50 - free.mean(axis=1))
     assert near[:40].mean() == pytest.approx(10 * math.sqrt(2 / math.pi), rel=0.2)
     assert near[-40:].mean() > 20
@@ -202,19 +241,29 @@ def trained(dispatched: str, free: float) -> str:
 
 
 def test_uncertain_memory_of_the_flexfl_fleet() -> None:
-    """Upload over dispatch, and the share of each trained level, of 100 devices with 35/60/110 % memory and std {5, 8, 10}."""
+    """Upload over dispatch, and the share of each trained level, of 100 devices with 35/60/110 %
+    memory and std {5, 8, 10}."""
     sent, trains = [], []
     for seed in range(6):
         tiers = [
             Tier(name=name, ratio=ratio, share=share, memory_mean=mean, memory_std=(5.0, 8.0, 10.0))
-            for name, ratio, share, mean in (("weak", 0.25, 0.4, 35.0), ("medium", 0.5, 0.3, 60.0), ("strong", 1.0, 0.3, 110.0))
+            for name, ratio, share, mean in (
+                ("weak", 0.25, 0.4, 35.0),
+                ("medium", 0.5, 0.3, 60.0),
+                ("strong", 1.0, 0.3, 110.0),
+            )
         ]
         fleet = fleet_of(*tiers, size=100, seed=seed)
         for round in range(200):
             rng, taken = stream(seed, "levels", round), set[int]()
             for level in rng.integers(0, 3, size=10):
-                # The level is drawn first, then a device whose tier can hold it, each device at most once.
-                able = (int(i) for i in rng.permutation(100) if i not in taken and fleet.tier_index(int(i)) >= level)
+                # The level is drawn first, then a device whose tier can hold it, each device at
+                # most once.
+                able = (
+                    int(i)
+                    for i in rng.permutation(100)
+                    if i not in taken and fleet.tier_index(int(i)) >= level
+                )
                 i = next(able)
                 taken.add(i)
                 sent.append(("M1", "M2", "M3")[level])
@@ -275,23 +324,38 @@ def test_what_a_file_leaves_out(tmp_path: Path) -> None:
     assert (len(fleet), fleet.deadline) == (100, 5.0)
     counted = "[[tiers]]\nratio = 1\ncount = 3\n[[tiers]]\nratio = 0.5\ncount = 4\n"
     assert len(make_fleet(FleetConfig(path=str(written(tmp_path, counted)), size=100), 0)) == 7
-    assert read_fleet(written(tmp_path, "deadline = 3")).size == 0  # the caller may know how many clients the data has
-    assert make_fleet(FleetConfig(path=str(written(tmp_path, "size = 40"))), 0).tiers == DEFAULT_TIERS
+    # the caller may know how many clients the data has
+    assert read_fleet(written(tmp_path, "deadline = 3")).size == 0
+    assert (
+        make_fleet(FleetConfig(path=str(written(tmp_path, "size = 40"))), 0).tiers == DEFAULT_TIERS
+    )
 
 
 def test_own_devices_beside_the_built_in_ones(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "nestling" / "devices" / "catalogue.toml").read_text()
-    board = text[text.index("[stm32f446]") :].split("\n\n")[0].replace("[stm32f446]", "[my-board]").replace("128 KB", "96 KB")
+    board = (
+        text[text.index("[stm32f446]") :]
+        .split("\n\n")[0]
+        .replace("[stm32f446]", "[my-board]")
+        .replace("128 KB", "96 KB")
+    )
     (tmp_path / "mine.toml").write_text(board)
     path = written(
-        tmp_path, 'catalogue = "mine.toml"\n[[tiers]]\ndevice = "my-board"\nshare = 0.5\n[[tiers]]\ndevice = "esp32"\nshare = 0.5'
+        tmp_path,
+        'catalogue = "mine.toml"\n[[tiers]]\ndevice = "my-board"\nshare = 0.5\n[[tiers]]\ndevice '
+        '= "esp32"\nshare = 0.5',
     )
     fleet = make_fleet(FleetConfig(path=str(path)), 0)
     assert float(fleet.profile_of(fleet.member("my-board", 0)).ram_bytes) == 96 * 1024
 
 
 def test_names_by_default() -> None:
-    names = [Tier(device="esp32", ratio=0.5).name, Tier(ratio=0.25).name, Tier(ratio=1).name, Tier(model="mlp").name]
+    names = [
+        Tier(device="esp32", ratio=0.5).name,
+        Tier(ratio=0.25).name,
+        Tier(ratio=1).name,
+        Tier(model="mlp").name,
+    ]
     assert names == ["esp32", "ratio-0.25", "ratio-1", "mlp"]
     assert Tier(ratio=1.0, memory_std=3.0).memory_std == (3.0,)  # type: ignore[arg-type]
     assert fleet_of(Tier(ratio=1.0), size=7).counts == (7,)  # a lone tier is the whole fleet
@@ -333,7 +397,9 @@ def test_bad_tiers_name_the_field(tiers: tuple[Tier, ...], field: str, text: str
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize(("size", "deadline", "field"), [(-3, 0, "size"), (10**400, 0, "size"), (5, -1, "deadline")])
+@pytest.mark.parametrize(
+    ("size", "deadline", "field"), [(-3, 0, "size"), (10**400, 0, "size"), (5, -1, "deadline")]
+)
 def test_bad_sizes(size: int, deadline: float, field: str) -> None:
     with pytest.raises(InputError) as caught:
         make_fleet(FleetConfig(size=size, deadline=deadline), 0)
@@ -362,11 +428,18 @@ def test_counts_and_size_must_agree() -> None:
         ("ratio = 0.5", 'ratio = "half"', "fleet.tiers[1].ratio", "half"),
         ("ratio = 0.5", "device = 3", "fleet.tiers[1].device", "text"),
         ("memory_std = [5, 10]", 'memory_std = "5"', "fleet.tiers[0].memory_std", "5"),
-        ("model_options = { hidden = 32 }", "model_options = 32", "fleet.tiers[2].model_options", "table"),
+        (
+            "model_options = { hidden = 32 }",
+            "model_options = 32",
+            "fleet.tiers[2].model_options",
+            "table",
+        ),
         (GOOD, "tiers = 3", "fleet.tiers", "[[tiers]]"),
     ],
 )
-def test_bad_files_name_the_field(tmp_path: Path, old: str, new: str, field: str, text: str) -> None:
+def test_bad_files_name_the_field(
+    tmp_path: Path, old: str, new: str, field: str, text: str
+) -> None:
     with pytest.raises(InputError) as caught:
         read_fleet(written(tmp_path, GOOD.replace(old, new, 1)))
     assert caught.value.field == field

@@ -1,4 +1,5 @@
-"""Tiers whose share of a small fleet comes to no device: nobody is there, and nothing depends on them."""
+"""Tiers whose share of a small fleet comes to no device: nobody is there, and nothing depends on
+them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def test_a_tier_without_devices_is_as_if_it_were_not_there(method: Any) -> None:
     assert list(given.summary["by_tier"]) == ["half", "whole"]
     states = [r.federation.method.state() for r in (given, without)]
     assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(t, states[1][kind][name]) for kind, part in states[0].items() for name, t in part.items())
+    assert all(
+        torch.equal(t, states[1][kind][name])
+        for kind, part in states[0].items()
+        for name, t in part.items()
+    )
     told = [note for note in given.summary["notes"] if note.startswith("tier")]
     assert told == ["tier 'tiny' takes no part: its share of 2 devices comes to none"]
     assert not any(note.startswith("tier") for note in without.summary["notes"])
@@ -49,9 +54,13 @@ def test_a_tier_without_devices_is_as_if_it_were_not_there(method: Any) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 6])
 def test_the_default_fleet_may_have_fewer_devices_than_kinds(size: int, tmp_path: Path) -> None:
-    result = nestling.run(small(participants=0, fleet=FleetConfig(size=size), rounds=1), out=tmp_path / "run")
+    result = nestling.run(
+        small(participants=0, fleet=FleetConfig(size=size), rounds=1), out=tmp_path / "run"
+    )
     assert len(result.summary["by_tier"]) == size
     told = json.loads((tmp_path / "run" / "federation.json").read_text())
     assert [tier["count"] for tier in told["tiers"]] == [1] * size
     again = nestling.resume(tmp_path / "run", overrides=("rounds=2",))
-    assert again.summary["rounds_done"] == 2 and list(again.summary["by_tier"]) == list(result.summary["by_tier"])
+    assert again.summary["rounds_done"] == 2 and list(again.summary["by_tier"]) == list(
+        result.summary["by_tier"]
+    )

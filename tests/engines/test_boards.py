@@ -18,20 +18,32 @@ from nestling.tiny.runtime import toolchain
 from tests.small import TIERS, small
 
 needs_compiler = pytest.mark.skipif(
-    toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc, or pip install ziglang"
+    toolchain.host_compiler() is None,
+    reason="there is no C compiler: apt-get install gcc, or pip install ziglang",
 )
-HOSTED = FleetConfig(tiers=tuple(replace(tier, board="host") if tier.name != "large" else tier for tier in TIERS))
+HOSTED = FleetConfig(
+    tiers=tuple(replace(tier, board="host") if tier.name != "large" else tier for tier in TIERS)
+)
 ALL_HOSTED = FleetConfig(tiers=tuple(replace(tier, board="host") for tier in TIERS))
 
 
 def run(fleet: FleetConfig, **changes: Any) -> nestling.Result:
-    settings = {"data": "mnist12k-8x8", "participants": 0, "fleet": fleet, "train": Train(epochs=1, batch=20, lr=0.02)}
+    settings = {
+        "data": "mnist12k-8x8",
+        "participants": 0,
+        "fleet": fleet,
+        "train": Train(epochs=1, batch=20, lr=0.02),
+    }
     method = changes.pop("method", "shared-average")
     return nestling.run(small(method, **{**settings, **changes}))
 
 
 def weights(result: nestling.Result) -> dict[str, torch.Tensor]:
-    return {f"{kind}/{n}": t for kind, part in result.federation.method.state().items() for n, t in part.items()}
+    return {
+        f"{kind}/{n}": t
+        for kind, part in result.federation.method.state().items()
+        for n, t in part.items()
+    }
 
 
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -40,11 +52,16 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @needs_compiler
-@pytest.mark.parametrize("method", ["shared-average", "heterofl", Named("fedprox", {"mu": 0.1}), "local"], ids=str)
+@pytest.mark.parametrize(
+    "method", ["shared-average", "heterofl", Named("fedprox", {"mu": 0.1}), "local"], ids=str
+)
 def test_a_tier_in_the_c_runtime_equals_one_in_pytorch(method: Any) -> None:
-    """Same rows, same order, same arithmetic up to rounding: after two rounds 1e-4 apart at most."""
+    """Same rows, same order, same arithmetic up to rounding: after two rounds 1e-4 apart at
+    most."""
     simulated, hosted = run(FleetConfig(tiers=TIERS), method=method), run(HOSTED, method=method)
-    assert isinstance(hosted.federation.engine, Boards) and isinstance(simulated.federation.engine, Inline)
+    assert isinstance(hosted.federation.engine, Boards) and isinstance(
+        simulated.federation.engine, Inline
+    )
     a, b = weights(simulated), weights(hosted)
     if a:
         assert 0 < furthest(a, b) < 1e-4
@@ -54,21 +71,28 @@ def test_a_tier_in_the_c_runtime_equals_one_in_pytorch(method: Any) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("engine", [EngineConfig("pool", 2), EngineConfig("cohort", 1)], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "engine", [EngineConfig("pool", 2), EngineConfig("cohort", 1)], ids=lambda e: e.name
+)
 def test_the_other_clients_may_be_trained_by_any_engine(engine: EngineConfig) -> None:
     assert furthest(weights(run(HOSTED)), weights(run(HOSTED, engine=engine))) < 1e-5
 
 
 @needs_compiler
 def test_clients_on_boards_give_the_same_bits_twice() -> None:
-    first, second = weights(run(ALL_HOSTED)), weights(run(ALL_HOSTED, engine=EngineConfig("pool", 1)))
+    first, second = (
+        weights(run(ALL_HOSTED)),
+        weights(run(ALL_HOSTED, engine=EngineConfig("pool", 1))),
+    )
     assert all(torch.equal(first[k], second[k]) for k in first)
 
 
 @needs_compiler
 def test_a_run_with_boards_is_resumed(tmp_path: Any) -> None:
     whole = run(HOSTED)
-    nestling.run(small(data="mnist12k-8x8", participants=0, fleet=HOSTED, rounds=1), out=tmp_path / "run")
+    nestling.run(
+        small(data="mnist12k-8x8", participants=0, fleet=HOSTED, rounds=1), out=tmp_path / "run"
+    )
     resumed = nestling.resume(tmp_path / "run", overrides=("rounds=2",))
     assert all(torch.equal(t, weights(resumed)[k]) for k, t in weights(whole).items())
 
@@ -90,13 +114,19 @@ def test_what_a_board_cannot_train_is_said(changes: dict[str, Any], field: str, 
 
 def one(**tier: Any) -> Experiment:
     return small(
-        data="mnist12k-8x8", participants=0, fleet=FleetConfig(tiers=(Tier(count=2, **tier),)), train=Train(momentum=0.0)
+        data="mnist12k-8x8",
+        participants=0,
+        fleet=FleetConfig(tiers=(Tier(count=2, **tier),)),
+        train=Train(momentum=0.0),
     )
 
 
 def test_a_board_brings_its_device() -> None:
     experiment, federation = assemble(one(board="microbit"))
-    assert experiment.fleet.tiers[0].device == "nrf51822" and experiment.fleet.tiers[0].name == "microbit"
+    assert (
+        experiment.fleet.tiers[0].device == "nrf51822"
+        and experiment.fleet.tiers[0].name == "microbit"
+    )
     assert federation.world.plans["microbit"].fit is not None
     assert Experiment.from_table(experiment.to_table()).fleet == experiment.fleet
 

@@ -25,7 +25,13 @@ from nestling.training.client import ClientSide, Outcome, Site, Task
 from nestling.training.objectives import Batch, Given, Net, cross_entropy
 from nestling.training.phase import Hook, Phase
 from nestling.training.stacks.group import Group, groups, token
-from nestling.training.stacks.stacked import CannotStack, Looks, honours_masks, looks_of, train_stack
+from nestling.training.stacks.stacked import (
+    CannotStack,
+    Looks,
+    honours_masks,
+    looks_of,
+    train_stack,
+)
 from nestling.training.stacks.together import Losses, work_together
 from nestling.views.flat import Row
 from nestling.where import CPU
@@ -35,10 +41,22 @@ TIERS = (Tier(name="small", ratio=0.25, count=4), Tier(name="large", ratio=1.0, 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5)},
     "full batches, two epochs": {"train": Train(epochs=2, batch=20, lr=0.01, augment="none")},
-    "unequal sizes": {"split": SplitConfig(kind="quantity", alpha=8.0, min_size=5), "train": Train(epochs=1, batch=90, lr=0.01)},
-    "adam, decay, clipping": {"train": Train(epochs=1, batch=16, optimizer="adam", lr=1e-3, weight_decay=1e-2, clip=1.0)},
+    "unequal sizes": {
+        "split": SplitConfig(kind="quantity", alpha=8.0, min_size=5),
+        "train": Train(epochs=1, batch=90, lr=0.01),
+    },
+    "adam, decay, clipping": {
+        "train": Train(epochs=1, batch=16, optimizer="adam", lr=1e-3, weight_decay=1e-2, clip=1.0)
+    },
     "adamw, crop, flip and cutout": {
-        "train": Train(epochs=1, batch=16, optimizer="adamw", lr=1e-3, weight_decay=1e-1, augment="crop-flip-cutout"),
+        "train": Train(
+            epochs=1,
+            batch=16,
+            optimizer="adamw",
+            lr=1e-3,
+            weight_decay=1e-1,
+            augment="crop-flip-cutout",
+        ),
     },
     "no norm": {
         "model": Named("tinycnn", {"channels": [8, 16, 16], "norm": "none"}),
@@ -65,7 +83,9 @@ def alone(method: ClientSide, tasks: list[Task], site: Site) -> list[Outcome]:
 
 
 def tensors(outcome: Outcome) -> dict[str, Tensor]:
-    parts = {f"{kind}/{n}": t for kind, part in outcome.reply.parts.items() for n, t in part.items()}
+    parts = {
+        f"{kind}/{n}": t for kind, part in outcome.reply.parts.items() for n, t in part.items()
+    }
     return {**parts, **{f"memory/{n}": t for n, t in outcome.memory.items()}}
 
 
@@ -74,10 +94,16 @@ def assert_same(expected: list[Outcome], got: list[Outcome], tolerance: float = 
     for one, other in zip(expected, got, strict=True):
         mine, theirs = tensors(one), tensors(other)
         assert (
-            mine.keys() == theirs.keys() and mine.keys() | {"steps"} and one.steps == other.steps and one.samples == other.samples
+            mine.keys() == theirs.keys()
+            and mine.keys() | {"steps"}
+            and one.steps == other.steps
+            and one.samples == other.samples
         )
         assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-4, abs=1e-6)
-        flat = [torch.cat([state[n].double().reshape(-1) for n in sorted(mine)] or [torch.zeros(1)]) for state in (mine, theirs)]
+        flat = [
+            torch.cat([state[n].double().reshape(-1) for n in sorted(mine)] or [torch.zeros(1)])
+            for state in (mine, theirs)
+        ]
         assert float((flat[0] - flat[1]).norm()) <= tolerance * float(flat[0].norm())
 
 
@@ -88,8 +114,8 @@ def trainer(way: str) -> Callable[[list[Group]], list[Losses]]:
 
 
 def recording(way: str = "") -> CudaCohort:
-    """The engine for a GPU, without one: the same decisions and the same arithmetic, without graphs. With a way, that is taken wherever
-    it is possible."""
+    """The engine for a GPU, without one: the same decisions and the same arithmetic, without
+    graphs. With a way, that is taken wherever it is possible."""
     engine = CudaCohort(CPU, CudaSettings("float32"), ways.Decisions(None))
     if way:
         engine._decide = lambda kind, group: way if _possible(way, group) else ways.SLOTS  # type: ignore[method-assign]
@@ -100,7 +126,15 @@ def _possible(way: str, group: Group) -> bool:
     return way not in ways.STACKS or ways.can_stack(group)
 
 
-PLAIN_REPLIES = ("all-large", "decoupled", "fedavg", "fedprox", "heterofl", "shared-average", "shared-distill")
+PLAIN_REPLIES = (
+    "all-large",
+    "decoupled",
+    "fedavg",
+    "fedprox",
+    "heterofl",
+    "shared-average",
+    "shared-distill",
+)
 """Methods that send back what they trained as it is: there the rows of the stack."""
 
 
@@ -133,7 +167,10 @@ def test_the_engine_plays_whole_rounds(method: str) -> None:
         "fleet": FleetConfig(tiers=TIERS),
         "train": Train(epochs=1, batch=20, lr=0.01, momentum=0.0),
     }
-    plain, stacked = (nestling.run(small(method, rounds=1, **changes, engine=EngineConfig(e, 1))) for e in ("inline", "cohort"))
+    plain, stacked = (
+        nestling.run(small(method, rounds=1, **changes, engine=EngineConfig(e, 1)))
+        for e in ("inline", "cohort")
+    )
     before, after = (r.federation.method.state() for r in (plain, stacked))
     for kind, part in before.items():
         for name, tensor in part.items():
@@ -154,7 +191,11 @@ def test_workers_change_nothing() -> None:
         finally:
             engine.close()
     assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(t, found[1][client][name]) for client, state in found[0].items() for name, t in state.items())
+    assert all(
+        torch.equal(t, found[1][client][name])
+        for client, state in found[0].items()
+        for name, t in state.items()
+    )
 
 
 def test_large_networks_are_not_stacked_on_a_cpu() -> None:
@@ -173,7 +214,7 @@ def test_an_error_in_a_stack_names_a_client() -> None:
         list(engine.run([broken]))
 
 
-# -- what a stack must notice ----------------------------------------------------------------------------------------------------
+# -- what a stack must notice ----------------------------------------------------------------------
 
 
 def group_with(model: Any = None, **changes: Any) -> Group:
@@ -238,7 +279,11 @@ def test_functions_are_compared_by_what_they_do() -> None:
         return lambda x: x * factor
 
     assert token(scaled(2.0)) == token(scaled(2.0)) != token(scaled(3.0))
-    assert token(partial(mean_of_all, weight=1)) == token(partial(mean_of_all, weight=1)) != token(partial(mean_of_all, weight=2))
+    assert (
+        token(partial(mean_of_all, weight=1))
+        == token(partial(mean_of_all, weight=1))
+        != token(partial(mean_of_all, weight=2))
+    )
     assert token(object()) != token(object())
 
 
@@ -250,7 +295,18 @@ def test_clients_with_other_hooks_or_given_shapes_are_other_groups() -> None:
     assert len(groups([(one, same), (other, replace(same, given={"a": torch.ones(3)}))], 0)) == 2
     hooked = replace(same, hooks=(Hook((nn.Conv2d,), partial(divide, rate=0.5)),))
     assert len(groups([(one, same), (other, hooked)], 0)) == 2
-    assert len(groups([(one, hooked), (other, replace(same, hooks=(Hook((nn.Conv2d,), partial(divide, rate=0.5)),)))], 0)) == 1
+    assert (
+        len(
+            groups(
+                [
+                    (one, hooked),
+                    (other, replace(same, hooks=(Hook((nn.Conv2d,), partial(divide, rate=0.5)),))),
+                ],
+                0,
+            )
+        )
+        == 1
+    )
 
 
 def divide(layer: nn.Module, out: Tensor, *, rate: float) -> Tensor:
@@ -263,4 +319,6 @@ def test_the_received_weights_are_never_written_to() -> None:
         tasks = tasks_of(federation, 1)
         before = {name: t.clone() for name, t in tasks[0].message["weights"].items()}
         work_together(made, tasks, site, trainer(way))
-        assert all(torch.equal(t, tasks[0].message["weights"][name]) for name, t in before.items()), way
+        assert all(
+            torch.equal(t, tasks[0].message["weights"][name]) for name, t in before.items()
+        ), way

@@ -24,7 +24,10 @@ def states(experiment: nestling.Experiment) -> dict[str, torch.Tensor]:
     result = nestling.run(experiment)
     method, store = result.federation.method, result.federation.world.store
     kept = {f"client {c}/{n}": t for c in store.clients() for n, t in store.get(c).items()}
-    return {**{f"{kind}/{n}": t for kind, part in method.state().items() for n, t in part.items()}, **kept}
+    return {
+        **{f"{kind}/{n}": t for kind, part in method.state().items() for n, t in part.items()},
+        **kept,
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -55,14 +58,22 @@ def test_a_killed_worker_is_replaced_and_its_task_done() -> None:
     finally:
         pool.close()
     assert got.keys() == expected.keys()
-    assert all(torch.equal(got[c]["weights"][n], t) for c in got for n, t in expected[c]["weights"].items())
+    assert all(
+        torch.equal(got[c]["weights"][n], t) for c in got for n, t in expected[c]["weights"].items()
+    )
 
 
 @pytest.mark.parametrize("engine", [Inline(), Pool(1)])
 def test_an_error_names_the_client(engine: Inline | Pool) -> None:
     experiment, federation = assemble(small())
     engine.open(experiment.make_method(), site_of(federation))
-    broken = Task(2, 1, "main", {"index": {}, "dropped": [], "private": []}, nestling.message.Message({"weights": {}}))
+    broken = Task(
+        2,
+        1,
+        "main",
+        {"index": {}, "dropped": [], "private": []},
+        nestling.message.Message({"weights": {}}),
+    )
     try:
         with pytest.raises(ClientError, match="client 2 failed in round 1"):
             list(engine.run([broken]))

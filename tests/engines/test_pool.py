@@ -1,4 +1,5 @@
-"""The pool's transport and its chunks: what a worker gets and gives back is exact, kept apart, and leaves nothing behind."""
+"""The pool's transport and its chunks: what a worker gets and gives back is exact, kept apart, and
+leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from tests.small import TIERS, small
 LINUX = sys.platform == "linux"
 
 
-# -- what the workers do: they import this file --------------------------------------------------------------------------------
+# -- what the workers do: they import this file ----------------------------------------------------
 
 
 def act(method: ClientSide, tasks: Sequence[Task], site: Site) -> list[Outcome]:
@@ -54,8 +55,14 @@ def _act(task: Task, chunk: Sequence[Task]) -> Outcome:
         os.kill(os.getpid(), signal.SIGKILL)
     if facts["act"] == "lose":
         return Outcome(task.client + 1, Message(), {}, 0.0, 0, 0)
-    told = {"facts": facts, "clients": [t.client for t in chunk], "messages": len({id(t.message) for t in chunk})}
-    return Outcome(task.client, Message(task.message.parts, told), task.memory, torch.tensor(0.5), 3, 7)
+    told = {
+        "facts": facts,
+        "clients": [t.client for t in chunk],
+        "messages": len({id(t.message) for t in chunk}),
+    }
+    return Outcome(
+        task.client, Message(task.message.parts, told), task.memory, torch.tensor(0.5), 3, 7
+    )
 
 
 def _first(mark: Path) -> bool:
@@ -73,7 +80,7 @@ def grouped(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
     return list(groups.values())
 
 
-# -- helpers -------------------------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def crowd() -> nestling.Experiment:
@@ -93,8 +100,12 @@ def pool(federation: nestling.runs.loop.Federation) -> Iterator[Pool]:
     made.close()
 
 
-def echo(client: int, state: dict[str, Tensor], memory: dict[str, Tensor] | None = None, **facts: Any) -> Task:
-    return Task(client, 1, "main", {}, Message({"weights": state}, {"act": "echo", **facts}), memory or {})
+def echo(
+    client: int, state: dict[str, Tensor], memory: dict[str, Tensor] | None = None, **facts: Any
+) -> Task:
+    return Task(
+        client, 1, "main", {}, Message({"weights": state}, {"act": "echo", **facts}), memory or {}
+    )
 
 
 def by_client(outcomes: Iterator[Outcome]) -> dict[int, Outcome]:
@@ -103,7 +114,10 @@ def by_client(outcomes: Iterator[Outcome]) -> dict[int, Outcome]:
 
 def equal(one: Any, other: Any) -> bool:
     return list(one) == list(other) and all(
-        one[n].dtype == other[n].dtype and one[n].shape == other[n].shape and torch.equal(one[n], other[n]) for n in one
+        one[n].dtype == other[n].dtype
+        and one[n].shape == other[n].shape
+        and torch.equal(one[n], other[n])
+        for n in one
     )
 
 
@@ -111,19 +125,39 @@ def filled(value: float, size: int = 1000) -> dict[str, Tensor]:
     return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), -float(value))}
 
 
-# -- what travels --------------------------------------------------------------------------------------------------------------
+# -- what travels ----------------------------------------------------------------------------------
 
 STATES: dict[str, dict[str, Tensor]] = {
     "nothing": {},
-    "no entries": {"a": torch.zeros(0), "b": torch.zeros(3, 0, 2, dtype=torch.int64), "c": torch.ones(2)},
+    "no entries": {
+        "a": torch.zeros(0),
+        "b": torch.zeros(3, 0, 2, dtype=torch.int64),
+        "c": torch.ones(2),
+    },
     "a number": {"a": torch.tensor(2.5), "b": torch.tensor(7)},
     "flags": {"a": torch.tensor([[True, False, True]]), "b": torch.zeros(0, dtype=torch.bool)},
     "half": {"a": torch.randn(5).half(), "b": torch.randn(3, 3).bfloat16(), "c": torch.randn(2)},
     "double and complex": {"a": torch.randn(3).double(), "b": torch.randn(2, 2) + 1j},
-    "whole": {"a": torch.tensor([2**62, -1]), "b": torch.arange(7, dtype=torch.uint8), "c": torch.arange(3, dtype=torch.int32)},
-    "mixed order": {"n": torch.tensor(3), "w": torch.randn(4, 3), "m": torch.tensor([True]), "v": torch.randn(2)},
-    "not contiguous": {"a": torch.randn(4, 6).t(), "b": torch.randn(8)[::2], "c": torch.randn(1, 3).expand(4, 3)},
-    "parameters": {"a": torch.nn.Parameter(torch.randn(3)), "b": torch.randn(2, requires_grad=True) * 2},
+    "whole": {
+        "a": torch.tensor([2**62, -1]),
+        "b": torch.arange(7, dtype=torch.uint8),
+        "c": torch.arange(3, dtype=torch.int32),
+    },
+    "mixed order": {
+        "n": torch.tensor(3),
+        "w": torch.randn(4, 3),
+        "m": torch.tensor([True]),
+        "v": torch.randn(2),
+    },
+    "not contiguous": {
+        "a": torch.randn(4, 6).t(),
+        "b": torch.randn(8)[::2],
+        "c": torch.randn(1, 3).expand(4, 3),
+    },
+    "parameters": {
+        "a": torch.nn.Parameter(torch.randn(3)),
+        "b": torch.randn(2, requires_grad=True) * 2,
+    },
     "odd floats": {"a": torch.tensor([float("inf"), -0.0, 1e-45])},
     "one piece": pack({"a": torch.randn(3, 2), "b": torch.randn(5), "n": torch.tensor(1)}),
     "names": {"": torch.ones(1), "a/b": torch.ones(2), "ü": torch.ones(3)},
@@ -132,7 +166,10 @@ STATES: dict[str, dict[str, Tensor]] = {
 
 def test_every_state_travels_exactly_both_ways(pool: Pool) -> None:
     states = list(STATES.values())
-    tasks = [echo(k, state, memory) for k, (state, memory) in enumerate(zip(states, reversed(states), strict=True))]
+    tasks = [
+        echo(k, state, memory)
+        for k, (state, memory) in enumerate(zip(states, reversed(states), strict=True))
+    ]
     outcomes = by_client(pool.run(tasks))
     assert len(outcomes) == len(STATES)
     for k, name in enumerate(STATES):
@@ -140,7 +177,11 @@ def test_every_state_travels_exactly_both_ways(pool: Pool) -> None:
         assert equal(outcomes[k].reply["weights"], states[k]), name
         assert equal(outcomes[k].memory, states[-1 - k]), name
         assert not any(t.requires_grad for t in outcomes[k].reply["weights"].values())
-        assert (outcomes[k].loss, outcomes[k].steps, outcomes[k].samples) == (0.5, 3, 7) and isinstance(outcomes[k].loss, float)
+        assert (outcomes[k].loss, outcomes[k].steps, outcomes[k].samples) == (
+            0.5,
+            3,
+            7,
+        ) and isinstance(outcomes[k].loss, float)
 
 
 def test_nan_keeps_its_bits(pool: Pool) -> None:
@@ -150,8 +191,18 @@ def test_nan_keeps_its_bits(pool: Pool) -> None:
 
 
 def test_kinds_and_facts_travel(pool: Pool) -> None:
-    facts = {"act": "echo", "levels": [{"index": {"a": 3}}], "pair": (1, 2.5), "none": None, "by number": {1: "x"}}
-    parts: dict[str, dict[str, Tensor]] = {"logits": {"l": torch.randn(3)}, "nothing": {}, "mask": {"m": torch.tensor([True])}}
+    facts = {
+        "act": "echo",
+        "levels": [{"index": {"a": 3}}],
+        "pair": (1, 2.5),
+        "none": None,
+        "by number": {1: "x"},
+    }
+    parts: dict[str, dict[str, Tensor]] = {
+        "logits": {"l": torch.randn(3)},
+        "nothing": {},
+        "mask": {"m": torch.tensor([True])},
+    }
     for message in (Message(parts, facts), Message({}, facts)):
         (outcome,) = pool.run([Task(0, 1, "main", {}, message)])
         assert outcome.reply.facts["facts"] == facts
@@ -168,7 +219,9 @@ def test_floats_arrive_in_one_piece(pool: Pool) -> None:
     assert weights["a"].data_ptr() == weights.flat.data_ptr() and weights.flat.data_ptr() % 64 == 0
 
 
-def test_a_message_that_tasks_share_is_written_once(federation: nestling.runs.loop.Federation) -> None:
+def test_a_message_that_tasks_share_is_written_once(
+    federation: nestling.runs.loop.Federation,
+) -> None:
     made = Pool(1, do=act, chunks=grouped)
     made.open(Method(), site_of(federation))
     try:
@@ -180,7 +233,9 @@ def test_a_message_that_tasks_share_is_written_once(federation: nestling.runs.lo
         assert 2 * 4 * large <= made._common.size < 2 * 4 * large + 2**16
         assert all(block.size < 2**16 for block in own)
         alone = [echo(c, filled(float(c), large)) for c in range(3)]
-        assert all(equal(o.reply["weights"], alone[o.client].message["weights"]) for o in made.run(alone))
+        assert all(
+            equal(o.reply["weights"], alone[o.client].message["weights"]) for o in made.run(alone)
+        )
         assert all(4 * large <= block.size < 4 * large + 2**16 for block in own)
     finally:
         made.close()
@@ -188,12 +243,17 @@ def test_a_message_that_tasks_share_is_written_once(federation: nestling.runs.lo
 
 def test_a_chunk_shares_what_its_tasks_share(pool: Pool) -> None:
     one, two = (Message({"weights": filled(v)}, {"act": "echo", "group": "g"}) for v in (1.0, 2.0))
-    outcomes = by_client(pool.run([Task(c, 1, "main", {}, m) for c, m in enumerate((one, two, one, one))]))
+    outcomes = by_client(
+        pool.run([Task(c, 1, "main", {}, m) for c, m in enumerate((one, two, one, one))])
+    )
     assert [outcomes[c].reply.facts["messages"] for c in range(4)] == [2] * 4
-    assert all(equal(outcomes[c].reply["weights"], m["weights"]) for c, m in enumerate((one, two, one, one)))
+    assert all(
+        equal(outcomes[c].reply["weights"], m["weights"])
+        for c, m in enumerate((one, two, one, one))
+    )
 
 
-# -- round after round ---------------------------------------------------------------------------------------------------------
+# -- round after round -----------------------------------------------------------------------------
 
 
 def test_blocks_grow_on_demand_and_are_used_again(pool: Pool) -> None:
@@ -209,20 +269,29 @@ def test_blocks_grow_on_demand_and_are_used_again(pool: Pool) -> None:
         assert all(equal(outcomes[t.client].memory, t.memory) for t in tasks)
         seen.append(sizes())
     for before, after in itertools.pairwise(seen):
-        assert all(a >= b for one, other in zip(before, after, strict=True) for b, a in zip(one, other, strict=False))
+        assert all(
+            a >= b
+            for one, other in zip(before, after, strict=True)
+            for b, a in zip(one, other, strict=False)
+        )
     assert max(map(max, seen[-1])) < 2 * 4 * 300_000 + 2**16
 
 
 def test_what_was_received_stays_as_it_was(pool: Pool) -> None:
     def play(shift: int) -> list[Outcome]:
-        return list(pool.run([echo(c, filled(c + shift, 50_000), filled(-c - shift)) for c in range(10)]))
+        return list(
+            pool.run([echo(c, filled(c + shift, 50_000), filled(-c - shift)) for c in range(10)])
+        )
 
     kept = play(0)
     part = {o.client: o.reply["weights"]["b"] for o in play(100)}
     play(200)
     gc.collect()
     play(300)
-    assert all(equal(o.reply["weights"], filled(o.client, 50_000)) and equal(o.memory, filled(-o.client)) for o in kept)
+    assert all(
+        equal(o.reply["weights"], filled(o.client, 50_000)) and equal(o.memory, filled(-o.client))
+        for o in kept
+    )
     assert all(torch.equal(b, filled(c + 100)["b"]) for c, b in part.items())
 
 
@@ -256,7 +325,7 @@ def test_rounds_do_not_collect_open_files(pool: Pool) -> None:
     assert open_files() == before
 
 
-# -- chunks --------------------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
 def test_chunks_are_worked_on_together_and_come_one_by_one(pool: Pool) -> None:
@@ -266,7 +335,9 @@ def test_chunks_are_worked_on_together_and_come_one_by_one(pool: Pool) -> None:
     assert list(pool.run([])) == []
 
 
-def test_chunked_work_equals_the_plain_loop(pool: Pool, federation: nestling.runs.loop.Federation) -> None:
+def test_chunked_work_equals_the_plain_loop(
+    pool: Pool, federation: nestling.runs.loop.Federation
+) -> None:
     world, method = federation.world, federation.method
     tasks = []
     for client in range(4):
@@ -283,12 +354,16 @@ def test_chunked_work_equals_the_plain_loop(pool: Pool, federation: nestling.run
         assert got[client].reply.facts == outcome.reply.facts and got[client].loss == outcome.loss
 
 
-def test_the_longest_chunk_goes_first_and_one_always_waits(federation: nestling.runs.loop.Federation) -> None:
+def test_the_longest_chunk_goes_first_and_one_always_waits(
+    federation: nestling.runs.loop.Federation,
+) -> None:
     made = Pool(1, do=act, chunks=grouped)
     made.open(Method(), site_of(federation))
     try:
         order = []
-        for outcome in made.run([echo(c, filled(1.0, size)) for c, size in enumerate((10, 4000, 100, 9000, 1000))]):
+        for outcome in made.run(
+            [echo(c, filled(1.0, size)) for c, size in enumerate((10, 4000, 100, 9000, 1000))]
+        ):
             order.append(outcome.client)
             assert len(made._members[0].given) == min(DEPTH, 5 - len(order))
         assert order == [3, 1, 4, 2, 0]
@@ -296,16 +371,25 @@ def test_the_longest_chunk_goes_first_and_one_always_waits(federation: nestling.
         made.close()
 
 
-def test_an_error_names_the_failing_client_of_the_chunk(pool: Pool, federation: nestling.runs.loop.Federation) -> None:
+def test_an_error_names_the_failing_client_of_the_chunk(
+    pool: Pool, federation: nestling.runs.loop.Federation
+) -> None:
     device = federation.world.device(0)
     piece = federation.method.piece(device, 1)
     sound = Message(federation.method.send(device, piece, 1).parts, {"group": 0})
     tasks = [Task(c, 4, "main" if c < 2 else "nowhere", piece.spec(), sound) for c in range(3)]
-    with pytest.raises(ClientError, match=r"client 2 failed in round 4: KeyError: 'nowhere'\nTraceback"):
+    with pytest.raises(
+        ClientError, match=r"client 2 failed in round 4: KeyError: 'nowhere'\nTraceback"
+    ):
         list(pool.run(tasks))
-    with pytest.raises(ClientError, match="one of the clients 5, 6 failed in round 1: ValueError: no luck"):
+    with pytest.raises(
+        ClientError, match="one of the clients 5, 6 failed in round 1: ValueError: no luck"
+    ):
         list(pool.run([echo(c, {}, act="fail", group=0) for c in (5, 6)]))
-    with pytest.raises(ClientError, match=r"client 5 failed in round 1: RuntimeError: the outcomes are those of clients \[6\]"):
+    with pytest.raises(
+        ClientError,
+        match=r"client 5 failed in round 1: RuntimeError: the outcomes are those of clients \[6\]",
+    ):
         list(pool.run([echo(5, {}, act="lose")]))
 
 
@@ -314,7 +398,12 @@ def test_a_round_that_was_given_up_does_not_reach_the_next(pool: Pool) -> None:
     shared = Message({"weights": filled(99.0, 5000)}, {"act": "echo"})
     for spoilt in range(3):
         # The longest one fails first, while others are at work and waiting.
-        run = pool.run([echo(9, filled(0, 9000), act="fail"), *(Task(c, 1, "main", {}, shared) for c in range(6, 15) if c != 9)])
+        run = pool.run(
+            [
+                echo(9, filled(0, 9000), act="fail"),
+                *(Task(c, 1, "main", {}, shared) for c in range(6, 15) if c != 9),
+            ]
+        )
         if spoilt == 1:
             next(iter(pool.run([echo(c, filled(c)) for c in range(6, 15)])))
         else:
@@ -327,7 +416,9 @@ def test_a_round_that_was_given_up_does_not_reach_the_next(pool: Pool) -> None:
     assert pool._members == members
 
 
-def test_an_exchange_that_breaks_off_does_not_block_the_next(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_that_breaks_off_does_not_block_the_next(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*given: Any) -> Outcome:
         raise KeyboardInterrupt
 
@@ -341,33 +432,48 @@ def test_an_exchange_that_breaks_off_does_not_block_the_next(pool: Pool, monkeyp
 
 
 def test_a_header_holds_plain_data_only() -> None:
-    packet = PagePacket(0, 0, 8, {"weights": PagePart(0, ("a",), ((2,),), {"n": Place(8, torch.int64, ())}, None)})
-    for plain in ({"packet": packet, "facts": {"rate": 0.5, "levels": [1, "b"]}}, "what went wrong", [1, None, True]):
+    packet = PagePacket(
+        0, 0, 8, {"weights": PagePart(0, ("a",), ((2,),), {"n": Place(8, torch.int64, ())}, None)}
+    )
+    for plain in (
+        {"packet": packet, "facts": {"rate": 0.5, "levels": [1, "b"]}},
+        "what went wrong",
+        [1, None, True],
+    ):
         assert _Header(io.BytesIO(pickle.dumps(plain))).load() == plain
     for strange in (os.system, torch.load, Path("/"), torch.ones(1)):
         with pytest.raises(pickle.UnpicklingError, match="no place in a header"):
             _Header(io.BytesIO(pickle.dumps({"facts": strange}))).load()
 
 
-# -- when a process goes -------------------------------------------------------------------------------------------------------
+# -- when a process goes ---------------------------------------------------------------------------
 
 
 def test_a_worker_that_dies_is_replaced_and_its_chunks_done(pool: Pool, tmp_path: Path) -> None:
     shared = Message({"weights": filled(5.0, 100_000)}, {"act": "echo"})
     tasks = [
-        *(echo(c, filled(c), filled(-c), act="die once", mark=str(tmp_path / "mark"), group=0) for c in range(2)),
+        *(
+            echo(c, filled(c), filled(-c), act="die once", mark=str(tmp_path / "mark"), group=0)
+            for c in range(2)
+        ),
         *(Task(c, 1, "main", {}, shared) for c in range(2, 8)),
     ]
     processes = [m.process.pid for m in pool._members]
     outcomes = by_client(pool.run(tasks))
     assert (tmp_path / "mark").exists()
     assert len(set(processes) & {m.process.pid for m in pool._members}) == 1
-    assert all(equal(outcomes[t.client].reply["weights"], t.message["weights"]) for t in tasks) and len(outcomes) == 8
+    assert (
+        all(equal(outcomes[t.client].reply["weights"], t.message["weights"]) for t in tasks)
+        and len(outcomes) == 8
+    )
     assert all(equal(outcomes[c].memory, filled(-c)) for c in range(2))
 
 
 def test_a_chunk_that_kills_twice_is_an_error(pool: Pool) -> None:
-    with pytest.raises(ClientError, match=r"client [34] failed in round 1: its worker process died twice \(exit code -9\)"):
+    with pytest.raises(
+        ClientError,
+        match=r"client [34] failed in round 1: its worker process died twice \(exit code -9\)",
+    ):
         list(pool.run([echo(c, {}, act="die") for c in (3, 4)]))
     # The other of the two may still be at it, and is nobody's business any more.
     assert len(list(pool.run([echo(c, filled(c)) for c in range(4)]))) == 4
@@ -376,10 +482,22 @@ def test_a_chunk_that_kills_twice_is_an_error(pool: Pool) -> None:
 def left_behind() -> list[str]:
     """Shared memory of ours that this process still holds or that has a name."""
     gc.collect()
-    files = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{n}")]
+    files = [
+        os.readlink(f"/proc/self/fd/{n}")
+        for n in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{n}")
+    ]
     maps = Path("/proc/self/maps").read_text().splitlines()
-    names = [n for n in os.listdir("/dev/shm") if "nestling" in n or re.match(rf"torch_{os.getpid()}_", n)]
-    return [*(f for f in files if "memfd:nestling" in f), *(m for m in maps if "memfd:nestling" in m), *names]
+    names = [
+        n
+        for n in os.listdir("/dev/shm")
+        if "nestling" in n or re.match(rf"torch_{os.getpid()}_", n)
+    ]
+    return [
+        *(f for f in files if "memfd:nestling" in f),
+        *(m for m in maps if "memfd:nestling" in m),
+        *names,
+    ]
 
 
 LEAVING = """
@@ -413,10 +531,17 @@ print("left:", left_behind())
 @pytest.mark.skipif(not LINUX, reason="looks in /proc and /dev/shm")
 @pytest.mark.parametrize("way", ["close", "raise"])
 def test_nothing_is_left_behind(way: str) -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVING, way], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, way],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
     if way == "close":
         assert (done.returncode, done.stderr, done.stdout) == (0, "", "left: []\n")
     else:
-        assert done.returncode == 1 and done.stderr.strip().endswith("RuntimeError: the caller's own trouble")
+        assert done.returncode == 1 and done.stderr.strip().endswith(
+            "RuntimeError: the caller's own trouble"
+        )
         assert not re.search("leaked|resource_tracker|ignored", done.stderr)
     assert not [name for name in os.listdir("/dev/shm") if "nestling" in name]

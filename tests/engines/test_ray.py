@@ -1,4 +1,5 @@
-"""The Ray engine gives the result of the plain loop, bit for bit, survives the loss of workers and cleans up after itself."""
+"""The Ray engine gives the result of the plain loop, bit for bit, survives the loss of workers and
+cleans up after itself."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from nestling.training.client import Client, Outcome, Task
 from nestling.training.phase import Phase
 from tests.small import small, tasks_of
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (nestling[ray])")
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="ray is not installed (nestling[ray])"
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,7 +41,9 @@ def cluster() -> Iterator[Any]:
     """A Ray of the caller's own, which the engine must use and leave alone."""
     import ray
 
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield ray
     ray.shutdown()
 
@@ -47,7 +52,10 @@ def states(experiment: nestling.Experiment) -> dict[str, torch.Tensor]:
     result = nestling.run(experiment)
     method, store = result.federation.method, result.federation.world.store
     kept = {f"client {c}/{n}": t for c in store.clients() for n, t in store.get(c).items()}
-    return {**{f"{kind}/{n}": t for kind, part in method.state().items() for n, t in part.items()}, **kept}
+    return {
+        **{f"{kind}/{n}": t for kind, part in method.state().items() for n, t in part.items()},
+        **kept,
+    }
 
 
 def opened(engine: Any, method: Any = "shared-average") -> list[Task]:
@@ -59,7 +67,8 @@ def opened(engine: Any, method: Any = "shared-average") -> list[Task]:
 def same(got: Sequence[Outcome], wanted: Sequence[Outcome]) -> bool:
     ours, theirs = ({o.client: o for o in outcomes} for outcomes in (got, wanted))
     return ours.keys() == theirs.keys() and all(
-        ours[c].loss == float(o.loss) and all(torch.equal(ours[c].reply["weights"][n], t) for n, t in o.reply["weights"].items())
+        ours[c].loss == float(o.loss)
+        and all(torch.equal(ours[c].reply["weights"][n], t) for n, t in o.reply["weights"].items())
         for c, o in theirs.items()
     )
 
@@ -75,7 +84,9 @@ def plain() -> list[Outcome]:
         torch.set_num_threads(before)
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"nestling\[ray\]") as caught:
         opened(Ray(2))
@@ -83,9 +94,12 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 
 
 @needs_ray
-@pytest.mark.parametrize(("method", "workers"), [("shared-average", 2), ("local", 3), ("shared-distill", 2)])
+@pytest.mark.parametrize(
+    ("method", "workers"), [("shared-average", 2), ("local", 3), ("shared-distill", 2)]
+)
 def test_ray_equals_the_plain_loop(cluster: Any, method: str, workers: int) -> None:
-    """Also with more workers than the cluster has room for: those that never start get nothing to do."""
+    """Also with more workers than the cluster has room for: those that never start get nothing to
+    do."""
     alone = states(small(method))
     spread = states(small(method, engine=EngineConfig("ray", workers)))
     assert alone.keys() == spread.keys() and alone
@@ -133,7 +147,9 @@ def test_a_task_that_kills_its_worker_is_tried_once_more(cluster: Any) -> None:
     tasks = opened(engine, Deadly())
     done = []
     try:
-        with pytest.raises(ClientError, match="client 1 failed in round 1: its worker process died twice"):
+        with pytest.raises(
+            ClientError, match="client 1 failed in round 1: its worker process died twice"
+        ):
             done.extend(outcome.client for outcome in engine.run(tasks[1:]))
     finally:
         engine.close()
@@ -142,11 +158,18 @@ def test_a_task_that_kills_its_worker_is_tried_once_more(cluster: Any) -> None:
 
 @needs_ray
 def test_a_message_that_tasks_share_is_put_once(cluster: Any) -> None:
-    shared, own = Message({"weights": {"w": torch.ones(3)}}), Message({"weights": {"w": torch.zeros(3)}})
-    tasks = [Task(client, 1, "main", {}, message) for client, message in enumerate((shared, own, shared))]
+    shared, own = (
+        Message({"weights": {"w": torch.ones(3)}}),
+        Message({"weights": {"w": torch.zeros(3)}}),
+    )
+    tasks = [
+        Task(client, 1, "main", {}, message) for client, message in enumerate((shared, own, shared))
+    ]
     letters = _Letters(cluster, tasks)
     first, second, third = (letters.of(task) for task in tasks)
-    assert first == third and torch.equal(Message.from_bytes(cluster.get(first))["weights"]["w"], shared["weights"]["w"])
+    assert first == third and torch.equal(
+        Message.from_bytes(cluster.get(first))["weights"]["w"], shared["weights"]["w"]
+    )
     assert torch.equal(Message.from_bytes(second)["weights"]["w"], own["weights"]["w"])
     letters.done(tasks[0])
     assert letters.of(tasks[2]) == first
@@ -171,7 +194,7 @@ def test_an_address_where_nobody_answers_is_told() -> None:
     _elsewhere("nobody_there()")
 
 
-# -- what runs in processes of their own, so that each has a Ray of its own ------------------------------------------------------------
+# -- what runs in processes of their own, so that each has a Ray of its own ------------------------
 
 
 def join(address: str) -> None:
@@ -208,7 +231,9 @@ def nobody_there() -> None:
 
 def _elsewhere(call: str) -> None:
     code = f"from tests.engines.test_ray import *; {call}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -236,7 +261,9 @@ def _descendants(root: int) -> list[int]:
             continue
     found = [root]
     for process in found:
-        found.extend(child for child, parent in parents.items() if parent == process and _alive(child))
+        found.extend(
+            child for child, parent in parents.items() if parent == process and _alive(child)
+        )
     return found[1:]
 
 
@@ -255,5 +282,9 @@ def _listening(processes: Sequence[int], beyond_loopback: bool) -> list[str]:
             parts = line.split()
             if parts[3] == "0A" and f"socket:[{parts[9]}]" in sockets:
                 found.append(parts[1])
-    loopback = ("0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000000000001000000:")
+    loopback = (
+        "0100007F:",
+        "0000000000000000FFFF00000100007F:",
+        "00000000000000000000000001000000:",
+    )
     return [address for address in found if not (beyond_loopback and address.startswith(loopback))]

@@ -1,4 +1,5 @@
-"""The engine for a GPU, where there is none: it is chosen, takes the same decisions and does the same arithmetic, without graphs."""
+"""The engine for a GPU, where there is none: it is chosen, takes the same decisions and does the
+same arithmetic, without graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ UNEVEN = SplitConfig(kind="quantity", alpha=2.0, min_size=3)
 TIERS = (Tier(name="small", ratio=0.25, count=5), Tier(name="large", ratio=1.0, count=4))
 
 
-# -- which engine ------------------------------------------------------------------------------------------------------------------
+# -- which engine ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["auto", "cohort"])
@@ -72,9 +73,18 @@ def test_the_engine_gets_the_device_that_was_chosen(monkeypatch: pytest.MonkeyPa
 def test_where_there_is_a_gpu_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for name, device in (("auto", "auto"), ("cohort", "auto"), ("cohort", "cuda"), ("auto", "cuda")):
-        assert choose_where(name, device, "bf16") == Where(torch.device("cuda", 1), "bf16", recorded=True)
-    assert choose_where("inline", "cuda") == Where(torch.device("cuda", 1), "float32", recorded=False)
+    for name, device in (
+        ("auto", "auto"),
+        ("cohort", "auto"),
+        ("cohort", "cuda"),
+        ("auto", "cuda"),
+    ):
+        assert choose_where(name, device, "bf16") == Where(
+            torch.device("cuda", 1), "bf16", recorded=True
+        )
+    assert choose_where("inline", "cuda") == Where(
+        torch.device("cuda", 1), "float32", recorded=False
+    )
     for name in ("inline", "pool", "ray"):
         assert choose_where(name, "auto") == CPU
     assert choose_where("auto", "cpu") == CPU
@@ -82,22 +92,31 @@ def test_where_there_is_a_gpu_it_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
         choose_where("pool", "cuda")
 
 
-@pytest.mark.parametrize("make", [Inline, Pool, Cohort, lambda: CudaCohort(GPU), lambda: Inline(GPU)])
+@pytest.mark.parametrize(
+    "make", [Inline, Pool, Cohort, lambda: CudaCohort(GPU), lambda: Inline(GPU)]
+)
 def test_an_engine_refuses_data_on_another_device(make: Callable[[], Any]) -> None:
     experiment, federation = assemble(small("fedavg"))
     site = site_of(federation)
     engine = make()
     elsewhere = site if engine.where == GPU else replace(site, x=site.x.to("meta"))
-    with pytest.raises(ValueError, match=r"the clients' data are on .*, and the engine computes on"):
+    with pytest.raises(
+        ValueError, match=r"the clients' data are on .*, and the engine computes on"
+    ):
         engine.open(experiment.make_method(), elsewhere)
 
 
 def test_a_run_says_what_it_used() -> None:
     result = nestling.run(small("fedavg", engine=EngineConfig("cohort", 1)))
-    assert result.summary["engine"] == {"name": "cohort", "device": "cpu", "precision": "float32", "not_recorded": []}
+    assert result.summary["engine"] == {
+        "name": "cohort",
+        "device": "cpu",
+        "precision": "float32",
+        "not_recorded": [],
+    }
 
 
-# -- what is the same work -----------------------------------------------------------------------------------------------------------
+# -- what is the same work -------------------------------------------------------------------------
 
 
 def recorded_federation(method: Any, **changes: Any) -> tuple[Federation, CudaCohort]:
@@ -113,13 +132,17 @@ def recorded_federation(method: Any, **changes: Any) -> tuple[Federation, CudaCo
 
 @pytest.mark.parametrize("method", METHODS)
 def test_work_that_comes_back_is_known_again(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kind of work has the same key in every round, whichever channels a window holds and however many rows a client has."""
+    """A kind of work has the same key in every round, whichever channels a window holds and however
+    many rows a client has."""
     federation, engine = recorded_federation(method, rounds=7)
     seen: list[set[Any]] = []
 
     def only_look(found: list[Group]) -> list[Losses]:
         seen[-1].update(group.key for group in found)
-        return [Losses(torch.zeros(len(g.clients)), [1] * len(g.clients), [1] * len(g.clients)) for g in found]
+        return [
+            Losses(torch.zeros(len(g.clients)), [1] * len(g.clients), [1] * len(g.clients))
+            for g in found
+        ]
 
     monkeypatch.setattr(engine, "_train_all", only_look)
     rounds = play(federation, halt=lambda: True)  # one round at a time
@@ -128,24 +151,36 @@ def test_work_that_comes_back_is_known_again(method: str, monkeypatch: pytest.Mo
         next(rounds)
     first, later = set().union(*seen[:4]), set().union(*seen[4:])
     assert later and later <= first
-    # One kind a tier and phase: unequal numbers of rows are no other work. A client's first rounds may have phases of their own.
+    # One kind a tier and phase: unequal numbers of rows are no other work. A client's first rounds
+    # may have phases of their own.
     assert len(first) <= 4 * len(TIERS)
 
 
-# -- what comes of it ----------------------------------------------------------------------------------------------------------------
+# -- what comes of it ------------------------------------------------------------------------------
 
 
 def final(federation: Federation) -> dict[str, torch.Tensor]:
     for _ in play(federation):
         pass
-    state = {f"{kind}/{n}": t for kind, part in federation.method.state().items() for n, t in part.items()}
+    state = {
+        f"{kind}/{n}": t
+        for kind, part in federation.method.state().items()
+        for n, t in part.items()
+    }
     store = federation.world.store
-    return {**state, **{f"client {c}/{n}": t for c in store.clients() for n, t in store.get(c).items()}}
+    return {
+        **state,
+        **{f"client {c}/{n}": t for c in store.clients() for n, t in store.get(c).items()},
+    }
 
 
-def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_close(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float
+) -> None:
     assert one.keys() == other.keys()
-    flat = [torch.cat([state[n].double().reshape(-1) for n in sorted(one)]) for state in (one, other)]
+    flat = [
+        torch.cat([state[n].double().reshape(-1) for n in sorted(one)]) for state in (one, other)
+    ]
     assert float((flat[0] - flat[1]).norm()) <= tolerance * float(flat[0].norm())
 
 
@@ -158,7 +193,8 @@ QUICK = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_what_it_gives_in_process(method: str) -> None:
-    """Clients of unequal sizes in slots and stacks, and the server's own training on tensors that never move."""
+    """Clients of unequal sizes in slots and stacks, and the server's own training on tensors that
+    never move."""
     federation, _ = recorded_federation(method, rounds=2, **QUICK)
     experiment, plain = assemble(small(method, rounds=2, split=UNEVEN, **QUICK))
     plain.engine.open(experiment.make_method(), site_of(plain))
@@ -196,7 +232,8 @@ def test_sizes_of_clients_do_not_multiply_what_is_recorded(norm: str) -> None:
     engine.open(made, site)
     tasks = tasks_of(federation, 6)
     assert len({site.split.size(task.client) % 32 for task in tasks}) > 4
-    for _ in range(4):  # in the third round there are as many slots as clients, in the fourth all is recorded
+    # in the third round there are as many slots as clients, in the fourth all is recorded
+    for _ in range(4):
         assert_same(alone(made, tasks, site), list(engine.run(tasks)), 1e-3)
     # One for full batches, one for short ones, one to load and one to store.
     assert {slot.lane.graphs for kind in engine._kinds.values() for slot in kind.all()} <= {3, 4}
@@ -219,7 +256,10 @@ def group_of(tasks: list[Task], federation: Federation) -> Group:
 
     def only_look(found: list[Group]) -> list[Losses]:
         held.extend(found)
-        return [Losses(torch.zeros(len(g.clients)), [1] * len(g.clients), [1] * len(g.clients)) for g in found]
+        return [
+            Losses(torch.zeros(len(g.clients)), [1] * len(g.clients), [1] * len(g.clients))
+            for g in found
+        ]
 
     work_together(federation.method, tasks, site_of(federation), only_look)
     assert len(held) == 1
@@ -283,7 +323,9 @@ def test_what_cannot_be_recorded_runs_and_says_so_loudly(monkeypatch: pytest.Mon
 
 
 def test_what_cannot_be_stacked_is_trained_in_slots_and_says_why() -> None:
-    made, federation, site = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=20),)))
+    made, federation, site = federation_of(
+        "all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=20),))
+    )
 
     class Stubborn(type(made)):  # type: ignore[misc]
         def phases(self, client: Any, received: Any) -> list[Phase]:
@@ -300,7 +342,9 @@ def test_the_way_is_guessed_from_shapes() -> None:
     def likely(clients: int, compile: bool = False, **changes: Any) -> list[str]:
         fleet = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),))
         _, federation, _ = federation_of("all-large", fleet=fleet, **changes)
-        return ways.candidates(group_of(tasks_of(federation, clients), federation), CudaSettings("float32", compile))
+        return ways.candidates(
+            group_of(tasks_of(federation, clients), federation), CudaSettings("float32", compile)
+        )
 
     wide = {"model": Named("cnn", {"channels": [32, 64], "norm": "none"})}
     huge = {"model": Named("cnn", {"channels": [128, 256]}), "train": Train(epochs=1, batch=60)}
@@ -313,10 +357,14 @@ def test_the_way_is_guessed_from_shapes() -> None:
 
 
 def test_what_was_tried_is_remembered(tmp_path: Any) -> None:
-    made, federation, site = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=12),)))
+    made, federation, site = federation_of(
+        "all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=12),))
+    )
     tasks = tasks_of(federation, 10)
     for tried in (True, False):
-        engine = CudaCohort(CPU, CudaSettings("float32"), ways.Decisions(tmp_path / "cache" / "ways.json"))
+        engine = CudaCohort(
+            CPU, CudaSettings("float32"), ways.Decisions(tmp_path / "cache" / "ways.json")
+        )
         engine.open(made, site)
         assert_same(alone(made, tasks, site), list(engine.run(tasks)))
         assert any("tried" in note for note in engine.notes) == tried
@@ -333,7 +381,9 @@ def test_a_spoilt_file_of_decisions_is_no_error(tmp_path: Any, content: str) -> 
 
 
 def test_stacks_are_made_to_measure_until_there_are_many() -> None:
-    made, federation, site = federation_of("all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),)))
+    made, federation, site = federation_of(
+        "all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),))
+    )
     engine = recording(ways.STACK)
     engine.open(made, site)
     for count in (5, 5, 9, 6, 7, 10, 11, 12):

@@ -18,7 +18,14 @@ from tests.small import tasks_of
 
 
 def sequence(kind: str) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(2, 4, 3), norm_layer(kind, 4), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.Flatten(), nn.Linear(27, 2))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        norm_layer(kind, 4),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 1),
+        nn.Flatten(),
+        nn.Linear(27, 2),
+    )
 
 
 @pytest.mark.parametrize("kind", ["batch", "sbn"])
@@ -72,7 +79,9 @@ def looks_inside(net: Net, batch: Batch, given: Given) -> Tensor:
     return loss + seen[0].square().mean()
 
 
-BIASED = {"model": Named("vgg16", {"width": 0.0625, "hidden": [8], "dropout": 0.0, "norm": "batch"})}
+BIASED = {
+    "model": Named("vgg16", {"width": 0.0625, "hidden": [8], "dropout": 0.0, "norm": "batch"})
+}
 
 
 def test_an_objective_that_looks_inside_keeps_them() -> None:
@@ -83,7 +92,9 @@ def test_an_objective_that_looks_inside_keeps_them() -> None:
 @pytest.mark.parametrize("way", ["stack", "slots"])
 @pytest.mark.usefixtures("images_as_they_are")
 def test_training_gives_the_same(way: str) -> None:
-    train: dict[str, Any] = {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5, weight_decay=0.1)}
+    train: dict[str, Any] = {
+        "train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5, weight_decay=0.1)
+    }
     made, federation, site = federation_of("heterofl", **BIASED, **train)
     tasks, engine = tasks_of(federation, 4), recording(way)
     engine.open(made, site)

@@ -1,5 +1,5 @@
-"""Networks to export, and the parties whose numbers must agree: the reference, tflite-micro, the C source on this machine and on an
-emulated Cortex-M."""
+"""Networks to export, and the parties whose numbers must agree: the reference, tflite-micro, the C
+source on this machine and on an emulated Cortex-M."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class SmallCNN(nn.Module):
 
 
 class Zoo(nn.Module):
-    """One of every operation, with the paddings, groups and activations that are easily forgotten. Two colours, so that the order of
-    channels and pixels shows."""
+    """One of every operation, with the paddings, groups and activations that are easily forgotten.
+    Two colours, so that the order of channels and pixels shows."""
 
     def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
         super().__init__()
@@ -98,14 +98,24 @@ def trained(module: nn.Module, rows: int, epochs: int = 1, lr: float = 0.01) -> 
 
 @cache
 def network(name: str) -> nn.Module:
-    """A network that has learnt the digits: "small-cnn", or a model and its norm, as in "tinycnn-group"."""
-    widths, work = {"tinycnn": 0.5, "dscnn": 0.25, "wide dscnn": 0.5}, {"dscnn": (5000, 2), "wide dscnn": (10_000, 2)}
+    """A network that has learnt the digits: "small-cnn", or a model and its norm, as in
+    "tinycnn-group"."""
+    widths, work = (
+        {"tinycnn": 0.5, "dscnn": 0.25, "wide dscnn": 0.5},
+        {"dscnn": (5000, 2), "wide dscnn": (10_000, 2)},
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if name == "small-cnn":
             return trained(SmallCNN(), 5000, lr=0.003)
         model, norm = name.split("-")
-        made = build(model.removeprefix("wide "), shape=(1, 28, 28), classes=10, width=widths[model], norm=norm)
+        made = build(
+            model.removeprefix("wide "),
+            shape=(1, 28, 28),
+            classes=10,
+            width=widths[model],
+            norm=norm,
+        )
         return trained(made, *work.get(model, (2000, 1)))
 
 
@@ -118,8 +128,12 @@ def exported(name: str) -> tuple[FoldedNetwork, Quantised]:
 
 def oracle(quantised: Quantised, x: np.ndarray) -> np.ndarray:
     """What tflite-micro makes of the .tflite file."""
-    runtime = pytest.importorskip("tflite_micro", reason="tflite-micro is not installed: pip install 'nestling[dev]'").runtime
-    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: pip install 'nestling[export]'")
+    runtime = pytest.importorskip(
+        "tflite_micro", reason="tflite-micro is not installed: pip install 'nestling[dev]'"
+    ).runtime
+    pytest.importorskip(
+        "flatbuffers", reason="flatbuffers is not installed: pip install 'nestling[export]'"
+    )
     interpreter = runtime.Interpreter.from_bytes(tflite.write(quantised), arena_size=1 << 22)
     found = []
     for row in x:
@@ -136,7 +150,9 @@ def on_host(quantised: Quantised, x: np.ndarray, folder: Path) -> np.ndarray:
     for name, text in c_source.write(quantised, "model").items():
         (folder / name).write_text(text)
     flags = (*toolchain.FLAGS, "-pedantic", "-fPIC")
-    infer = ctypes.CDLL(str(toolchain.build("model.so", [folder / "model.c"], flags, ("-shared",)))).model_infer
+    infer = ctypes.CDLL(
+        str(toolchain.build("model.so", [folder / "model.c"], flags, ("-shared",)))
+    ).model_infer
     infer.argtypes, infer.restype = [ctypes.c_char_p, ctypes.c_char_p], None
     out = ctypes.create_string_buffer(int(np.prod(quantised.shapes[quantised.output])))
     found = []
@@ -158,26 +174,41 @@ SECTIONS {
 
 
 def on_cortex(
-    quantised: Quantised, x: np.ndarray, core: tuple[str, str, str, str], compiler: list[str], script: Path
+    quantised: Quantised,
+    x: np.ndarray,
+    core: tuple[str, str, str, str],
+    compiler: list[str],
+    script: Path,
 ) -> tuple[np.ndarray, int]:
-    """What the C source gives on an emulated core that has no more memory than the forecast says, and how much stack it used.
+    """What the C source gives on an emulated core that has no more memory than the forecast says,
+    and how much stack it used.
 
-    RAM from the bottom up: stack, arena, input, output. `script` is a file to write the linker script to.
+    RAM from the bottom up: stack, arena, input, output. `script` is a file to write the linker
+    script to.
     """
-    unicorn = pytest.importorskip("unicorn", reason="unicorn is not installed: pip install 'nestling[tiny]'")
+    unicorn = pytest.importorskip(
+        "unicorn", reason="unicorn is not installed: pip install 'nestling[tiny]'"
+    )
     arm = pytest.importorskip("unicorn.arm_const")
     stack, arena = sizes.STACK_BYTES, c_source.arena_of(quantised).size
     script.write_text(SCRIPT % (FLASH, RAM + stack))
     image = elf.read(sizes.linked(quantised, core, compiler, ("-T", script)))
     machine = unicorn.Uc(unicorn.UC_ARCH_ARM, unicorn.UC_MODE_THUMB | unicorn.UC_MODE_MCLASS)
     machine.ctl_set_cpu_model(getattr(arm, f"UC_CPU_ARM_CORTEX_{core[1][7:].upper()}"))
-    start, end = min(s.run for s in image.segments), max(s.run + len(s.data) for s in image.segments)
+    start, end = (
+        min(s.run for s in image.segments),
+        max(s.run + len(s.data) for s in image.segments),
+    )
     machine.mem_map(
-        start // PAGE * PAGE, -(-end // PAGE) * PAGE - start // PAGE * PAGE, unicorn.UC_PROT_READ | unicorn.UC_PROT_EXEC
+        start // PAGE * PAGE,
+        -(-end // PAGE) * PAGE - start // PAGE * PAGE,
+        unicorn.UC_PROT_READ | unicorn.UC_PROT_EXEC,
     )
     for segment in image.segments:
         machine.mem_write(segment.run, segment.data)
-    inputs, outputs = (int(np.prod(quantised.shapes[v])) for v in (quantised.input, quantised.output))
+    inputs, outputs = (
+        int(np.prod(quantised.shapes[v])) for v in (quantised.input, quantised.output)
+    )
     machine.mem_map(RAM, -(-(stack + arena + inputs + outputs) // PAGE) * PAGE)
     machine.mem_map(RETURN, PAGE)
     if core[2]:  # the FPU is off after a reset
@@ -194,5 +225,7 @@ def on_cortex(
         machine.reg_write(arm.UC_ARM_REG_LR, RETURN | 1)
         machine.emu_start(image.symbols["model_infer"] | 1, RETURN)
         found.append(np.frombuffer(bytes(machine.mem_read(source + inputs, outputs)), np.int8))
-    untouched = len(bytes(machine.mem_read(RAM, stack))) - len(bytes(machine.mem_read(RAM, stack)).lstrip(bytes([PAINT])))
+    untouched = len(bytes(machine.mem_read(RAM, stack))) - len(
+        bytes(machine.mem_read(RAM, stack)).lstrip(bytes([PAINT]))
+    )
     return np.stack(found), stack - untouched

@@ -1,4 +1,5 @@
-"""Eight bits: what is folded keeps its numbers; reference, tflite-micro and the C source agree to the bit; little accuracy is lost."""
+"""Eight bits: what is folded keeps its numbers; reference, tflite-micro and the C source agree to
+the bit; little accuracy is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +36,17 @@ from nestling.planning.arena import Buffer, floor_of
 from nestling.planning.descriptor import LINEAR
 from nestling.planning.graph import Unsupported
 from nestling.tiny.runtime import elf, toolchain
-from tests.export.exported import SmallCNN, Zoo, digits, exported, network, on_cortex, on_host, oracle, spiced
+from tests.export.exported import (
+    SmallCNN,
+    Zoo,
+    digits,
+    exported,
+    network,
+    on_cortex,
+    on_host,
+    oracle,
+    spiced,
+)
 
 ROWS = 300
 NETWORKS = ("small-cnn", "dscnn-tracked", "tinycnn-tracked", "tinycnn-group")
@@ -62,10 +73,15 @@ def zoo(norm: str) -> tuple[nn.Module, torch.Tensor]:
         ("mobilenetv2", (3, 32, 32), 0.125),
     ],
 )
-def test_folding_keeps_the_logits(name: str, shape: tuple[int, ...], width: float, norm: str) -> None:
+def test_folding_keeps_the_logits(
+    name: str, shape: tuple[int, ...], width: float, norm: str
+) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module, x = spiced(build(name, shape=shape, classes=5, width=width, norm=norm)), torch.randn(4, *shape)
+        module, x = (
+            spiced(build(name, shape=shape, classes=5, width=width, norm=norm)),
+            torch.randn(4, *shape),
+        )
     module = calibrate(module, [x])
     folded = fold(module, shape)
     found = run(folded, x)[folded.output].flatten(1)
@@ -74,7 +90,10 @@ def test_folding_keeps_the_logits(name: str, shape: tuple[int, ...], width: floa
 
 
 def test_a_norm_with_fixed_statistics_costs_no_operation() -> None:
-    plain, normed = (build("tinycnn", shape=(1, 28, 28), classes=10, norm=norm).eval() for norm in ("none", "tracked"))
+    plain, normed = (
+        build("tinycnn", shape=(1, 28, 28), classes=10, norm=norm).eval()
+        for norm in ("none", "tracked")
+    )
     assert len(fold(normed, (1, 28, 28)).layers) == len(fold(plain, (1, 28, 28)).layers)
 
 
@@ -84,7 +103,9 @@ def test_batch_statistics_are_refused_with_a_way_out() -> None:
 
 
 def test_a_flattened_map_that_is_not_read_by_a_dense_layer_is_refused() -> None:
-    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3)).eval()
+    module = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3)
+    ).eval()
     with pytest.raises(Unsupported, match="flattened"):
         fold(module, (1, 4, 4))
 
@@ -116,22 +137,45 @@ def test_a_bias_far_larger_than_its_weights_stays_a_32_bit_number() -> None:
     dead = nn.Linear(4, 2)
     with torch.no_grad():
         dead.weight.mul_(0)
-    quantised = quantise(fold(nn.Sequential(nn.Flatten(), dead).eval(), (1, 2, 2)), torch.randn(8, 1, 2, 2))
+    quantised = quantise(
+        fold(nn.Sequential(nn.Flatten(), dead).eval(), (1, 2, 2)), torch.randn(8, 1, 2, 2)
+    )
     logits = reference.infer(quantised, quantised.quantise(torch.randn(3, 1, 2, 2))).astype(float)
     after = quantised.scales[quantised.output]
     np.testing.assert_allclose(
-        (logits - after.zero) * after.scale, dead.bias.detach().numpy()[None].repeat(3, 0), atol=after.scale
+        (logits - after.zero) * after.scale,
+        dead.bias.detach().numpy()[None].repeat(3, 0),
+        atol=after.scale,
     )
 
 
 def test_they_round_halves_alike(tmp_path: Path) -> None:
-    """Factors that are powers of two: every second, fourth, ... sum lies half way between two results."""
+    """Factors that are powers of two: every second, fourth, ... sum lies half way between two
+    results."""
     scales = np.array([0.5, 0.25, 0.125, 2**-6, 1.5, 2.0], np.float32)
     multiplier, shift = fixed_points(scales.astype(np.float64))
-    kind = {"kind": "dense", "inputs": (0,), "output": 1, "activation": LINEAR, "low": -128, "high": 127}
-    numbers = {"bias": np.arange(6, dtype=np.int32), "channel_scale": scales, "multiplier": multiplier, "shift": shift}
+    kind = {
+        "kind": "dense",
+        "inputs": (0,),
+        "output": 1,
+        "activation": LINEAR,
+        "low": -128,
+        "high": 127,
+    }
+    numbers = {
+        "bias": np.arange(6, dtype=np.int32),
+        "channel_scale": scales,
+        "multiplier": multiplier,
+        "shift": shift,
+    }
     operation = IntegerOperation(**kind, weight=np.ones((6, 1), np.int8), **numbers)
-    quantised = Quantised((operation,), ((1, 1, 1), (1, 1, 6)), {0: IntegerScale(1.0, 3), 1: IntegerScale(1.0, -1)}, 0, 1)
+    quantised = Quantised(
+        (operation,),
+        ((1, 1, 1), (1, 1, 6)),
+        {0: IntegerScale(1.0, 3), 1: IntegerScale(1.0, -1)},
+        0,
+        1,
+    )
     x = np.arange(-128, 128).astype(np.int8).reshape(256, 1, 1, 1)
     expected = reference.infer(quantised, x)
     up = np.array([math.floor(Fraction(q - 3, 2) + Fraction(1, 2)) for q in range(-128, 128)])
@@ -146,11 +190,20 @@ def test_the_root_is_correctly_rounded(tmp_path: Path) -> None:
     kernels = Path(c_source.__file__).with_name("kernels.c").read_text()
     (tmp_path / "root.c").write_text(kernels + "float the_root(float x) { return root(x); }\n")
     flags = (*toolchain.FLAGS, "-Wno-unused-function", "-fPIC")
-    root = ctypes.CDLL(str(toolchain.build("root.so", [tmp_path / "root.c"], flags, ("-shared",)))).the_root
+    root = ctypes.CDLL(
+        str(toolchain.build("root.so", [tmp_path / "root.c"], flags, ("-shared",)))
+    ).the_root
     root.argtypes, root.restype = [ctypes.c_float], ctypes.c_float
     bits = np.random.default_rng(0).integers(0x00800000, 0x7F800000, 20_000, dtype=np.uint32)
-    numbers = np.concatenate([bits.view(np.float32), np.array([1, 2, 4, 0.25, 1e-5, np.nextafter(np.float32(4), 0)], np.float32)])
-    np.testing.assert_array_equal(np.array([root(x) for x in numbers], np.float32), np.sqrt(numbers))
+    numbers = np.concatenate(
+        [
+            bits.view(np.float32),
+            np.array([1, 2, 4, 0.25, 1e-5, np.nextafter(np.float32(4), 0)], np.float32),
+        ]
+    )
+    np.testing.assert_array_equal(
+        np.array([root(x) for x in numbers], np.float32), np.sqrt(numbers)
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -163,7 +216,9 @@ def test_reference_tflite_micro_and_c_agree_to_the_bit(name: str, tmp_path: Path
     np.testing.assert_array_equal(oracle(quantised, x), expected)
 
 
-@pytest.mark.parametrize("name", ["small-cnn", pytest.param("wide dscnn-tracked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["small-cnn", pytest.param("wide dscnn-tracked", marks=pytest.mark.slow)]
+)
 def test_they_agree_on_the_whole_test_set(name: str, tmp_path: Path) -> None:
     quantised = exported(name)[1]
     x = quantised.quantise(digits().x_test)
@@ -178,7 +233,9 @@ def test_they_agree_on_the_whole_test_set(name: str, tmp_path: Path) -> None:
 def test_they_agree_about_every_operation(norm: str, tmp_path: Path) -> None:
     module, x = zoo(norm)
     folded = fold(module, Zoo.shape)
-    torch.testing.assert_close(run(folded, x)[folded.output].flatten(1), module(x).detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        run(folded, x)[folded.output].flatten(1), module(x).detach(), rtol=1e-4, atol=1e-4
+    )
     quantised = quantise(folded, x)
     kinds = {operation.kind for operation in quantised.operations}
     assert kinds >= {"conv", "depthwise", "dense", "max_pool", "avg_pool", "add"}
@@ -202,17 +259,30 @@ def random_network(seed: int) -> tuple[nn.Module, tuple[int, int, int]]:
         kind = rng.choice(["conv", "depthwise", "max", "avg", "norm"])
         if kind in ("conv", "depthwise"):
             after = channels * 2 if kind == "depthwise" else 4 * int(rng.integers(1, 4))
-            layers.append(nn.Conv2d(channels, after, k, stride, pad, groups=channels if kind == "depthwise" else 1))
+            layers.append(
+                nn.Conv2d(
+                    channels, after, k, stride, pad, groups=channels if kind == "depthwise" else 1
+                )
+            )
             channels = after
         elif kind == "norm":
-            layers.append(nn.GroupNorm(max(1, channels // 4), channels) if channels % 4 == 0 else nn.BatchNorm2d(channels))
+            layers.append(
+                nn.GroupNorm(max(1, channels // 4), channels)
+                if channels % 4 == 0
+                else nn.BatchNorm2d(channels)
+            )
             k, pad, stride = (1, 1), (0, 0), (1, 1)
         else:
             layers.append((nn.MaxPool2d if kind == "max" else nn.AvgPool2d)(k, stride, pad))
         layers += [nn.ReLU()] if rng.random() < 0.5 else [nn.ReLU6()] if rng.random() < 0.5 else []
-        high, wide = ((size + 2 * p - s) // t + 1 for size, p, s, t in zip((high, wide), pad, k, stride, strict=True))
+        high, wide = (
+            (size + 2 * p - s) // t + 1
+            for size, p, s, t in zip((high, wide), pad, k, stride, strict=True)
+        )
     torch.manual_seed(seed)
-    return spiced(nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * high * wide, 5)), seed), shape
+    return spiced(
+        nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * high * wide, 5)), seed
+    ), shape
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -245,7 +315,9 @@ def test_less_than_a_point_of_accuracy_is_lost(name: str) -> None:
 
 @pytest.mark.parametrize("core", ["cortex-m0", "cortex-m4"])
 @pytest.mark.parametrize("name", ["small-cnn", "zoo-group"])
-def test_a_cortex_gives_the_same_in_the_memory_that_was_forecast(name: str, core: str, tmp_path: Path) -> None:
+def test_a_cortex_gives_the_same_in_the_memory_that_was_forecast(
+    name: str, core: str, tmp_path: Path
+) -> None:
     compiler = toolchain.arm_compiler()
     if compiler != [toolchain.GCC_ARM]:
         pytest.skip(NO_GCC)
@@ -285,12 +357,27 @@ def test_the_c_source_is_free_of_undefined_behaviour(tmp_path: Path) -> None:
         "model_infer(in, out); fwrite(out, 1, sizeof out, stdout); } return 0; }\n"
     )
     program = tmp_path / "main"
-    flags = ["-std=c99", "-g", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    subprocess.run(["cc", *flags, "-o", program, tmp_path / "main.c", tmp_path / "model.c"], check=True)
-    extreme = np.random.default_rng(0).choice(np.array([-128, 127, 0], np.int8), (20, *quantised.shapes[quantised.input]))
-    done = subprocess.run([program], input=extreme.tobytes(), capture_output=True, check=False, timeout=120)
+    flags = [
+        "-std=c99",
+        "-g",
+        "-O1",
+        "-ffp-contract=off",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ]
+    subprocess.run(
+        ["cc", *flags, "-o", program, tmp_path / "main.c", tmp_path / "model.c"], check=True
+    )
+    extreme = np.random.default_rng(0).choice(
+        np.array([-128, 127, 0], np.int8), (20, *quantised.shapes[quantised.input])
+    )
+    done = subprocess.run(
+        [program], input=extreme.tobytes(), capture_output=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr.decode()
-    np.testing.assert_array_equal(np.frombuffer(done.stdout, np.int8).reshape(20, -1), reference.infer(quantised, extreme))
+    np.testing.assert_array_equal(
+        np.frombuffer(done.stdout, np.int8).reshape(20, -1), reference.infer(quantised, extreme)
+    )
 
 
 def test_the_arena_is_what_the_linker_hands_out_and_reaches_the_floor() -> None:
@@ -298,7 +385,9 @@ def test_the_arena_is_what_the_linker_hands_out_and_reaches_the_floor() -> None:
         pytest.skip(NO_GCC)
     quantised = exported("dscnn-tracked")[1]
     arena = c_source.arena_of(quantised)
-    sections = elf.read(sizes.linked(quantised, CORES["cortex-m4"], toolchain.arm_compiler() or [])).sections
+    sections = elf.read(
+        sizes.linked(quantised, CORES["cortex-m4"], toolchain.arm_compiler() or [])
+    ).sections
     assert sections[".bss"] == arena.size
     assert sections.get(".data", 0) == 0
     lives = [
@@ -311,9 +400,12 @@ def test_the_arena_is_what_the_linker_hands_out_and_reaches_the_floor() -> None:
 
 def test_the_tflite_file_is_what_the_schema_says() -> None:
     schema = pytest.importorskip(
-        "tflite_micro.tensorflow.lite.micro.python.schema_py_generated", reason="tflite-micro is not installed"
+        "tflite_micro.tensorflow.lite.micro.python.schema_py_generated",
+        reason="tflite-micro is not installed",
     )
-    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: pip install 'nestling[export]'")
+    pytest.importorskip(
+        "flatbuffers", reason="flatbuffers is not installed: pip install 'nestling[export]'"
+    )
     raw = tflite.write(exported("dscnn-tracked")[1])
     assert raw[4:8] == b"TFL3"
     model = schema.Model.GetRootAs(raw)
@@ -322,7 +414,10 @@ def test_the_tflite_file_is_what_the_schema_says() -> None:
     assert (graph.InputsLength(), graph.OutputsLength()) == (1, 1)
     assert list(graph.Tensors(graph.Inputs(0)).ShapeAsNumpy()) == [1, 28, 28, 1]
     assert list(graph.Tensors(graph.Outputs(0)).ShapeAsNumpy()) == [1, 10]
-    kinds = [model.OperatorCodes(graph.Operators(k).OpcodeIndex()).BuiltinCode() for k in range(graph.OperatorsLength())]
+    kinds = [
+        model.OperatorCodes(graph.Operators(k).OpcodeIndex()).BuiltinCode()
+        for k in range(graph.OperatorsLength())
+    ]
     names = schema.BuiltinOperator
     assert kinds.count(names.DEPTHWISE_CONV_2D) == 4
     assert kinds[-1] == names.FULLY_CONNECTED
@@ -335,7 +430,9 @@ def test_the_tflite_file_is_what_the_schema_says() -> None:
 
 
 def test_only_what_a_network_needs_is_in_its_source() -> None:
-    text = c_source.write(quantise(fold(SmallCNN().eval(), (1, 28, 28)), digits().x[:10]), "tiny_net")
+    text = c_source.write(
+        quantise(fold(SmallCNN().eval(), (1, 28, 28)), digits().x[:10]), "tiny_net"
+    )
     assert set(text) == {"tiny_net.h", "tiny_net.c"}
     assert "group_norm" not in text["tiny_net.c"] and "max_pool" in text["tiny_net.c"]
     assert "void tiny_net_infer(const int8_t *input, int8_t *output);" in text["tiny_net.h"]

@@ -13,7 +13,9 @@ from nestling.models import build
 from tests.export.exported import Zoo, spiced
 
 pytest.importorskip("onnx", reason="onnx is not installed: pip install 'nestling[export]'")
-onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install 'nestling[dev]'")
+onnxruntime = pytest.importorskip(
+    "onnxruntime", reason="onnxruntime is not installed: pip install 'nestling[dev]'"
+)
 
 
 def check(module: nn.Module, shape: tuple[int, ...]) -> None:
@@ -49,7 +51,9 @@ def test_a_network_of_dense_layers(shape: tuple[int, ...]) -> None:
     check(spiced(build("mlp", shape=shape, classes=6)), shape)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, lambda channels: nn.GroupNorm(channels // 4, channels)])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d, lambda channels: nn.GroupNorm(channels // 4, channels)]
+)
 def test_one_of_every_operation(norm: type[nn.Module]) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

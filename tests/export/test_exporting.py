@@ -25,7 +25,9 @@ from nestling.tiny.runtime import toolchain
 from tests.export.exported import exported, on_host
 from tests.small import small
 
-pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: pip install 'nestling[export]'")
+pytest.importorskip(
+    "flatbuffers", reason="flatbuffers is not installed: pip install 'nestling[export]'"
+)
 pytest.importorskip("onnx", reason="onnx is not installed: pip install 'nestling[export]'")
 
 TIERS = (
@@ -44,15 +46,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def test_the_command_writes_the_files_and_the_report(run: Result, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "nestling.cli", "export", str(run.folder), "--device", "stm32f405", "--out", str(out)]
-    done = subprocess.run([*command, "--calibration", "200", "--json"], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "nestling.cli",
+        "export",
+        str(run.folder),
+        "--device",
+        "stm32f405",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        [*command, "--calibration", "200", "--json"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert json.loads((out / "export.json").read_text()) == report
     assert set(report["files"]) == {"model.h", "model.c", "model.tflite", "model.onnx"}
     assert {name: (out / name).stat().st_size for name in report["files"]} == report["files"]
     assert report["device"] == "stm32f405" and report["test_rows"] == 2000
-    assert report["ram"]["total"] == sum(report["ram"][part] for part in ("arena", "input", "output", "stack"))
+    assert report["ram"]["total"] == sum(
+        report["ram"][part] for part in ("arena", "input", "output", "stack")
+    )
     assert report["ram"]["there"] == 128 * 1024
     assert 0 < report["flash"]["weights"] < report["flash"]["total"] < report["flash"]["there"]
     assert abs(report["accuracy_float"] - report["accuracy_int8"]) < 0.02
@@ -67,7 +83,9 @@ def test_the_model_is_that_of_the_tier_and_the_report_is_true(run: Result, tmp_p
     assert report["parameters"] == sum(p.numel() for p in module.parameters())
     x, y = federation.bench.x_test, federation.bench.y_test
     with torch.no_grad():
-        assert report["accuracy_float"] == pytest.approx(float((module(x).argmax(-1) == y).float().mean()))
+        assert report["accuracy_float"] == pytest.approx(
+            float((module(x).argmax(-1) == y).float().mean())
+        )
     rows = calibration_rows(federation.world, federation.bench, 100)
     quantised = quantise(fold(module, (1, 28, 28)), rows)
     # What the written source says is what the report says.
@@ -106,7 +124,9 @@ def test_a_run_folder_has_a_place_for_it(run: Result) -> None:
         ({"name": "a-b"}, "name in C"),
     ],
 )
-def test_what_cannot_be_done_is_said(run: Result, tmp_path: Path, changes: dict[str, object], words: str) -> None:
+def test_what_cannot_be_done_is_said(
+    run: Result, tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
     settings = {"device": "left", "out": tmp_path / "out", "calibration": 20, **changes}
     with pytest.raises(InputError, match=words):
         export(run, **settings)  # type: ignore[arg-type]
@@ -114,11 +134,15 @@ def test_what_cannot_be_done_is_said(run: Result, tmp_path: Path, changes: dict[
 
 
 @pytest.mark.parametrize("lacks", ["ram_bytes", "flash_bytes"])
-def test_what_does_not_fit_is_refused_before_anything_is_written(run: Result, tmp_path: Path, lacks: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    run: Result, tmp_path: Path, lacks: str
+) -> None:
     plans = run.federation.world.plans
     plan = find_tier(run.federation.world, "left")
     try:
-        plans["left"] = replace(plan, profile=replace(plan.profile, **{lacks: Figure(2048, "datasheet")}))
+        plans["left"] = replace(
+            plan, profile=replace(plan.profile, **{lacks: Figure(2048, "datasheet")})
+        )
         with pytest.raises(InputError, match=r"takes .* and nrf52840 has 2 KB"):
             export(run, device="left", out=tmp_path / "out", calibration=20)
     finally:
@@ -127,19 +151,27 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(run: Result, tm
 
 
 def test_batch_statistics_cannot_be_exported(tmp_path: Path) -> None:
-    result = running.run(small(rounds=1, model=Named("tinycnn", {"channels": [4, 8], "norm": "batch"})))
+    result = running.run(
+        small(rounds=1, model=Named("tinycnn", {"channels": [4, 8], "norm": "batch"}))
+    )
     with pytest.raises(InputError, match="batch normalisation"):
         export(result, device="small", out=tmp_path / "out")
 
 
 def test_static_batch_norm_is_exported_as_it_is_tested(tmp_path: Path) -> None:
-    result = running.run(small(rounds=1, model=Named("tinycnn", {"channels": [4, 8], "norm": "sbn"})))
+    result = running.run(
+        small(rounds=1, model=Named("tinycnn", {"channels": [4, 8], "norm": "sbn"}))
+    )
     report = export(result, device="large", out=tmp_path / "out", formats=("c",))
-    assert report["accuracy_float"] == pytest.approx(result.metrics[-1]["by_tier"]["large"]["global_accuracy"])
+    assert report["accuracy_float"] == pytest.approx(
+        result.metrics[-1]["by_tier"]["large"]["global_accuracy"]
+    )
     assert abs(report["accuracy_int8"] - report["accuracy_float"]) < 0.02
 
 
-@pytest.mark.parametrize("name", ["stm32f100", "nrf51822", "stm32f405", "rp2040", "stm32u575", "stm32h743", "esp32"])
+@pytest.mark.parametrize(
+    "name", ["stm32f100", "nrf51822", "stm32f405", "rp2040", "stm32u575", "stm32h743", "esp32"]
+)
 def test_code_is_measured_for_every_core(name: str) -> None:
     if toolchain.arm_compiler() is None:
         pytest.skip("arm-none-eabi-gcc is not installed: apt-get install gcc-arm-none-eabi")

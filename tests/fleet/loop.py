@@ -1,4 +1,5 @@
-"""A fleet in one process: every client a worker of its own behind a node of its own, and all letters real bytes."""
+"""A fleet in one process: every client a worker of its own behind a node of its own, and all
+letters real bytes."""
 
 from __future__ import annotations
 
@@ -48,12 +49,19 @@ def six(method: Any = "shared-average", **changes: Any) -> Experiment:
 def workers_of(home: Path, clients: int = 6, data: Any = EXPERIMENT) -> dict[int, Worker]:
     """A worker for each client, by number; their nodes are numbered from 100 in another order."""
     return {
-        c: Worker(home / str(c), [Member(f"device {c}", c)], data[c] if isinstance(data, dict) else data) for c in range(clients)
+        c: Worker(
+            home / str(c), [Member(f"device {c}", c)], data[c] if isinstance(data, dict) else data
+        )
+        for c in range(clients)
     }
 
 
 def live(
-    experiment: Experiment, courier: Courier, patience: Patience | None = None, store: ClientStore | None = None, **engine: Any
+    experiment: Experiment,
+    courier: Courier,
+    patience: Patience | None = None,
+    store: ClientStore | None = None,
+    **engine: Any,
 ) -> tuple[Experiment, Federation]:
     """The federation whose clients are reached through a courier; the engine is open."""
     settled, federation = assemble(experiment, store)
@@ -91,13 +99,20 @@ def plain(method: str) -> tuple[Federation, list[dict[str, Any]]]:
 
 def state_of(federation: Federation) -> dict[str, torch.Tensor]:
     """The server's state in one table."""
-    return {f"{kind}/{name}": t for kind, part in federation.method.state().items() for name, t in part.items()}
+    return {
+        f"{kind}/{name}": t
+        for kind, part in federation.method.state().items()
+        for name, t in part.items()
+    }
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Whether two tables hold the same bits."""
     return a.keys() == b.keys() and all(
-        a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and np.array_equal(bits(a[n]), bits(b[n])) for n in a
+        a[n].dtype == b[n].dtype
+        and a[n].shape == b[n].shape
+        and np.array_equal(bits(a[n]), bits(b[n]))
+        for n in a
     )
 
 

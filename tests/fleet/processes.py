@@ -1,7 +1,8 @@
-"""Real servers and devices for tests: `nestling serve` and `nestling join` as processes on the loop, all ended by number afterwards.
+"""Real servers and devices for tests: `nestling serve` and `nestling join` as processes on the
+loop, all ended by number afterwards.
 
 with fleet(tmp_path) as f:
-    f.keys("d0", "d1")                                   # TLS and keys; without it everything is --insecure
+    f.keys("d0", "d1")                                   # TLS and keys; without it: --insecure
     server = f.start_server(experiment)                  # pid, port, out, home, log
     client = f.start_client("d0", "phone")               # pid, folder, log
     client.kill()                                        # kill -9, as a power cut
@@ -29,7 +30,9 @@ SECONDS = 600.0
 """The most that anything here is waited for; the machine may be busy."""
 
 
-def until(true: Callable[[], Any], seconds: float = SECONDS, what: str = "it", step: float = 0.1) -> Any:
+def until(
+    true: Callable[[], Any], seconds: float = SECONDS, what: str = "it", step: float = 0.1
+) -> Any:
     """Waits for something to be true; what it was."""
     end = time.monotonic() + seconds
     while True:
@@ -60,7 +63,9 @@ class Running:
 
         def said() -> bool:
             ended = self.process.poll() is not None  # looked at first: what it said last counts
-            assert words in self.text or not ended, f"ended without saying {words!r}:\n{self.text[-4000:]}"
+            assert words in self.text or not ended, (
+                f"ended without saying {words!r}:\n{self.text[-4000:]}"
+            )
             return words in self.text
 
         until(said, seconds, f"{words!r}; so far:\n{self.text[-4000:]}")
@@ -75,9 +80,16 @@ class Running:
             except (OSError, IndexError):
                 continue
             if parent == self.pid:
-                found[next((Path(w).name for w in words if "flower-" in w or w.startswith("nestling.")), words[0])] = int(
-                    path.name
-                )
+                found[
+                    next(
+                        (
+                            Path(w).name
+                            for w in words
+                            if "flower-" in w or w.startswith("nestling.")
+                        ),
+                        words[0],
+                    )
+                ] = int(path.name)
         return found
 
     def kill(self) -> None:
@@ -106,7 +118,11 @@ class Server(Running):
 
     def wait_done(self, seconds: float = SECONDS) -> None:
         """Until the run is finished and the server gone."""
-        until(lambda: self.process.poll() is not None, seconds, f"the end of the run; so far:\n{self.text[-4000:]}")
+        until(
+            lambda: self.process.poll() is not None,
+            seconds,
+            f"the end of the run; so far:\n{self.text[-4000:]}",
+        )
         assert self.process.returncode == 0, self.text[-4000:]
 
 
@@ -142,7 +158,17 @@ class ProcessFleet:
         file = experiment if isinstance(experiment, Path) else self.root / f"{out}.toml"
         if isinstance(experiment, Experiment):
             file.write_text(experiment.to_toml())
-        words = ["serve", str(file), "--out", str(self.root / out), "--host", "127.0.0.1", "--port", str(self.port), *more]
+        words = [
+            "serve",
+            str(file),
+            "--out",
+            str(self.root / out),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            *more,
+        ]
         words += ["--certs", str(self.certs)] if self.secure else ["--insecure"]
         process, log = self._start(words, f"{out}.log")
         server = Server(process, log, self.port, self.root / out)
@@ -150,7 +176,8 @@ class ProcessFleet:
         return server
 
     def start_client(self, name: str, device: str, *more: str, data: str = "experiment") -> Client:
-        """Starts `nestling join` for a device of this fleet; again with the same name is the same device after a restart."""
+        """Starts `nestling join` for a device of this fleet; again with the same name is the same
+        device after a restart."""
         folder = self.root / f"device-{name}"
         words = [
             "join",
@@ -180,7 +207,9 @@ class ProcessFleet:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with open(log, "wb") as file:
             command = [sys.executable, "-m", "nestling.cli", *words]
-            return subprocess.Popen(command, cwd=self.root, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file), log
+            return subprocess.Popen(
+                command, cwd=self.root, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            ), log
 
     def end(self) -> None:
         """Ends everything, and then whatever still names this folder."""
@@ -197,11 +226,15 @@ class ProcessFleet:
             os.kill(pid, signal.SIGKILL)
 
     def leftovers(self) -> list[int]:
-        """Processes that belong to this fleet: Flower's know its folder from their environment, ours from their arguments."""
+        """Processes that belong to this fleet: Flower's know its folder from their environment,
+        ours from their arguments."""
         found, mark = [], os.fsencode(str(self.root))
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                known = (path / "environ").read_bytes().split(b"\0"), (path / "cmdline").read_bytes()
+                known = (
+                    (path / "environ").read_bytes().split(b"\0"),
+                    (path / "cmdline").read_bytes(),
+                )
             except OSError:
                 continue
             ours = any(word.startswith(b"FLWR_HOME=" + mark) for word in known[0]) or (

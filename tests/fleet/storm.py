@@ -1,7 +1,9 @@
-"""Bad weather: a courier in this process to which anything can happen, by a plan, in a time that only moves when somebody sleeps.
+"""Bad weather: a courier in this process to which anything can happen, by a plan, in a time that
+only moves when somebody sleeps.
 
-What happens to a client's n-th letter is a `Fate`; the server is cut off at given steps, a worker at given steps of its own. A step is
-anything that can be seen from outside: a letter that is sent or asked for, or a file that is put in its place.
+What happens to a client's n-th letter is a `Fate`; the server is cut off at given steps, a worker
+at given steps of its own. A step is anything that can be seen from outside: a letter that is sent
+or asked for, or a file that is put in its place.
 """
 
 from __future__ import annotations
@@ -64,13 +66,13 @@ def three(method: str) -> Experiment:
 class Fate:
     """What happens to a letter: `kind`, and the seconds, the step or the number that belongs to it.
 
-    lost        it never arrives                   unanswered  it arrives, the answer does not
-    fails       an error comes back                slow        it arrives that much later, after younger ones perhaps
-    late        the answer comes that much later   twice       it arrives again that much later
-    restart     the worker is a new process        moved       the node has come back under another number
-    killed      the worker is killed at that step of its work, and starts again
-    garbled     the answer ends after so many bytes lie        the answer is not what it should be: see `LIES`
-    gone        the node is never seen again
+    lost        it never arrives                   unanswered  it arrives, the answer does not fails
+    an error comes back                slow        it arrives that much later, after younger ones
+    perhaps late        the answer comes that much later   twice       it arrives again that much
+    later restart     the worker is a new process        moved       the node has come back under
+    another number killed      the worker is killed at that step of its work, and starts again
+    garbled     the answer ends after so many bytes lie        the answer is not what it should be:
+    see `LIES` gone        the node is never seen again
     """
 
     kind: str
@@ -99,12 +101,16 @@ class _Letter:
 
 
 class Storm:
-    """The courier. `plan`: (client, number of its letter) → fate; `cuts`: the steps at which the server is cut off.
+    """The courier. `plan`: (client, number of its letter) → fate; `cuts`: the steps at which the
+    server is cut off.
 
-    told: the results that honest workers gave, by (client, key): what a liar makes of them is not among these.
+    told: the results that honest workers gave, by (client, key): what a liar makes of them is not
+          among these.
     """
 
-    def __init__(self, home: Path, plan: Mapping[tuple[int, int], Fate], cuts: Collection[int] = ()) -> None:
+    def __init__(
+        self, home: Path, plan: Mapping[tuple[int, int], Fate], cuts: Collection[int] = ()
+    ) -> None:
         self.home, self.plan, self.cuts = home, plan, set(cuts)
         self.now, self.steps, self.restarts = 0.0, 0, 0
         self.nodes_now = {100 + client: client for client in range(CLIENTS)}
@@ -118,7 +124,7 @@ class Storm:
         self._inside: int | None = None  # the client whose worker works now
         self._left: int | None = None  # its steps until it is killed
 
-    # -- time and steps --------------------------------------------------------------------------------------------------------
+    # -- time and steps ----------------------------------------------------------------------------
 
     def clock(self) -> float:
         return self.now
@@ -139,7 +145,7 @@ class Storm:
             self.happened.append(f"cut at {self.steps}")
             raise Cut
 
-    # -- the courier -----------------------------------------------------------------------------------------------------------
+    # -- the courier -------------------------------------------------------------------------------
 
     def nodes(self) -> Collection[int]:
         self.step()
@@ -159,7 +165,7 @@ class Storm:
         due = [t for t in tickets if t in self._answers and self._answers[t][0] <= self.now]
         return [(ticket, self._answers.pop(ticket)[1]) for ticket in due]
 
-    # -- what happens ----------------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     def _send(self, node: int, data: bytes, ticket: str) -> None:
         client = self.nodes_now.get(node)
@@ -217,7 +223,7 @@ class Storm:
         return Worker(self.home / f"device-{client}", [self.members[client]])
 
 
-# -- lies ----------------------------------------------------------------------------------------------------------------------
+# -- lies ------------------------------------------------------------------------------------------
 
 
 def _changed(answer: Answer, change: Callable[[JobDone], Any]) -> Answer:
@@ -230,19 +236,30 @@ def _with_message(done: JobDone, change: Callable[[Message], Message]) -> JobDon
 
 
 def _nan(message: Message) -> Message:
-    return Message({k: {n: t * float("nan") for n, t in part.items()} for k, part in message.parts.items()}, message.facts)
+    return Message(
+        {k: {n: t * float("nan") for n, t in part.items()} for k, part in message.parts.items()},
+        message.facts,
+    )
 
 
 def _cut_short(message: Message) -> Message:
-    return Message({k: {n: t.reshape(-1)[:1] for n, t in part.items()} for k, part in message.parts.items()}, message.facts)
+    return Message(
+        {k: {n: t.reshape(-1)[:1] for n, t in part.items()} for k, part in message.parts.items()},
+        message.facts,
+    )
 
 
 LIES: tuple[Callable[[Answer, Storm], Answer], ...] = (
     lambda answer, storm: _changed(answer, lambda d: replace(d, client=(d.client + 1) % CLIENTS)),
     lambda answer, storm: _changed(answer, lambda d: replace(d, key="0" * 32)),
-    lambda answer, storm: _changed(answer, lambda d: _with_message(d, lambda m: Message(m.parts, {**m.facts, "samples": 10**9}))),
+    lambda answer, storm: _changed(
+        answer,
+        lambda d: _with_message(d, lambda m: Message(m.parts, {**m.facts, "samples": 10**9})),
+    ),
     lambda answer, storm: _changed(answer, lambda d: _with_message(d, _cut_short)),
-    lambda answer, storm: _changed(answer, lambda d: _with_message(d, lambda m: Message({}, m.facts))),
+    lambda answer, storm: _changed(
+        answer, lambda d: _with_message(d, lambda m: Message({}, m.facts))
+    ),
     lambda answer, storm: replace(answer, results=[*answer.results, *answer.results]),
     lambda answer, storm: replace(answer, round=answer.round + 1),
     lambda answer, storm: replace(answer, run="0" * 16),
@@ -251,7 +268,7 @@ LIES: tuple[Callable[[Answer, Storm], Answer], ...] = (
 )
 
 
-# -- a run in it, and the run it must equal ------------------------------------------------------------------------------------
+# -- a run in it, and the run it must equal --------------------------------------------------------
 
 
 @contextmanager
@@ -277,9 +294,11 @@ def weather(storm: Storm) -> Iterator[None]:
         yield
 
 
-def served(storm: Storm, method: str, folder: Path, most: int = 60) -> tuple[Result, frozenset[tuple[int, int]]]:
-    """The run in a storm: whenever the server is cut off, the same command starts it again. Also says whose replies came in which round
-    and were refused for what was in them."""
+def served(
+    storm: Storm, method: str, folder: Path, most: int = 60
+) -> tuple[Result, frozenset[tuple[int, int]]]:
+    """The run in a storm: whenever the server is cut off, the same command starts it again. Also
+    says whose replies came in which round and were refused for what was in them."""
     refused: dict[int, list[int]] = {}
 
     def started(experiment: Experiment, description: dict[str, Any], done: int) -> None:
@@ -287,7 +306,8 @@ def served(storm: Storm, method: str, folder: Path, most: int = 60) -> tuple[Res
             del refused[round]  # it is played again
 
     def refusal(client: int, round: int, reason: str) -> None:
-        if not reason.startswith(("node ", "client ")):  # those are the engine's: an answer that was no outcome
+        # those are the engine's: an answer that was no outcome
+        if not reason.startswith(("node ", "client ")):
             refused.setdefault(round, []).append(client)
 
     watcher = Watcher(started=started, refusal=refusal)
@@ -295,10 +315,17 @@ def served(storm: Storm, method: str, folder: Path, most: int = 60) -> tuple[Res
         for _ in range(most):
             try:
                 result = serving.play(
-                    storm, three(method), folder, deadline=PATIENCE.deadline, patience=PATIENCE, watcher=watcher
+                    storm,
+                    three(method),
+                    folder,
+                    deadline=PATIENCE.deadline,
+                    patience=PATIENCE,
+                    watcher=watcher,
                 )
                 gone = {(c, row["round"]) for row in result.metrics for c in row["missed"]}
-                return result, frozenset((c, r) for r, those in refused.items() for c in those if (c, r) not in gone)
+                return result, frozenset(
+                    (c, r) for r, those in refused.items() for c in those if (c, r) not in gone
+                )
             except (Cut, NoQuorum) as ended:
                 storm.restarts += 1
                 storm.happened.append(type(ended).__name__)
@@ -306,7 +333,8 @@ def served(storm: Storm, method: str, folder: Path, most: int = 60) -> tuple[Res
 
 
 class Spoiling(Inline):
-    """The plain engine, with clients whose replies are no numbers in some rounds: these are refused, as others with faults are."""
+    """The plain engine, with clients whose replies are no numbers in some rounds: these are
+    refused, as others with faults are."""
 
     spoiled: frozenset[tuple[int, int]] = frozenset()
 
@@ -330,14 +358,19 @@ class End:
 
 @lru_cache(maxsize=256)
 def reference(method: str, missed: Places = frozenset(), spoiled: Places = frozenset()) -> End:
-    """The run in this process in which some (client, round) give nothing, and others nothing good."""
+    """The run in this process in which some (client, round) give nothing, and others nothing
+    good."""
     settled, federation = assemble(three(method))
     federation.engine = engine = Spoiling()
     engine.spoiled = spoiled
     federation.world.fleet.drops = lambda i, round: (i, round) in missed  # type: ignore[method-assign]
     engine.open(settled.make_method(), site_of(federation))
     rows = list(play(federation))
-    return End(state_of(federation), [federation.world.store.get(client) for client in range(CLIENTS)], rows)
+    return End(
+        state_of(federation),
+        [federation.world.store.get(client) for client in range(CLIENTS)],
+        rows,
+    )
 
 
 def missed_in(rows: Sequence[Mapping[str, Any]], clients: int) -> frozenset[tuple[int, int]]:
@@ -347,9 +380,14 @@ def missed_in(rows: Sequence[Mapping[str, Any]], clients: int) -> frozenset[tupl
 
 
 def memory_at(home: Path, client: int, round: int, run: str = "*") -> dict[str, torch.Tensor]:
-    """What a client had on its device after a round; without its name, of the only run that the device took part in."""
+    """What a client had on its device after a round; without its name, of the only run that the
+    device took part in."""
     (found,) = (home / "runs").glob(run)
     store = ClientStore(found / str(client) / "memory")
-    versions = [int(path.name.split(".")[1]) for path in (found / str(client) / "memory").glob(f"{client}.*.safetensors")]
-    store._versions = {client: sorted(v for v in versions if v <= round)}  # `resume` would remove the younger ones
+    versions = [
+        int(path.name.split(".")[1])
+        for path in (found / str(client) / "memory").glob(f"{client}.*.safetensors")
+    ]
+    # `resume` would remove the younger ones
+    store._versions = {client: sorted(v for v in versions if v <= round)}
     return store.get(client)

@@ -1,4 +1,5 @@
-"""Certificates and keys: what is made, who may read it, what TLS and OpenSSH make of it, and that nothing is lost by mistake."""
+"""Certificates and keys: what is made, who may read it, what TLS and OpenSSH make of it, and that
+nothing is lost by mistake."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def test_each_party_gets_what_it_needs_and_no_more(folder: Path) -> None:
         "server/server.key",
         "server/devices/pi-1.pub",
         "server/devices/pi-2.pub",
-        *(f"devices/{name}/{file}" for name in ("pi-1", "pi-2") for file in ("ca.crt", "device.key", "name")),
+        *(
+            f"devices/{name}/{file}"
+            for name in ("pi-1", "pi-2")
+            for file in ("ca.crt", "device.key", "name")
+        ),
     }
 
 
@@ -51,7 +56,10 @@ def shake(server: certs.ServerFiles, ca: Path, host: str) -> None:
     here = ssl.create_default_context(cafile=str(ca))
     here.verify_flags |= ssl.VERIFY_X509_STRICT
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client, other = here.wrap_bio(down, up, server_hostname=host), there.wrap_bio(up, down, server_side=True)
+    client, other = (
+        here.wrap_bio(down, up, server_hostname=host),
+        there.wrap_bio(up, down, server_side=True),
+    )
     waiting = {client, other}
     for _ in range(10):
         for side in list(waiting):
@@ -83,14 +91,20 @@ def test_the_device_key_is_an_openssh_key_that_fits_its_public_half(folder: Path
     files = certs.device_files(folder, "pi-1")
     key = serialization.load_ssh_private_key(files.key.read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name == "secp384r1"
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
     assert (folder / "server/devices/pi-1.pub").read_bytes().split()[:2] == public.split()
     assert set(certs.public_keys(folder / "server/devices").values()) == {"pi-1", "pi-2"}
 
 
 def test_nothing_is_overwritten(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    for wrong in ({"devices": ["pi-1"]}, {"devices": ["new", "pi-2"]}, {"hosts": ["other.example"]}):
+    for wrong in (
+        {"devices": ["pi-1"]},
+        {"devices": ["new", "pi-2"]},
+        {"hosts": ["other.example"]},
+    ):
         with pytest.raises(InputError, match=r"already|exists"):
             certs.issue(folder, **wrong)  # type: ignore[arg-type]
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -139,7 +153,11 @@ def test_a_name_is_a_name(tmp_path: Path, name: str) -> None:
 def test_the_command(tmp_path: Path) -> None:
     def nestling(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "nestling.cli", "certs", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "nestling.cli", "certs", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
     made = nestling("keys", "--host", "localhost", "--device", "pi-1", "--device", "pi-2")

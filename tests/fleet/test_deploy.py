@@ -1,4 +1,5 @@
-"""The files for running a fleet as services: units that systemd accepts and rates as well closed, an image that follows our rules.
+"""The files for running a fleet as services: units that systemd accepts and rates as well closed,
+an image that follows our rules.
 
 No container engine builds the image in tests; the rules are checked on the text.
 """
@@ -37,8 +38,15 @@ def settings(unit: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("unit", UNITS)
 def test_systemd_accepts_the_unit(unit: str, tmp_path: Path) -> None:
     copied = tmp_path / unit  # where nestling is installed, the unit is as it is
-    copied.write_text((DEPLOY / unit).read_text().replace("/opt/nestling/bin/nestling", "/bin/true"))
-    made = subprocess.run(["systemd-analyze", "verify", "--man=no", copied], capture_output=True, text=True, timeout=120)
+    copied.write_text(
+        (DEPLOY / unit).read_text().replace("/opt/nestling/bin/nestling", "/bin/true")
+    )
+    made = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", copied],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     said = [line for line in made.stderr.splitlines() if str(copied) in line or unit in line]
     unknown = {key for line in said for key in re.findall(r"Unknown key (?:name )?'(\w+)'", line)}
     assert unknown <= NEWER and len(said) == len(unknown), made.stderr
@@ -47,7 +55,14 @@ def test_systemd_accepts_the_unit(unit: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
 @pytest.mark.parametrize("unit", UNITS)
 def test_systemd_rates_the_unit_as_closed(unit: str) -> None:
-    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", DEPLOY / unit]
+    command = [
+        "systemd-analyze",
+        "security",
+        "--offline=true",
+        "--threshold=20",
+        "--no-pager",
+        DEPLOY / unit,
+    ]
     made = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if "unrecognized option" in made.stderr:
         pytest.skip("this systemd-analyze cannot look at files")
@@ -89,16 +104,22 @@ def given(words: list[str]) -> set[str]:
 @pytest.mark.parametrize("unit", UNITS)
 def test_units_use_options_that_exist(unit: str) -> None:
     words = settings(unit)["ExecStart"][0].split()
-    assert words[0] == "/opt/nestling/bin/nestling" and words[1] == unit.removesuffix(".service").removeprefix("nestling-")
+    assert words[0] == "/opt/nestling/bin/nestling" and words[1] == unit.removesuffix(
+        ".service"
+    ).removeprefix("nestling-")
     assert given(words) and given(words) <= options_of(words[1])
 
 
-# -- the image -----------------------------------------------------------------------------------------------------------------
+# -- the image -------------------------------------------------------------------------------------
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
     """The instructions of the Dockerfile by stage, long lines joined."""
-    text = "\n".join(line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#"))
+    text = "\n".join(
+        line
+        for line in (DEPLOY / "Dockerfile").read_text().splitlines()
+        if not line.lstrip().startswith("#")
+    )
     found: dict[str, list[tuple[str, str]]] = {}
     stage = ""
     for line in re.sub(r"\\\n", " ", text).splitlines():
@@ -106,7 +127,19 @@ def stages() -> dict[str, list[tuple[str, str]]]:
             continue
         word, _, rest = line.strip().partition(" ")
         assert word in {
-            *("FROM", "RUN", "COPY", "ENV", "WORKDIR", "VOLUME", "USER", "ENTRYPOINT", "CMD", "HEALTHCHECK", "EXPOSE"),
+            *(
+                "FROM",
+                "RUN",
+                "COPY",
+                "ENV",
+                "WORKDIR",
+                "VOLUME",
+                "USER",
+                "ENTRYPOINT",
+                "CMD",
+                "HEALTHCHECK",
+                "EXPOSE",
+            ),
             "STOPSIGNAL",
         }, line
         if word == "FROM":
@@ -151,13 +184,19 @@ def test_what_runs_is_not_root_and_is_looked_after(stage: str) -> None:
 def test_what_the_image_asks_is_what_it_serves() -> None:
     words = json.loads(values("serve", "CMD")[-1])
     assert words[words.index("--health") + 1].endswith(f":{PORT}")
-    assert f"http://127.0.0.1:{PORT}" in values("serve", "HEALTHCHECK")[0] and str(PORT) in values("serve", "EXPOSE")[0].split()
+    assert (
+        f"http://127.0.0.1:{PORT}" in values("serve", "HEALTHCHECK")[0]
+        and str(PORT) in values("serve", "EXPOSE")[0].split()
+    )
     assert list(stages())[-1] == "serve"  # what is built where no stage is named
 
 
 def test_nothing_secret_and_nothing_unneeded_is_copied_in() -> None:
     copied = [rest for stage in stages() for word, rest in stages()[stage] if word == "COPY"]
-    assert copied and all(re.match(r"(--from=build /opt/nestling|pyproject\.toml README\.md|nestling) ", rest) for rest in copied)
+    assert copied and all(
+        re.match(r"(--from=build /opt/nestling|pyproject\.toml README\.md|nestling) ", rest)
+        for rest in copied
+    )
     everything = (DEPLOY / "Dockerfile").read_text()
     assert "ADD " not in everything and "sudo" not in everything and ":latest" not in everything
     assert not re.search(r"curl[^\n]*\|\s*(ba)?sh", everything)

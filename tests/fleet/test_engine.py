@@ -17,7 +17,18 @@ from nestling.fleet.server.engine import FleetEngine, NoQuorum, Patience
 from nestling.message import Message
 from nestling.runs.federation import Federation
 from nestling.runs.loop import play
-from tests.fleet.loop import METHODS, inline, live, memory_of, over_the_loop, plain, same, six, state_of, workers_of
+from tests.fleet.loop import (
+    METHODS,
+    inline,
+    live,
+    memory_of,
+    over_the_loop,
+    plain,
+    same,
+    six,
+    state_of,
+    workers_of,
+)
 
 PATIENCE = Patience(deadline=100.0, most=1000.0, resend=10.0, poll=1.0, refresh=2.0)
 
@@ -36,10 +47,16 @@ class Time:
 
 
 class Weather(LoopCourier):
-    """A loop that loses and delays. What is to happen to the n-th order of a node stands in `plan`: "lost" (the node never gets it),
-    "unanswered" (it works, and the answer is lost), "fails" (an error comes back), or how many seconds the answer is late."""
+    """A loop that loses and delays. What is to happen to the n-th order of a node stands in `plan`:
+    "lost" (the node never gets it), "unanswered" (it works, and the answer is lost), "fails" (an
+    error comes back), or how many seconds the answer is late."""
 
-    def __init__(self, workers: Mapping[int, Worker], time: Time, plan: Mapping[tuple[int, int], Any] | None = None) -> None:
+    def __init__(
+        self,
+        workers: Mapping[int, Worker],
+        time: Time,
+        plan: Mapping[tuple[int, int], Any] | None = None,
+    ) -> None:
         super().__init__({node: w.handle for node, w in workers.items()})
         self.time, self.plan, self.orders = time, dict(plan or {}), dict.fromkeys(workers, 0)
         self.ready: dict[str, float] = {}
@@ -69,17 +86,27 @@ class Weather(LoopCourier):
         return tickets
 
     def pull(self, tickets: Collection[str]) -> list[tuple[str, bytes | Failure]]:
-        due = [t for t in tickets if self.ready.get(t, 0.0) <= self.time.now and self._answers.get(t) != b""]
+        due = [
+            t
+            for t in tickets
+            if self.ready.get(t, 0.0) <= self.time.now and self._answers.get(t) != b""
+        ]
         return super().pull(due)
 
 
 def stormy(
-    method: str, home: Path, plan: Mapping[tuple[int, int], Any], patience: Patience = PATIENCE, rounds: int = 3
+    method: str,
+    home: Path,
+    plan: Mapping[tuple[int, int], Any],
+    patience: Patience = PATIENCE,
+    rounds: int = 3,
 ) -> tuple[Federation, Weather, dict[int, Worker]]:
     """The federation of six clients in bad weather; client c is behind node 100 + c."""
     time, workers = Time(), workers_of(home)
     courier = Weather({100 + c: w for c, w in workers.items()}, time, plan)
-    _, federation = live(six(method, rounds=rounds), courier, patience, clock=time.clock, sleep=time.sleep)
+    _, federation = live(
+        six(method, rounds=rounds), courier, patience, clock=time.clock, sleep=time.sleep
+    )
     assert isinstance(federation.engine, FleetEngine) and federation.engine.greeter is not None
     federation.engine.greeter.clock = time.clock
     return federation, courier, workers
@@ -127,7 +154,9 @@ def test_real_bytes_change_nothing(method: str, tmp_path: Path) -> None:
     assert not there.world.store.clients()  # what a client keeps never travels
 
 
-def test_what_is_lost_is_sent_again_and_counts_once(tmp_path: Path, worked: list[tuple[int, int]]) -> None:
+def test_what_is_lost_is_sent_again_and_counts_once(
+    tmp_path: Path, worked: list[tuple[int, int]]
+) -> None:
     plan = {
         (100, 1): "lost",
         (101, 1): "unanswered",
@@ -139,9 +168,15 @@ def test_what_is_lost_is_sent_again_and_counts_once(tmp_path: Path, worked: list
     federation, courier, workers = stormy("fedproto", tmp_path, plan)
     rows = list(play(federation))
     assert same(state_of(federation), state_of(plain("fedproto")[0]))
-    assert all(same(memory_of(workers[c], c), plain("fedproto")[0].world.store.get(c)) for c in range(6))
+    assert all(
+        same(memory_of(workers[c], c), plain("fedproto")[0].world.store.get(c)) for c in range(6)
+    )
     assert sorted(worked) == [(c, r) for c in range(6) for r in (1, 2, 3)]  # nobody worked twice
-    assert [row["dropped"] for row in rows] == [0, 0, 0] and [row["refused"] for row in rows] == [0, 0, 0]
+    assert [row["dropped"] for row in rows] == [0, 0, 0] and [row["refused"] for row in rows] == [
+        0,
+        0,
+        0,
+    ]
     counts = federation.engine.counts  # type: ignore[attr-defined]
     assert counts["failures"] == 2 and counts["resent"] >= 5
     assert courier.orders[105] == 3  # whose answer came was not asked again
@@ -161,7 +196,8 @@ def test_a_late_answer_is_recognised_and_refused(tmp_path: Path) -> None:
     federation, _, _ = stormy("shared-average", tmp_path, {(101, 1): 105.0, (102, 2): 30.0})
     told: list[tuple[int, int, str]] = []
     federation.on_refusal = lambda client, round, reason: told.append((client, round, reason))
-    # Node 101's first order is answered after the deadline; what it is sent again in the meantime is lost.
+    # Node 101's first order is answered after the deadline; what it is sent again in the meantime
+    # is lost.
     federation.engine.courier.plan |= {(101, n): "lost" for n in range(2, 6)}  # type: ignore[attr-defined]
     rows = list(play(federation))
     assert rows[0]["dropped"] == 1
@@ -184,13 +220,16 @@ def test_too_few_replies_stop_the_run(tmp_path: Path) -> None:
     assert [row["dropped"] for row in play(federation)] == [4] and 20 <= courier.time.now < 25
 
 
-def test_a_node_that_comes_back_under_another_number_goes_on(tmp_path: Path, worked: list[tuple[int, int]]) -> None:
+def test_a_node_that_comes_back_under_another_number_goes_on(
+    tmp_path: Path, worked: list[tuple[int, int]]
+) -> None:
     federation, courier, workers = stormy("fedproto", tmp_path, {(103, 2): "unanswered"})
     engine, seen = federation.engine, []
 
     def moved(seconds: float) -> None:
         courier.time.sleep(seconds)
-        if courier.orders[103] == 2 and 103 in courier.workers:  # it was killed in the middle of round 2, after its work
+        # it was killed in the middle of round 2, after its work
+        if courier.orders[103] == 2 and 103 in courier.workers:
             del courier.workers[103]
             courier.workers[977] = Worker(workers[3].home, workers[3].members).handle
             seen.append(courier.time.now)
@@ -211,10 +250,14 @@ def test_a_node_that_forgot_the_run_is_welcomed_again(tmp_path: Path) -> None:
     (workers[2].home / "runs" / run / "welcome").unlink()
     courier.workers[102] = Worker(workers[2].home, workers[2].members).handle
     rows = list(rounds)
-    assert [row["dropped"] for row in rows] == [0, 0] and same(state_of(federation), state_of(plain("shared-average")[0]))
+    assert [row["dropped"] for row in rows] == [0, 0] and same(
+        state_of(federation), state_of(plain("shared-average")[0])
+    )
 
 
-def test_a_client_whose_work_fails_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_work_fails_is_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = worker_module.work
 
     def broken(method: Any, task: Any, site: Any) -> Any:
@@ -233,14 +276,19 @@ def test_a_client_whose_work_fails_is_left_out_and_said(tmp_path: Path, monkeypa
     assert same(state_of(federation), state_of(without("shared-average", {(4, 2)})))
 
 
-def test_a_device_whose_reply_is_refused_goes_on_from_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_reply_is_refused_goes_on_from_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = worker_module.work
 
     def diverged(method: Any, task: Any, site: Any) -> Any:
         outcome = real(method, task, site)
         if (task.client, task.round) != (4, 2):
             return outcome
-        spoilt = {kind: {n: t * float("nan") for n, t in part.items()} for kind, part in outcome.reply.parts.items()}
+        spoilt = {
+            kind: {n: t * float("nan") for n, t in part.items()}
+            for kind, part in outcome.reply.parts.items()
+        }
         kept = {n: t * float("nan") for n, t in outcome.memory.items()}
         return replace(outcome, reply=Message(spoilt, outcome.reply.facts), memory=kept)
 
@@ -271,7 +319,8 @@ def test_rounded_transport_is_counted_as_sent(transport: str, tmp_path: Path) ->
     exact = plain("shared-average")[1]
     for ways in ("bytes_up", "bytes_down"):
         ratio = rows[0][ways] / exact[0][ways]
-        assert ratio == 0.5 if transport == "fp16" else 0.25 < ratio < 0.3  # vectors take two bytes a number
+        # vectors take two bytes a number
+        assert ratio == 0.5 if transport == "fp16" else 0.25 < ratio < 0.3
     near = state_of(plain("shared-average")[0])
     assert all(float((t - near[n]).abs().max()) < 0.05 for n, t in state_of(federation).items())
     assert not same(state_of(federation), near)
@@ -287,4 +336,6 @@ def test_everybody_gone_is_an_empty_round(tmp_path: Path) -> None:
 
 
 def test_inline_is_what_it_is_compared_with() -> None:
-    assert not same(state_of(inline(six("shared-average", seed=1))[0]), state_of(plain("shared-average")[0]))
+    assert not same(
+        state_of(inline(six("shared-average", seed=1))[0]), state_of(plain("shared-average")[0])
+    )

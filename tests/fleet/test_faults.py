@@ -1,5 +1,5 @@
-"""Whatever happens to letters, workers and the server, a run ends as the run in one process in which the same clients missed the same
-rounds, bit for bit, on the server and on the devices."""
+"""Whatever happens to letters, workers and the server, a run ends as the run in one process in
+which the same clients missed the same rounds, bit for bit, on the server and on the devices."""
 
 from __future__ import annotations
 
@@ -11,12 +11,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fleet.loop import same, state_of
-from tests.fleet.storm import CLIENTS, HARMLESS, LIES, ROUNDS, Fate, Places, Storm, memory_at, missed_in, reference, served
+from tests.fleet.storm import (
+    CLIENTS,
+    HARMLESS,
+    LIES,
+    ROUNDS,
+    Fate,
+    Places,
+    Storm,
+    memory_at,
+    missed_in,
+    reference,
+    served,
+)
 
-METHODS = ("fedproto", "shared-average", "fedmd")  # with memory on the device, without, with the server's records of clients
+# with memory on the device, without, with the server's records of clients
+METHODS = ("fedproto", "shared-average", "fedmd")
 
-# The same examples every time: a new one that fails belongs here by name, and not in the way of somebody else.
-MODEST = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# The same examples every time: a new one that fails belongs here by name, and not in the way of
+# somebody else.
+MODEST = settings(
+    max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 def same_as_the_run_in_one_process(storm: Storm, method: str, root: Path) -> Places:
@@ -38,7 +54,9 @@ def same_as_the_run_in_one_process(storm: Storm, method: str, root: Path) -> Pla
     return missed
 
 
-def stormy(method: str, plan: dict[tuple[int, int], Fate], cuts: list[int] | None = None) -> tuple[Places, Storm]:
+def stormy(
+    method: str, plan: dict[tuple[int, int], Fate], cuts: list[int] | None = None
+) -> tuple[Places, Storm]:
     with TemporaryDirectory() as root:
         storm = Storm(Path(root), plan, cuts or ())
         return same_as_the_run_in_one_process(storm, method, Path(root)), storm
@@ -51,10 +69,17 @@ cuts = st.lists(st.integers(1, 90), max_size=3)
 
 @MODEST
 @given(method=st.sampled_from(METHODS), plan=st.dictionaries(letters, fates, max_size=6), at=cuts)
-def test_what_can_be_mended_costs_no_reply(method: str, plan: dict[tuple[int, int], Fate], at: list[int]) -> None:
+def test_what_can_be_mended_costs_no_reply(
+    method: str, plan: dict[tuple[int, int], Fate], at: list[int]
+) -> None:
     missed, storm = stormy(method, plan, at)
-    # A round starts with those that are there: who was just lost sight of, or whose hello was, may miss it.
-    away = {int(line.split()[-2]) for line in storm.happened if line.startswith("welcome") or line.endswith("moved")}
+    # A round starts with those that are there: who was just lost sight of, or whose hello was, may
+    # miss it.
+    away = {
+        int(line.split()[-2])
+        for line in storm.happened
+        if line.startswith("welcome") or line.endswith("moved")
+    }
     assert storm.restarts or {c for c, _ in missed} <= away, storm.happened
 
 
@@ -66,7 +91,9 @@ anything = st.one_of(
 
 
 @MODEST
-@given(method=st.sampled_from(METHODS), plan=st.dictionaries(letters, anything, max_size=12), at=cuts)
+@given(
+    method=st.sampled_from(METHODS), plan=st.dictionaries(letters, anything, max_size=12), at=cuts
+)
 def test_anything_may_happen(method: str, plan: dict[tuple[int, int], Fate], at: list[int]) -> None:
     # Somebody stays, or there is no run.
     kept = {place: fate for place, fate in plan.items() if place[0] or fate.kind != "gone"}
@@ -77,18 +104,21 @@ def test_anything_may_happen(method: str, plan: dict[tuple[int, int], Fate], at:
 def test_fair_weather(method: str) -> None:
     missed, storm = stormy(method, {})
     assert not missed and not storm.happened
-    assert storm.count == dict.fromkeys(range(CLIENTS), 1 + ROUNDS)  # a welcome, and an order a round
+    # a welcome, and an order a round
+    assert storm.count == dict.fromkeys(range(CLIENTS), 1 + ROUNDS)
 
 
 def test_work_that_came_too_late_is_forgotten_by_the_client() -> None:
-    """It worked, but its answers never came: what it kept of that round must not count in the next one."""
+    """It worked, but its answers never came: what it kept of that round must not count in the next
+    one."""
     plan = {(1, n): Fate("unanswered") for n in range(3, 8)}
     missed, storm = stormy("fedproto", plan)
     assert (1, 2) in missed and (1, 1) not in missed and (1, 3) not in missed, storm.happened
 
 
 def test_an_old_order_that_comes_after_a_younger_one_changes_nothing() -> None:
-    """The first order arrives again in the second round, after the client's work of that, and before its work of the third."""
+    """The first order arrives again in the second round, after the client's work of that, and
+    before its work of the third."""
     slow = {(0, n): Fate("late", 60) for n in range(3, 12)}  # so that the rounds go on long enough
     missed, storm = stormy("fedproto", {(2, 2): Fate("twice", 30), **slow})
     assert not missed, storm.happened

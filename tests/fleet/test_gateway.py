@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("paho.mqtt.client", reason="paho-mqtt is not installed: pip install nestling[mqtt]")
-pytest.importorskip("cryptography", reason="cryptography is not installed: pip install nestling[fleet]")
+pytest.importorskip(
+    "paho.mqtt.client", reason="paho-mqtt is not installed: pip install nestling[mqtt]"
+)
+pytest.importorskip(
+    "cryptography", reason="cryptography is not installed: pip install nestling[fleet]"
+)
 
 from fleet_gateway import (
     NAME,
@@ -35,7 +39,16 @@ from nestling.errors import InputError
 from nestling.fleet.node.gateway import Devices, FleetGateway, SmallDevice, read_devices
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.protocol.links import Facts, board_shape
-from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Order, Parcel, key_of
+from nestling.fleet.protocol.wire import (
+    Answer,
+    Failed,
+    Hello,
+    JobDone,
+    JobOrder,
+    Order,
+    Parcel,
+    key_of,
+)
 from nestling.fleet.server.engine import Patience
 from nestling.fleet.server.serving import Live, enliven
 from nestling.message import Message
@@ -49,8 +62,12 @@ from nestling.tiny.runtime import native, toolchain
 from nestling.tiny.runtime.job import Done as TinyDone
 from tests.tiny.hostboard import HostBoard, folder
 
-pytestmark = pytest.mark.skipif(toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc")
-needs_mosquitto = pytest.mark.skipif(not where(), reason="mosquitto is not installed: apt-get install mosquitto")
+pytestmark = pytest.mark.skipif(
+    toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc"
+)
+needs_mosquitto = pytest.mark.skipif(
+    not where(), reason="mosquitto is not installed: apt-get install mosquitto"
+)
 ROOM = 200_000
 
 
@@ -64,10 +81,14 @@ def gateway_of(home: Path, devices: Devices, links: Any = None) -> Iterator[Flee
         made.close()
 
 
-def served(told: Experiment, gateway: Any, clients: int = 0) -> tuple[Federation, list[dict[str, Any]], Live]:
+def served(
+    told: Experiment, gateway: Any, clients: int = 0
+) -> tuple[Federation, list[dict[str, Any]], Live]:
     """A run all of whose clients are behind one gateway."""
     settled, federation = assemble(told)
-    live = enliven(settled, federation, LoopCourier({5: gateway.handle}), patience=Patience(poll=0.0))
+    live = enliven(
+        settled, federation, LoopCourier({5: gateway.handle}), patience=Patience(poll=0.0)
+    )
     live.greeter.again = 0.0
     live.engine.open(settled.make_method(), site_of(federation))
     live.gather(clients or len(federation.world.fleet), 60.0)
@@ -78,7 +99,7 @@ def by_class(told: Experiment, client: int) -> tuple[int, ...]:
     return tuple(int(n) for n in site_of(assemble(told)[1]).split.counts(client))
 
 
-# -- boards and network devices --------------------------------------------------------------------------------------------------
+# -- boards and network devices --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["shared-average", "heterofl", Named("fedprox", {"mu": 0.1})])
@@ -86,11 +107,21 @@ def test_boards_on_lines_are_clients(method: Any, tmp_path: Path) -> None:
     told = experiment(3, 2, method)
     flash = images(told, range(3))
     with folder() as home, ExitStack() as boards:
-        lines = [boards.enter_context(HostBoard(home, ROOM, flash[c], str(c))).transport for c in range(3)]
-        devices = Devices(tuple(SmallDevice(f"board{c}", lines[c], client=c, counts=by_class(told, c)) for c in range(3)))
+        lines = [
+            boards.enter_context(HostBoard(home, ROOM, flash[c], str(c))).transport
+            for c in range(3)
+        ]
+        devices = Devices(
+            tuple(
+                SmallDevice(f"board{c}", lines[c], client=c, counts=by_class(told, c))
+                for c in range(3)
+            )
+        )
         with gateway_of(tmp_path, devices) as gateway:
             federation, _, live = served(told, gateway)
-    assert [entry.member.name for entry in live.roster.entries] == [f"{NAME}/board{c}" for c in range(3)]
+    assert [entry.member.name for entry in live.roster.entries] == [
+        f"{NAME}/board{c}" for c in range(3)
+    ]
     assert [entry.member.rows for entry in live.roster.entries] == [20] * 3
     assert state_of(federation) == state_of(in_process(told, {}))
 
@@ -104,7 +135,9 @@ def test_a_board_that_dies_costs_its_own_reply_and_goes_on_when_it_returns(tmp_p
         listed[1] = replace(listed[1], deadline=2.0)
         with gateway_of(tmp_path, Devices(tuple(listed))) as gateway:
             settled, federation = assemble(told)
-            live = enliven(settled, federation, LoopCourier({5: gateway.handle}), patience=Patience(poll=0.0))
+            live = enliven(
+                settled, federation, LoopCourier({5: gateway.handle}), patience=Patience(poll=0.0)
+            )
             live.engine.open(settled.make_method(), site_of(federation))
             live.gather(3, 60.0)
             rows = play(federation)
@@ -114,8 +147,13 @@ def test_a_board_that_dies_costs_its_own_reply_and_goes_on_when_it_returns(tmp_p
             boards[1].start()
             gateway.devices[f"{NAME}/board1"] = replace(listed[1], deadline=120.0)
             assert next(rows)["missed"] == []
-    reasons = ("gave no answer within 2 s", "did not come back in 2 s")  # who notices first, the gateway or the line to the board
-    assert [client for client, failed in gateway._failed.items() if any(reason in failed.error for reason in reasons)] == [1]
+    # who notices first, the gateway or the line to the board
+    reasons = ("gave no answer within 2 s", "did not come back in 2 s")
+    assert [
+        client
+        for client, failed in gateway._failed.items()
+        if any(reason in failed.error for reason in reasons)
+    ] == [1]
     assert state_of(federation) == state_of(in_process(told, {2: [1]}))
 
 
@@ -133,7 +171,9 @@ def test_thirty_devices_of_which_two_die_in_the_middle_of_a_round(tmp_path: Path
         ):
             federation, rows, live = served(told, gateway)
             link = gateway.links["d0"]
-            assert [device.jobs for device in devices.values()] == [{"d3": 3, "d20": 4}.get(name, 5) for name in devices]
+            assert [device.jobs for device in devices.values()] == [
+                {"d3": 3, "d20": 4}.get(name, 5) for name in devices
+            ]
     finally:
         broker.stop()
     assert [row["missed"] for row in rows] == [[], [], [3], [3, 20], [3, 20]]
@@ -173,7 +213,8 @@ def test_boards_and_network_devices_side_by_side(tmp_path: Path) -> None:
 @needs_mosquitto
 @pytest.mark.minutes
 def test_a_gateway_joins_a_server_over_flower(tmp_path: Path) -> None:
-    """All of it as processes, TLS and keys on every line: the server, the gateway, the broker; and three devices."""
+    """All of it as processes, TLS and keys on every line: the server, the gateway, the broker; and
+    three devices."""
     pytest.importorskip("flwr", reason="flwr is not installed: pip install nestling[fleet]")
     from nestling.runs.checkpoint import load
     from tests.fleet.processes import Client, fleet
@@ -187,7 +228,16 @@ def test_a_gateway_joins_a_server_over_flower(tmp_path: Path) -> None:
             f.keys(NAME)
             server = f.start_server(told, "run")
             path = gateway_file(f.root, broker.as_user("gateway"), names)
-            words = ["gateway", f"127.0.0.1:{f.port}", "--devices", str(path), "--certs", str(f.certs), "--name", NAME]
+            words = [
+                "gateway",
+                f"127.0.0.1:{f.port}",
+                "--devices",
+                str(path),
+                "--certs",
+                str(f.certs),
+                "--name",
+                NAME,
+            ]
             process, log = f._start([*words, "--folder", str(f.root / "gw")], "gateway.log")
             f.started.append(Client(process, log, NAME, f.root / "gw"))
             server.wait_done()
@@ -198,7 +248,7 @@ def test_a_gateway_joins_a_server_over_flower(tmp_path: Path) -> None:
     assert kept is not None and bits_of(kept[0]) == state_of(in_process(told, {}))
 
 
-# -- what a gateway does with letters --------------------------------------------------------------------------------------------
+# -- what a gateway does with letters --------------------------------------------------------------
 
 
 class Bench:
@@ -274,7 +324,9 @@ def test_a_new_round_does_not_wait_for_those_who_are_late(tmp_path: Path) -> Non
     second = threading.Thread(target=lambda: answers.append(talk.ask(talk.order(2))))
     second.start()
     first.join(60)
-    assert [type(one) for one in answers[0].results] == [JobDone] and answers[0].results[0].client == 0
+    assert [type(one) for one in answers[0].results] == [JobDone] and answers[0].results[
+        0
+    ].client == 0
     wait_for(lambda: len(talk.link.asked) == 4)
     assert talk.link.asked[1][2].cancelled()  # of round 1, nobody wants it
     talk.finish()
@@ -318,7 +370,10 @@ def test_a_device_that_is_lost_says_why(tmp_path: Path) -> None:
     wait_for(lambda: len(talk.link.asked) == 2)
     talk.link.asked[1][2].set_exception(Lost("slow is gone"))
     asked.join(60)
-    assert [getattr(one, "error", "") for one in thread_answers[0].results] == ["", "Lost: slow is gone"]
+    assert [getattr(one, "error", "") for one in thread_answers[0].results] == [
+        "",
+        "Lost: slow is gone",
+    ]
 
 
 def test_devices_that_come_later_are_told_of(tmp_path: Path) -> None:
@@ -327,7 +382,10 @@ def test_devices_that_come_later_are_told_of(tmp_path: Path) -> None:
     assert [member.name for member in talk.hello().members] == [f"{NAME}/quick"]
     talk.link.known["slow"] = kept
     assert talk.ask(talk.order()).unknown and not talk.link.asked
-    assert [(member.name, member.rows) for member in talk.hello().members] == [(f"{NAME}/quick", 20), (f"{NAME}/slow", 20)]
+    assert [(member.name, member.rows) for member in talk.hello().members] == [
+        (f"{NAME}/quick", 20),
+        (f"{NAME}/slow", 20),
+    ]
     talk.link.known["slow"] = replace(kept, rows=19)  # and one that has other data now
     assert talk.ask(talk.order()).unknown
     assert talk.hello().members[1].rows == 19
@@ -338,7 +396,12 @@ def test_a_server_that_waits_hears_of_devices_that_come_to_a_gateway(tmp_path: P
     kept = talk.link.known.pop("slow")
     settled, federation = assemble(talk.told)
     notes: list[str] = []
-    live = enliven(settled, federation, LoopCourier({5: talk.gateway.handle}), watcher=Watcher(note=notes.append))
+    live = enliven(
+        settled,
+        federation,
+        LoopCourier({5: talk.gateway.handle}),
+        watcher=Watcher(note=notes.append),
+    )
     live.greeter.again = 0.0
     assert live.greeter.wait(2, 0.0) == 1
     threading.Timer(0.3, lambda: talk.link.known.update(slow=kept)).start()
@@ -357,7 +420,10 @@ def test_a_method_that_looks_at_rows_is_refused_by_name(tmp_path: Path) -> None:
     link = Bench({"a": Facts(20, (1, 8, 8), None, 1)}, {"a": images(told, [0])[0]})
     gateway = FleetGateway(tmp_path, NAME, Devices((SmallDevice("a"),)), {"a": link})
     _, rows, _ = served(told, gateway)
-    assert rows[0]["missed"] == [0] and "those of a small device never leave it" in gateway._failed[0].error
+    assert (
+        rows[0]["missed"] == [0]
+        and "those of a small device never leave it" in gateway._failed[0].error
+    )
 
 
 def test_rows_by_class_are_never_invented(tmp_path: Path) -> None:
@@ -365,13 +431,18 @@ def test_rows_by_class_are_never_invented(tmp_path: Path) -> None:
     flash = images(told, [0])[0]
     link = Bench({"a": Facts(20, (1, 8, 8), None, 1)}, {"a": flash})
     gateway = FleetGateway(tmp_path / "1", NAME, Devices((SmallDevice("a"),)), {"a": link})
-    assert served(told, gateway)[1][0]["missed"] == [0] and "devices.counts" in gateway._failed[0].error
+    assert (
+        served(told, gateway)[1][0]["missed"] == [0]
+        and "devices.counts" in gateway._failed[0].error
+    )
     link.known["a"] = replace(link.known["a"], counts=by_class(told, 0))
-    federation, rows, _ = served(told, FleetGateway(tmp_path / "2", NAME, Devices((SmallDevice("a"),)), {"a": link}))
+    federation, rows, _ = served(
+        told, FleetGateway(tmp_path / "2", NAME, Devices((SmallDevice("a"),)), {"a": link})
+    )
     assert rows[0]["missed"] == [] and state_of(federation) == state_of(in_process(told, {}))
 
 
-# -- its file --------------------------------------------------------------------------------------------------------------------
+# -- its file --------------------------------------------------------------------------------------
 
 
 def test_a_file_of_devices_is_read(tmp_path: Path) -> None:
@@ -420,6 +491,10 @@ def test_network_devices_need_a_broker(tmp_path: Path) -> None:
 
 
 def test_the_form_of_samples() -> None:
-    assert [board_shape(shape) for shape in ((9,), (3, 50), (1, 8, 8))] == [(9, 1, 1), (3, 1, 50), (1, 8, 8)]
+    assert [board_shape(shape) for shape in ((9,), (3, 50), (1, 8, 8))] == [
+        (9, 1, 1),
+        (3, 1, 50),
+        (1, 8, 8),
+    ]
     with pytest.raises(InputError):
         board_shape((1, 2, 3, 4))

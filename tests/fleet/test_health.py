@@ -1,4 +1,5 @@
-"""Whether a fleet is well: the verdict on real runs over a courier, and what the small server tells of them."""
+"""Whether a fleet is well: the verdict on real runs over a courier, and what the small server tells
+of them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from nestling.fleet.server.serving import play
 from nestling.runs.run import Watcher
 from tests.fleet.loop import six, workers_of
 
-THREE = FleetConfig(tiers=(Tier(name="board", ratio=0.25, count=2), Tier(name="phone", ratio=0.5, count=1)))
+THREE = FleetConfig(
+    tiers=(Tier(name="board", ratio=0.25, count=2), Tier(name="phone", ratio=0.5, count=1))
+)
 
 
 def three(rounds: int = 1) -> Experiment:
@@ -37,8 +40,9 @@ def three(rounds: int = 1) -> Experiment:
 
 
 class Looking(LoopCourier):
-    """Nodes in this process, some of which keep silent; whenever answers are looked for, somebody looks at the run folder. Once it was
-    seen often enough that the round waits for the silent ones, the run is ended."""
+    """Nodes in this process, some of which keep silent; whenever answers are looked for, somebody
+    looks at the run folder. Once it was seen often enough that the round waits for the silent ones,
+    the run is ended."""
 
     def __init__(self, home: Path, run: Path, silent: Collection[int] = ()) -> None:
         self.members = workers_of(home, clients=3)
@@ -46,7 +50,11 @@ class Looking(LoopCourier):
         self.run, self.silent, self.seen = run, {100 - c for c in silent}, list[dict[str, Any]]()
 
     def push(self, letters: Mapping[int, bytes]) -> dict[int, str]:
-        kept = {node: letter for node, letter in letters.items() if node not in self.silent or kind_of(letter) == "welcome"}
+        kept = {
+            node: letter
+            for node, letter in letters.items()
+            if node not in self.silent or kind_of(letter) == "welcome"
+        }
         lost = {node: f"lost {node}" for node in letters if node not in kept}
         return {**super().push(kept), **lost}
 
@@ -61,7 +69,13 @@ class Looking(LoopCourier):
     def _look(self) -> None:
         if (self.run / status.STATUS).exists():
             self.seen.append(run_status(self.run))
-        if sum(table["phase"] == status.ROUND and len(table["doing"]["missing"]) == 1 for table in self.seen) > 5:
+        if (
+            sum(
+                table["phase"] == status.ROUND and len(table["doing"]["missing"]) == 1
+                for table in self.seen
+            )
+            > 5
+        ):
             raise NoQuorum("that is enough")
 
 
@@ -75,12 +89,22 @@ def at_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def stalled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A run in which client 2 never answers, though all three are needed, and what was seen of it from outside."""
+    """A run in which client 2 never answers, though all three are needed, and what was seen of it
+    from outside."""
     root = tmp_path_factory.mktemp("stalled")
     courier = Looking(root / "devices", root / "run", silent=[2])
     patience = Patience(poll=0.02, resend=0.2)
     with pytest.raises(NoQuorum):
-        play(courier, three(), root / "run", min_clients=3, deadline=0.05, quorum=3, wait=60, patience=patience)
+        play(
+            courier,
+            three(),
+            root / "run",
+            min_clients=3,
+            deadline=0.05,
+            quorum=3,
+            wait=60,
+            patience=patience,
+        )
     return root / "run", courier.seen
 
 
@@ -92,18 +116,33 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
-def test_a_round_that_waits_for_somebody_says_for_whom_and_since_when(stalled: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_round_that_waits_for_somebody_says_for_whom_and_since_when(
+    stalled: tuple[Path, list[dict[str, Any]]],
+) -> None:
     seen = stalled[1]
-    waits = [table for table in seen if table["phase"] == status.ROUND and len(table["doing"]["missing"]) == 1]
+    waits = [
+        table
+        for table in seen
+        if table["phase"] == status.ROUND and len(table["doing"]["missing"]) == 1
+    ]
     assert waits
     first, last = waits[0], waits[-1]
     assert [c["state"] for c in last["clients"]] == ["answered", "answered", "working"]
     (missing,) = last["health"]["missing"]
-    assert missing["client"] == 2 and missing["name"] == "device 2" and missing["node"] == 98 and missing["attempts"] >= 1
-    assert abs(missing["since"] - first["health"]["missing"][0]["since"]) < 1  # the same moment, however long it takes
+    assert (
+        missing["client"] == 2
+        and missing["name"] == "device 2"
+        and missing["node"] == 98
+        and missing["attempts"] >= 1
+    )
+    # the same moment, however long it takes
+    assert abs(missing["since"] - first["health"]["missing"][0]["since"]) < 1
     found = last["health"]
     assert found["state"] == "stalled" and found["round"] == 1
-    assert "2 of 3 replies after" in found["reason"] and "3 are needed; no reply from device 2" in found["reason"]
+    assert (
+        "2 of 3 replies after" in found["reason"]
+        and "3 are needed; no reply from device 2" in found["reason"]
+    )
 
 
 def test_a_run_that_gave_up_says_so(stalled: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -114,7 +153,11 @@ def test_a_run_that_gave_up_says_so(stalled: tuple[Path, list[dict[str, Any]]]) 
 
 def test_a_finished_run_is_well(done: Path) -> None:
     table = run_status(done)
-    assert table["health"]["state"] == "ok" and table["health"]["reason"] == "done: 2 rounds" and table["phase"] == status.DONE
+    assert (
+        table["health"]["state"] == "ok"
+        and table["health"]["reason"] == "done: 2 rounds"
+        and table["phase"] == status.DONE
+    )
     assert table["totals"]["replies"] == 6 and table["round"] == table["rounds"] == 2
     assert table["tiers"]["board"] == {"expected": 2, "here": 2, "away": 0}
 
@@ -123,9 +166,20 @@ def test_waiting_for_clients_is_no_fault(tmp_path: Path) -> None:
     courier = Looking(tmp_path / "devices", tmp_path / "run")
     courier.workers = {100: courier.workers[100]}
     with pytest.raises(NoQuorum):
-        play(courier, three(), tmp_path / "run", min_clients=3, wait=0.5, patience=Patience(poll=0.02))
+        play(
+            courier,
+            three(),
+            tmp_path / "run",
+            min_clients=3,
+            wait=0.5,
+            patience=Patience(poll=0.02),
+        )
     found = [table["health"] for table in courier.seen if table["phase"] == status.GATHERING]
-    assert found and found[-1]["state"] == "waiting" and found[-1]["reason"] == "1 of 3 clients are there"
+    assert (
+        found
+        and found[-1]["state"] == "waiting"
+        and found[-1]["reason"] == "1 of 3 clients are there"
+    )
 
 
 def test_refusals_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -134,7 +188,14 @@ def test_refusals_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
     thief = workers_of(tmp_path / "thief", clients=1)[0]
     courier.workers[700] = thief.handle
     heard: list[str] = []
-    play(courier, three(), tmp_path / "run", min_clients=3, patience=Patience(poll=0.01), watcher=Watcher(note=heard.append))
+    play(
+        courier,
+        three(),
+        tmp_path / "run",
+        min_clients=3,
+        patience=Patience(poll=0.01),
+        watcher=Watcher(note=heard.append),
+    )
     (row,) = run_status(tmp_path / "run")["refusals"]
     assert row["node"] == 700 and "belongs to another device" in row["reason"]
     assert any(note.facts["event"] == "refused" for note in heard if hasattr(note, "facts"))
@@ -142,9 +203,25 @@ def test_refusals_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
 
 def table_of(**changes: Any) -> dict[str, Any]:
     """A round of ten minutes' deadline, half a minute old, two of three replies there."""
-    doing = {"round": 3, "chosen": [0, 1, 2], "answered": 2, "needed": 1, "seconds": 30.0, "silent": 20.0, "deadline": 600.0}
+    doing = {
+        "round": 3,
+        "chosen": [0, 1, 2],
+        "answered": 2,
+        "needed": 1,
+        "seconds": 30.0,
+        "silent": 20.0,
+        "deadline": 600.0,
+    }
     doing["missing"] = [{"client": 2, "name": "c", "node": None, "attempts": 2}]
-    table = {"time": 1000.0, "phase": status.ROUND, "since": 970.0, "written": 999.0, "doing": doing, "round": 2, "rounds": 9}
+    table = {
+        "time": 1000.0,
+        "phase": status.ROUND,
+        "since": 970.0,
+        "written": 999.0,
+        "doing": doing,
+        "round": 2,
+        "rounds": 9,
+    }
     table |= {"totals": {"typical_seconds": 10.0}, "summary": False}
     return {**table, **changes, "doing": {**doing, **changes.get("doing", {})}}
 
@@ -153,13 +230,32 @@ def table_of(**changes: Any) -> dict[str, Any]:
     ("changes", "parts", "state", "words"),
     [
         ({}, {}, "ok", "round 3 of 9: 2 of 3 replies"),
-        ({"doing": {"silent": 70.0}}, {}, "stalled", "nobody answered for 71 s; no reply from c (away)"),
-        ({"doing": {"silent": 70.0}, "totals": {"typical_seconds": 30.0}}, {}, "ok", "2 of 3"),  # rounds here take long
-        ({"doing": {"silent": 70.0}, "totals": {"typical_seconds": None}}, {}, "ok", "2 of 3"),  # nobody knows yet
-        ({"doing": {"silent": 700.0}, "totals": {"typical_seconds": 1e4}}, {}, "stalled", "nobody answered"),  # past the deadline
-        ({"doing": {"seconds": 700.0, "needed": 3}}, {}, "stalled", "2 of 3 replies after 701 s, 3 are needed"),
+        (
+            {"doing": {"silent": 70.0}},
+            {},
+            "stalled",
+            "nobody answered for 71 s; no reply from c (away)",
+        ),
+        # rounds here take long
+        ({"doing": {"silent": 70.0}, "totals": {"typical_seconds": 30.0}}, {}, "ok", "2 of 3"),
+        # nobody knows yet
+        ({"doing": {"silent": 70.0}, "totals": {"typical_seconds": None}}, {}, "ok", "2 of 3"),
+        # past the deadline
+        (
+            {"doing": {"silent": 700.0}, "totals": {"typical_seconds": 1e4}},
+            {},
+            "stalled",
+            "nobody answered",
+        ),
+        (
+            {"doing": {"seconds": 700.0, "needed": 3}},
+            {},
+            "stalled",
+            "2 of 3 replies after 701 s, 3 are needed",
+        ),
         ({"written": 900.0}, {}, "stalled", "written nothing for 100 s"),
-        ({"written": 900.0, "phase": status.MERGING}, {}, "ok", "after round 2 of 9"),  # it computes
+        # it computes
+        ({"written": 900.0, "phase": status.MERGING}, {}, "ok", "after round 2 of 9"),
         ({"written": 10.0, "phase": status.MERGING}, {}, "stalled", "written nothing for 990 s"),
         ({}, {"trouble": "the run's process died"}, "stalled", "the run's process died"),
         ({"phase": status.DONE}, {"trouble": "the run's process died"}, "ok", "done"),
@@ -178,17 +274,21 @@ def test_many_missing_clients_are_not_all_named() -> None:
     assert "c9 and 190 more" in reason and len(reason) < 300
 
 
-# -- over HTTP -----------------------------------------------------------------------------------------------------------------
+# -- over HTTP -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def serving(done: Path) -> Iterator[HealthServer]:
-    with health.telling(done, "127.0.0.1:0", lambda: {"trouble": "", "programs": {"proxy": {"running": False}}}) as server:
+    with health.telling(
+        done, "127.0.0.1:0", lambda: {"trouble": "", "programs": {"proxy": {"running": False}}}
+    ) as server:
         assert server is not None
         yield server
 
 
-def get(server: HealthServer, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
+def get(
+    server: HealthServer, path: str, method: str = "GET", **headers: str
+) -> tuple[int, str, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -201,7 +301,12 @@ def test_what_the_server_tells(serving: HealthServer, done: Path) -> None:
     code, kind, body = get(serving, "/health")
     assert code == 200 and kind.startswith("application/json") and json.loads(body)["state"] == "ok"
     assert json.loads(get(serving, "/status")[2])["clients"] == run_status(done)["clients"]
-    assert get(serving, "/")[0] == get(serving, "/experiment.toml")[0] == get(serving, "/../roster.json")[0] == 404
+    assert (
+        get(serving, "/")[0]
+        == get(serving, "/experiment.toml")[0]
+        == get(serving, "/../roster.json")[0]
+        == 404
+    )
     assert get(serving, "/health", "HEAD")[2] == "" and get(serving, "/health", "POST")[0] == 501
     assert serving.server_address[0] == "127.0.0.1"
 
@@ -214,15 +319,24 @@ def test_no_token_is_told(serving: HealthServer, done: Path) -> None:
 
 def test_a_page_that_pretends_to_be_this_machine_reads_nothing(serving: HealthServer) -> None:
     assert get(serving, "/status", Host="evil.example:8444")[0] == 403
-    assert get(serving, "/status", Host="localhost:8444")[0] == get(serving, "/status", Host="[::1]:1")[0] == 200
+    assert (
+        get(serving, "/status", Host="localhost:8444")[0]
+        == get(serving, "/status", Host="[::1]:1")[0]
+        == 200
+    )
 
 
-def test_a_stalled_run_is_503_and_the_command_says_so(stalled: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_stalled_run_is_503_and_the_command_says_so(
+    stalled: tuple[Path, list[dict[str, Any]]],
+) -> None:
     with health.telling(stalled[0], "127.0.0.1:0") as server:
         assert server is not None
         assert get(server, "/health")[0] == 503 and get(server, "/status")[0] == 200
         made = subprocess.run(
-            [sys.executable, "-m", "nestling.fleet.care.health", server.url], capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "nestling.fleet.care.health", server.url],
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
     assert made.returncode == 1 and "that is enough" in made.stdout
     assert health.check(server.url)[0] is False  # nobody there any more
@@ -252,7 +366,10 @@ def test_who_holds_connections_open_does_not_keep_others_out_for_long(
     serving: HealthServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health._Handler, "timeout", 0.5)
-    idle = [socket.create_connection(("127.0.0.1", serving.server_port)) for _ in range(health.ASKERS + 4)]
+    idle = [
+        socket.create_connection(("127.0.0.1", serving.server_port))
+        for _ in range(health.ASKERS + 4)
+    ]
     try:
         for _ in range(40):
             try:
@@ -267,23 +384,32 @@ def test_who_holds_connections_open_does_not_keep_others_out_for_long(
             one.close()
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:port", "a/b:1", "1:70000", "host", "http://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:port", "a/b:1", "1:70000", "host", "http://127.0.0.1:1"]
+)
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(InputError, match="--health"):
         health.parse_health(text)
 
 
 def test_addresses_and_taken_ports(tmp_path: Path) -> None:
-    assert health.parse_health("9000") == ("127.0.0.1", 9000) and health.parse_health("[::1]:9000") == ("::1", 9000)
+    assert health.parse_health("9000") == ("127.0.0.1", 9000) and health.parse_health(
+        "[::1]:9000"
+    ) == ("::1", 9000)
     with health.telling(tmp_path, "off") as nobody:
         assert nobody is None
     with health.telling(tmp_path, "0") as first:
         assert first is not None
-        with pytest.raises(InputError, match="--health"), health.telling(tmp_path, str(first.server_port)):
+        with (
+            pytest.raises(InputError, match="--health"),
+            health.telling(tmp_path, str(first.server_port)),
+        ):
             pass
 
 
-def test_the_usual_port_may_be_taken_by_another_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usual_port_may_be_taken_by_another_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with health.telling(tmp_path, "0") as first:
         assert first is not None
         monkeypatch.setattr(health, "PORT", first.server_port)
@@ -295,20 +421,23 @@ def test_the_usual_port_may_be_taken_by_another_fleet(tmp_path: Path, monkeypatc
 def test_a_device_s_worker_can_be_asked_for(tmp_path: Path) -> None:
     assert health.check_worker(tmp_path)[0] is False
     with local.serving(tmp_path / "socket", lambda letter: letter) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         thread.start()
         assert health.check_worker(tmp_path)[0] is True
         assert local.ask(tmp_path / "socket", b"still there") == b"still there"
         server.shutdown()
 
 
-# -- the text for Prometheus ---------------------------------------------------------------------------------------------------
+# -- the text for Prometheus -----------------------------------------------------------------------
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+)\})? (-?[0-9.e+-]+)')
 
 
 def parsed(text: str) -> dict[str, float]:
-    """The samples of a text in Prometheus' format, whose rules it must follow: families whole, each with its help and type first."""
+    """The samples of a text in Prometheus' format, whose rules it must follow: families whole, each
+    with its help and type first."""
     assert text.endswith("\n")
     found: dict[str, float] = {}
     family, kinds = "", dict[str, str]()
@@ -336,15 +465,25 @@ def test_counts_for_prometheus(serving: HealthServer, done: Path) -> None:
     assert code == 200 and kind == "text/plain; version=0.0.4; charset=utf-8"
     found = parsed(body)
     rows = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
-    assert found["nestling_rounds_total"] == found["nestling_rounds_planned"] == found["nestling_round_seconds_count"] == 2
+    assert (
+        found["nestling_rounds_total"]
+        == found["nestling_rounds_planned"]
+        == found["nestling_round_seconds_count"]
+        == 2
+    )
     assert found["nestling_replies_total"] == 6 and found["nestling_dropped_total"] == 0
     assert found['nestling_bytes_total{direction="up"}'] == sum(row["bytes_up"] for row in rows) > 0
     assert found['nestling_bytes_total{direction="down"}'] == rows[-1]["bytes_down_total"]
     assert found["nestling_round_seconds_sum"] == pytest.approx(sum(row["seconds"] for row in rows))
-    assert found['nestling_clients{tier="phone",state="here"}'] == 1 and found['nestling_clients{tier="phone",state="away"}'] == 0
+    assert (
+        found['nestling_clients{tier="phone",state="here"}'] == 1
+        and found['nestling_clients{tier="phone",state="away"}'] == 0
+    )
     assert found['nestling_letters_total{kind="answers"}'] == 6
     assert found['nestling_accuracy{kind="global"}'] == rows[-1]["global_accuracy"]
-    assert found['nestling_health{state="ok"}'] == 1 and found['nestling_health{state="stalled"}'] == 0
+    assert (
+        found['nestling_health{state="ok"}'] == 1 and found['nestling_health{state="stalled"}'] == 0
+    )
     assert found['nestling_program_up{program="proxy"}'] == 0
 
 

@@ -1,4 +1,5 @@
-"""A hundred thousand hostile answers: every one is refused with a reason, and honest clients never notice."""
+"""A hundred thousand hostile answers: every one is refused with a reason, and honest clients never
+notice."""
 
 from __future__ import annotations
 
@@ -16,7 +17,18 @@ from nestling import Evaluation, Experiment, Named, SplitConfig, Tier
 from nestling.experiment import FleetConfig
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
-from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Member, Order, Parcel, Welcome, kind_of
+from nestling.fleet.protocol.wire import (
+    Answer,
+    Failed,
+    Hello,
+    JobDone,
+    JobOrder,
+    Member,
+    Order,
+    Parcel,
+    Welcome,
+    kind_of,
+)
 from nestling.fleet.server.engine import FleetEngine, Patience
 from nestling.message import Message
 from nestling.runs.assemble import assemble, site_of
@@ -42,14 +54,17 @@ def experiment(rounds: int) -> Experiment:
         data="mnist12k-8x8",
         model=Named("mlp", {"hidden": [6]}),
         fleet=FleetConfig(
-            tiers=(Tier(name="half", ratio=0.5, count=size // 2), Tier(name="whole", ratio=1.0, count=size - size // 2))
+            tiers=(
+                Tier(name="half", ratio=0.5, count=size // 2),
+                Tier(name="whole", ratio=1.0, count=size - size // 2),
+            )
         ),
         split=SplitConfig(kind="iid", size=SAMPLES, public=0.0),
         evaluate=Evaluation(every=rounds, clients=2),
     )
 
 
-# -- one result that is wrong --------------------------------------------------------------------------------------------------
+# -- one result that is wrong ----------------------------------------------------------------------
 
 Spoil = Callable[[JobOrder, random.Random], "JobDone | Failed"]
 
@@ -67,12 +82,17 @@ def honest(job: JobOrder, **changes: Any) -> JobDone:
     )
 
 
-def table(job: JobOrder, change: Callable[[list[Any]], list[Any] | None], data: bytes | None = None) -> JobDone:
+def table(
+    job: JobOrder, change: Callable[[list[Any]], list[Any] | None], data: bytes | None = None
+) -> JobDone:
     """A reply whose rows of the table were changed, one by one (None leaves one out)."""
     parts = [
-        [kind, [r for r in (change(list(row)) for row in rows) if r is not None]] for kind, rows in job.parcel.table["parts"]
+        [kind, [r for r in (change(list(row)) for row in rows) if r is not None]]
+        for kind, rows in job.parcel.table["parts"]
     ]
-    parcel = Parcel({"facts": {"samples": SAMPLES}, "parts": parts}, job.parcel.data if data is None else data)
+    parcel = Parcel(
+        {"facts": {"samples": SAMPLES}, "parts": parts}, job.parcel.data if data is None else data
+    )
     return replace(honest(job), parcel=parcel)
 
 
@@ -83,7 +103,9 @@ def facts(job: JobOrder, told: Any) -> JobDone:
 def data(job: JobOrder, change: Callable[[bytearray], Any]) -> JobDone:
     raw = bytearray(job.parcel.data)
     change(raw)
-    return replace(honest(job), parcel=Parcel({**job.parcel.table, "facts": {"samples": SAMPLES}}, bytes(raw)))
+    return replace(
+        honest(job), parcel=Parcel({**job.parcel.table, "facts": {"samples": SAMPLES}}, bytes(raw))
+    )
 
 
 NAN, INF = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f"
@@ -99,17 +121,25 @@ SPOILS: dict[str, Spoil] = {
     "a name too few": lambda job, rng: table(
         job, lambda row: row if row[0] != "head.bias" else None, b"\0" * (len(job.parcel.data) - 40)
     ),
-    "another part": lambda job, rng: replace(honest(job), parcel=Parcel.of(Message({"logits": {}}, {"samples": SAMPLES}))),
-    "nothing": lambda job, rng: replace(honest(job), parcel=Parcel.of(Message({}, {"samples": SAMPLES}))),
+    "another part": lambda job, rng: replace(
+        honest(job), parcel=Parcel.of(Message({"logits": {}}, {"samples": SAMPLES}))
+    ),
+    "nothing": lambda job, rng: replace(
+        honest(job), parcel=Parcel.of(Message({}, {"samples": SAMPLES}))
+    ),
     "a flat shape": lambda job, rng: table(job, lambda row: [row[0], row[1], [_size(row[2])]]),
     "a turned shape": lambda job, rng: table(
         job, lambda row: [row[0], row[1], row[2][::-1] if len(row[2]) > 1 else [1, *row[2]]]
     ),
     "another type": lambda job, rng: table(job, lambda row: [row[0], "i32", row[2]]),
-    "half floats": lambda job, rng: table(job, lambda row: [row[0], "f16", row[2]], job.parcel.data[: len(job.parcel.data) // 2]),
+    "half floats": lambda job, rng: table(
+        job, lambda row: [row[0], "f16", row[2]], job.parcel.data[: len(job.parcel.data) // 2]
+    ),
     "NaN": lambda job, rng: data(job, lambda raw: put(raw, rng, NAN)),
     "infinity": lambda job, rng: data(job, lambda raw: put(raw, rng, INF)),
-    "truncated": lambda job, rng: data(job, lambda raw: raw.__delitem__(slice(rng.randrange(len(raw)), None))),
+    "truncated": lambda job, rng: data(
+        job, lambda raw: raw.__delitem__(slice(rng.randrange(len(raw)), None))
+    ),
     "too much": lambda job, rng: data(job, lambda raw: raw.extend(b"\0" * rng.randrange(1, 50))),
     "an enormous tensor": lambda job, rng: table(job, lambda row: [row[0], row[1], [2**20, 2**20]]),
     "too many samples": lambda job, rng: facts(job, {"samples": SAMPLES + rng.randrange(1, 10**9)}),
@@ -134,11 +164,12 @@ def _size(shape: list[int]) -> int:
     return size
 
 
-# -- a whole answer that is wrong ----------------------------------------------------------------------------------------------
+# -- a whole answer that is wrong ------------------------------------------------------------------
 
 
 class Enemy:
-    """Behind one node: answers orders with what is meant to harm. `sent` counts what it has tried."""
+    """Behind one node: answers orders with what is meant to harm. `sent` counts what it has
+    tried."""
 
     def __init__(self, clients: list[int], name: str, seed: int) -> None:
         self.members = tuple(Member(f"{name}/{c}", c) for c in clients)
@@ -176,7 +207,9 @@ class Vandal(Enemy):
             "the next round": lambda: replace(good, round=order.round + 1).to_bytes(),
             "an old answer": lambda: (self.overheard or [b"?"])[0],
             "oversize": lambda: good.to_bytes() + b"\0" * PATIENCE.largest,
-            "twice the same": lambda: Answer(order.run, order.round, [*self._failed(order), *good.results]).to_bytes(),
+            "twice the same": lambda: Answer(
+                order.run, order.round, [*self._failed(order), *good.results]
+            ).to_bytes(),
             "an order": lambda: order.to_bytes(),
             "an error": lambda: replace(good, error="no", results=[]).to_bytes(),
             "deep": lambda: b"NSTL\x01A" + (60_000).to_bytes(4, "little") + b"[" * 60_000,
@@ -202,7 +235,12 @@ def attacked(rounds: int, home: Path) -> tuple[Any, list[dict[str, Any]], list[E
     enemies: list[Enemy] = [Enemy(list(range(len(HONEST), first)), "crowd", 1)]
     enemies += [Vandal([first + k], f"vandal {k}", 2 + k) for k in range(FRAMES)]
     workers = {c: Worker(home / str(c), [Member(f"honest {c}", c)]) for c in HONEST}
-    courier = LoopCourier({**{c: w.handle for c, w in workers.items()}, **{100 + k: e.handle for k, e in enumerate(enemies)}})
+    courier = LoopCourier(
+        {
+            **{c: w.handle for c, w in workers.items()},
+            **{100 + k: e.handle for k, e in enumerate(enemies)},
+        }
+    )
     time, reasons = Time(), list[str]()
     _, federation = live(experiment(rounds), courier, PATIENCE, clock=time.clock, sleep=time.sleep)
     federation.on_refusal = lambda client, round, reason: reasons.append(reason)
@@ -225,17 +263,24 @@ def test_hostile_answers_are_refused_and_nobody_else_notices(rounds: int, tmp_pa
     sent = sum((e.sent for e in enemies), Counter[str]())
     assert sum(sent.values()) >= rounds * (HOSTILE + FRAMES) and set(SPOILS) <= set(sent)
     assert rounds < 50 or sum(sent.values()) >= WANTED
-    assert len(reasons) == sum(row["refused"] for row in rows) == sum(sent.values())  # every one, and nothing else
+    # every one, and nothing else
+    assert len(reasons) == sum(row["refused"] for row in rows) == sum(sent.values())
     assert all(reasons) and max(map(len, reasons)) < 1500
-    assert isinstance(federation.engine, FleetEngine) and all(row["loss"] is not None for row in rows)
+    assert isinstance(federation.engine, FleetEngine) and all(
+        row["loss"] is not None for row in rows
+    )
     assert same(state_of(federation), state_of(alone(rounds)))
 
 
 def test_what_hostile_answers_are_made_of_is_good(tmp_path: Path) -> None:
     """Without the spoiling the same replies count: the reasons above are the spoiling's."""
     enemy = Enemy([3], "good", 1)
-    enemy.answer = lambda order: Answer(order.run, order.round, [honest(j) for j in order.jobs]).to_bytes()  # type: ignore[method-assign]
-    _, federation = live(experiment(1), LoopCourier({1: enemy.handle}), PATIENCE, clock=Time().clock)
+    enemy.answer = lambda order: Answer(
+        order.run, order.round, [honest(j) for j in order.jobs]
+    ).to_bytes()  # type: ignore[method-assign]
+    _, federation = live(
+        experiment(1), LoopCourier({1: enemy.handle}), PATIENCE, clock=Time().clock
+    )
     row = next(play(federation))
     assert row["clients"] == [3] and row["refused"] == row["dropped"] == 0
 
@@ -243,15 +288,24 @@ def test_what_hostile_answers_are_made_of_is_good(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SPOILS)
 def test_each_of_them_is_refused_for_its_own_reason(name: str, tmp_path: Path) -> None:
     enemy = Enemy([3], "bad", 1)
-    enemy.answer = lambda order: Answer(order.run, order.round, [SPOILS[name](j, enemy.rng) for j in order.jobs]).to_bytes()  # type: ignore[method-assign]
+    enemy.answer = lambda order: Answer(
+        order.run, order.round, [SPOILS[name](j, enemy.rng) for j in order.jobs]
+    ).to_bytes()  # type: ignore[method-assign]
     time = Time()
     _, federation = live(
-        experiment(1), LoopCourier({1: enemy.handle}), replace(PATIENCE, most=3.0), clock=time.clock, sleep=time.sleep
+        experiment(1),
+        LoopCourier({1: enemy.handle}),
+        replace(PATIENCE, most=3.0),
+        clock=time.clock,
+        sleep=time.sleep,
     )
     told: list[str] = []
     federation.on_refusal = lambda client, round, reason: told.append(reason)
     before = {n: t.clone() for n, t in state_of(federation).items()}
-    with suppress(RuntimeError):  # nobody answered, which stops a run; what was refused is told all the same
+    # nobody answered, which stops a run; what was refused is told all the same
+    with suppress(RuntimeError):
         next(play(federation))
     # Who answers for somebody else has not answered, and is asked again.
-    assert len(told) == (2 if "number" in name.split() else 1) and same(state_of(federation), before)
+    assert len(told) == (2 if "number" in name.split() else 1) and same(
+        state_of(federation), before
+    )

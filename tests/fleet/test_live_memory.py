@@ -1,4 +1,5 @@
-"""What a device says of its free memory settles what it trains in the next round, whatever the method."""
+"""What a device says of its free memory settles what it trains in the next round, whatever the
+method."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from nestling.runs.assemble import assemble
 from nestling.runs.federation import Federation
 from tests.small import NETWORKS, small
 
-# The whole network trains on both devices; the third tier is there so that methods with one model a tier have a smaller one.
+# The whole network trains on both devices; the third tier is there so that methods with one model a
+# tier have a smaller one.
 TIERS = (
     Tier(name="pi", device="raspberry-pi-zero-2w", count=1),
     Tier(name="box", device="gpu-box", count=1),
@@ -24,14 +26,31 @@ PLENTY, LITTLE = 2**33, 3_000_000
 
 KEEPS = "its clients keep a network of their own, which is settled at rest"
 STAYS = {
-    "all-large": "everybody trains the full model, whether or not it fits: an upper bound, not a way to train",
-    "decoupled": "a tier averages its own network with nobody else's, and a smaller one would be another tier's",
+    "all-large": "everybody trains the full model, whether or not it fits: an upper bound, not a "
+    "way to train",
+    "decoupled": "a tier averages its own network with nobody else's, and a smaller one would be "
+    "another tier's",
     "fedavg": "everybody trains the part that the smallest tier can",
-    "fedet": "every tier has an architecture of its own with the common head; a part of it has other features",
+    "fedet": "every tier has an architecture of its own with the common head; a part of it has "
+    "other features",
     "fedzkt": KEEPS,
     "hafl-ghn": "what travels is the hyper-network, which is the same for everybody",
     "hermes": "its clients keep the channels that they have pruned to, with weights of their own",
-    **dict.fromkeys(("draftfed", "fd", "fedcma", "fedgh", "fedhenn", "fedhkd", "fedkd", "fedmd", "fedproto", "fedtgp"), KEEPS),
+    **dict.fromkeys(
+        (
+            "draftfed",
+            "fd",
+            "fedcma",
+            "fedgh",
+            "fedhenn",
+            "fedhkd",
+            "fedkd",
+            "fedmd",
+            "fedproto",
+            "fedtgp",
+        ),
+        KEEPS,
+    ),
     **dict.fromkeys(("fml", "kt-pfl", "lg-fedavg", "local"), KEEPS),
 }
 """Methods whose clients train the same whatever is free, and why."""
@@ -45,7 +64,8 @@ OTHERWISE = [  # set so, they take their pieces from elsewhere
 
 
 def live(method: Any) -> tuple[Federation, Roster, int]:
-    """A federation whose devices are real, as far as it can know, and the client of the smaller device."""
+    """A federation whose devices are real, as far as it can know, and the client of the smaller
+    device."""
     by_depth = isinstance(method, Named) and method.options.get("cut") == "depth"
     network = {"model": NETWORKS["tinyresnet"]} if by_depth else {}
     _, federation = assemble(small(method, fleet=FleetConfig(tiers=TIERS), **network))
@@ -57,14 +77,17 @@ def live(method: Any) -> tuple[Federation, Roster, int]:
 
 
 def trained(federation: Federation, client: int, round: int) -> float:
-    """How much a client trains in a round: parameters, or the share of the arithmetic where that is what it is told."""
+    """How much a client trains in a round: parameters, or the share of the arithmetic where that is
+    what it is told."""
     world, method = federation.world, federation.method
     device = world.device(client, round)
     piece = method.piece(device, round)
     told = method.send(device, piece, round).facts
-    if "fits" in told:  # FlexFL: the device cuts the largest model that it holds out of what was sent
+    # FlexFL: the device cuts the largest model that it holds out of what was sent
+    if "fits" in told:
         piece = method.pool.rungs[told["fits"]].piece  # type: ignore[attr-defined]
-    return float(told.get("budget", world.cost(piece).params))  # DISTREAL: every batch uses a share of the whole
+    # DISTREAL: every batch uses a share of the whole
+    return float(told.get("budget", world.cost(piece).params))
 
 
 def over_time(method: Any) -> list[float]:

@@ -1,4 +1,5 @@
-"""Logs that programs read: every line whole, also with two processes writing and the file being put aside; nothing secret in any."""
+"""Logs that programs read: every line whole, also with two processes writing and the file being put
+aside; nothing secret in any."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def rows(path: Path) -> list[dict[str, object]]:
 def test_a_record_says_what_it_is_about(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with logs.written_to(path):
-        logs.tell(LOG, logs.Note("client 3 (d1) is there", "joined", client=3, name="d1", node=2**63 + 1))
+        logs.tell(
+            LOG, logs.Note("client 3 (d1) is there", "joined", client=3, name="d1", node=2**63 + 1)
+        )
         logs.tell(LOG, "plain words", logging.WARNING)
         LOG.info("with %s", "arguments")
         LOG.info("told by another process", extra={"echo": True})
@@ -43,12 +46,18 @@ def test_a_record_says_what_it_is_about(tmp_path: Path) -> None:
         "from": "nestling.test",
     }
     assert str(first["time"]).endswith("+00:00")
-    assert second["level"] == "warning" and second["event"] == "log" and third["text"] == "with arguments"
+    assert (
+        second["level"] == "warning"
+        and second["event"] == "log"
+        and third["text"] == "with arguments"
+    )
 
 
 def test_a_note_is_a_line_as_any_other() -> None:
     note = logs.Note("words", "event", round=2)
-    assert note == "words" and f"{note}!" == "words!" and note.facts == {"event": "event", "round": 2}
+    assert (
+        note == "words" and f"{note}!" == "words!" and note.facts == {"event": "event", "round": 2}
+    )
 
 
 def test_lines_wait_until_the_run_folder_is_there(tmp_path: Path) -> None:
@@ -62,7 +71,11 @@ def test_lines_wait_until_the_run_folder_is_there(tmp_path: Path) -> None:
         LOG.info("an echo", extra={"echo": True})
         assert [row["text"] for row in rows(run / logs.SERVER_LOG)] == ["before", "still before"]
         LOG.info("after")
-    assert [row["text"] for row in rows(run / logs.SERVER_LOG)] == ["before", "still before", "after"]
+    assert [row["text"] for row in rows(run / logs.SERVER_LOG)] == [
+        "before",
+        "still before",
+        "after",
+    ]
 
 
 WRITER = """
@@ -72,14 +85,18 @@ from nestling.fleet.care.logs import JsonLines
 sys.stdin.readline()
 handler = JsonLines(Path(sys.argv[1]), limit=60_000)
 for number in range(300):
-    handler.emit(logging.LogRecord(sys.argv[2], logging.INFO, "", 0, f"line {number} " + "x" * 50, (), None))
+    text = f"line {number} " + "x" * 50
+    handler.emit(logging.LogRecord(sys.argv[2], logging.INFO, "", 0, text, (), None))
 """
 
 
 def test_two_processes_write_whole_lines_and_put_the_full_file_aside(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(path), name], stdin=subprocess.PIPE, text=True) for name in "ab"
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), name], stdin=subprocess.PIPE, text=True
+        )
+        for name in "ab"
     ]
     for writer in writers:  # once both are there, at the same time
         assert writer.stdin is not None
@@ -89,12 +106,16 @@ def test_two_processes_write_whole_lines_and_put_the_full_file_aside(tmp_path: P
     aside = path.with_name(path.name + ".1")
     found = rows(aside) + rows(path)  # about 100 kB: put aside once
     for name in "ab":
-        assert [int(str(row["text"]).split()[1]) for row in found if row["from"] == name] == list(range(300))
+        assert [int(str(row["text"]).split()[1]) for row in found if row["from"] == name] == list(
+            range(300)
+        )
     assert 60_000 <= aside.stat().st_size < 61_000 and path.stat().st_size < 60_000
     assert path.stat().st_mode & 0o007 == 0
 
 
-def test_a_full_disk_loses_no_line_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_no_line_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, write = tmp_path / "log.jsonl", logs.os.write
 
     def half(handle: int, data: bytes) -> int:
@@ -111,7 +132,9 @@ def test_a_full_disk_loses_no_line_and_ends_nothing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_plain_lines_on_a_full_disk_neither_end_nor_say_anything(capfd: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_on_a_full_disk_neither_end_nor_say_anything(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     full = logs.PlainLines("/dev/full")
     full.emit(logging.makeLogRecord({"msg": "words"}))
     full.close()
@@ -134,7 +157,9 @@ def everything_secret(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("shape", ["{}", "something: {} and more", "flwr-signature: {}", "{{'token': '{}'}}"])
+@pytest.mark.parametrize(
+    "shape", ["{}", "something: {} and more", "flwr-signature: {}", "{{'token': '{}'}}"]
+)
 def test_no_secret_gets_into_a_log(tmp_path: Path, shape: str) -> None:
     path, text = tmp_path / "log.jsonl", tmp_path / "log.txt"
     plain = logging.FileHandler(text)
@@ -145,7 +170,9 @@ def test_no_secret_gets_into_a_log(tmp_path: Path, shape: str) -> None:
         with logs.written_to(path):
             for name, secret in found.items():
                 LOG.info("%s: %s", name, shape.format(secret))
-                logs.tell(LOG, logs.Note(shape.format(secret), "refused", reason=shape.format(secret)))
+                logs.tell(
+                    LOG, logs.Note(shape.format(secret), "refused", reason=shape.format(secret))
+                )
                 try:
                     raise ValueError(shape.format(secret))
                 except ValueError:
@@ -167,7 +194,8 @@ def test_no_secret_gets_into_a_log(tmp_path: Path, shape: str) -> None:
         "round 3: 12 clients, global accuracy 93.10%, 4.2 s",
         "node 17009652372244268689 is refused: it answers for the run a6983b5e7342b0e3",
         "refused 127.0.0.1 SHA256:H2jUDEWxWW7kzngy: the key of d2 is revoked (403)",
-        "cannot write the run folder /var/lib/nestling/fleets/of/the/whole/institute/run: No space left on device",
+        "cannot write the run folder /var/lib/nestling/fleets/of/the/whole/institute/run: No "
+        "space left on device",
         "the key: see the runbook",
     ],
 )
@@ -176,17 +204,22 @@ def test_what_people_need_is_not_hidden(text: str) -> None:
 
 
 def test_known_values_of_secret_settings_are_hidden_however_short() -> None:
-    said = logs.hide('password=hunter22 Authorization: Bearer abc.def.ghi {"api_key": "0123456"} MQTT_TOKEN: s3cr3t!')
+    said = logs.hide(
+        'password=hunter22 Authorization: Bearer abc.def.ghi {"api_key": "0123456"} MQTT_TOKEN: '
+        "s3cr3t!"
+    )
     assert (
-        said
-        == f'password={logs.HIDDEN} Authorization: Bearer {logs.HIDDEN} {{"api_key": "{logs.HIDDEN}"}} MQTT_TOKEN: {logs.HIDDEN}'
+        said == f"password={logs.HIDDEN} Authorization: Bearer {logs.HIDDEN} "
+        f'{{"api_key": "{logs.HIDDEN}"}} MQTT_TOKEN: {logs.HIDDEN}'
     )
 
 
 def test_what_a_child_prints_is_told_with_what_it_is_about(tmp_path: Path) -> None:
     """The proxy's own words for a refusal, through a keeper, into the file."""
     token = secrets.token_hex(16)
-    refusal = proxy.ClosedDoor(403, proxy.REVOKED_KEY, "the key of d2 is revoked", "SHA256:H2jUDEWxWW7kzngy")
+    refusal = proxy.ClosedDoor(
+        403, proxy.REVOKED_KEY, "the key of d2 is revoked", "SHA256:H2jUDEWxWW7kzngy"
+    )
     words = (refusal.status, refusal.code, refusal.reason, refusal.who)
     code = (
         "import logging, sys; from nestling.fleet.server.proxy import ClosedDoor, Config, Proxy\n"
@@ -196,10 +229,22 @@ def test_what_a_child_prints_is_told_with_what_it_is_about(tmp_path: Path) -> No
     )
     path = tmp_path / "log.jsonl"
     with logs.written_to(path), Keeper() as keeper:
-        keeper.add(Program("proxy", [sys.executable, "-c", code], tmp_path / "proxy.log", show=lambda line: True))
+        keeper.add(
+            Program(
+                "proxy",
+                [sys.executable, "-c", code],
+                tmp_path / "proxy.log",
+                show=lambda line: True,
+            )
+        )
         until(lambda: path.exists() and "the token is" in path.read_text(), 60)
     (row,) = [row for row in rows(path) if row["event"] == "refused"]
-    assert (row["program"], row["address"], row["key"], row["reason"]) == ("proxy", "10.0.0.9", refusal.who, refusal.reason)
+    assert (row["program"], row["address"], row["key"], row["reason"]) == (
+        "proxy",
+        "10.0.0.9",
+        refusal.who,
+        refusal.reason,
+    )
     assert token not in path.read_text() and token not in (tmp_path / "proxy.log").read_text()
     assert logs.HIDDEN in (tmp_path / "proxy.log").read_text()
 

@@ -14,8 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("paho.mqtt.client", reason="paho-mqtt is not installed: pip install nestling[mqtt]")
-pytest.importorskip("cryptography", reason="cryptography is not installed: pip install nestling[fleet]")
+pytest.importorskip(
+    "paho.mqtt.client", reason="paho-mqtt is not installed: pip install nestling[mqtt]"
+)
+pytest.importorskip(
+    "cryptography", reason="cryptography is not installed: pip install nestling[fleet]"
+)
 
 from fleet_gateway import Mortal, Mosquitto, devices_of, wait_for, where
 
@@ -33,7 +37,9 @@ from tests.tiny.hostboard import assert_same, client_data, job
 
 pytestmark = [
     pytest.mark.skipif(not where(), reason="mosquitto is not installed: apt-get install mosquitto"),
-    pytest.mark.skipif(toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc"),
+    pytest.mark.skipif(
+        toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc"
+    ),
 ]
 SECONDS = 120.0
 
@@ -68,7 +74,9 @@ def by_hand(broker: Broker, heard: list[tuple[str, bytes]], *topics: str) -> Any
     """A client that is nobody's device; what it hears goes into a list."""
     client, ready = broker.client(), threading.Event()
     granted: list[Any] = []
-    client.on_connect = lambda c, d, f, reason, p: c.subscribe([(t, 1) for t in topics]) if topics else ready.set()
+    client.on_connect = lambda c, d, f, reason, p: (
+        c.subscribe([(t, 1) for t in topics]) if topics else ready.set()
+    )
     client.on_subscribe = lambda c, d, m, codes, p: (granted.extend(codes), ready.set())
     client.on_message = lambda c, d, message: heard.append((message.topic, message.payload))
     client.loop_start()
@@ -76,20 +84,29 @@ def by_hand(broker: Broker, heard: list[tuple[str, bytes]], *topics: str) -> Any
     return client
 
 
-# -- jobs ------------------------------------------------------------------------------------------------------------------------
+# -- jobs ------------------------------------------------------------------------------------------
 
 
 def test_a_device_does_jobs_to_the_bit(broker: Mosquitto, gateway: MqttDevices) -> None:
     blobs = {name: client_data(seed) for seed, name in enumerate("ab")}
     with devices_of(blobs, broker.as_user):
         wait_for(lambda: gateway.facts("a") and gateway.facts("b"))
-        jobs = [job(seed=1), job(seed=2, present=lambda p, r: np.array([1, 0, 1, 1, 0], np.float32)), large()]
+        jobs = [
+            job(seed=1),
+            job(seed=2, present=lambda p, r: np.array([1, 0, 1, 1, 0], np.float32)),
+            large(),
+        ]
         for told in jobs:
             futures = {name: gateway.run(name, orders_of(told)) for name in blobs}
             for name, blob in blobs.items():
                 assert_same(futures[name].result(SECONDS), native.run_job(told, blob))
         facts = gateway.facts("a")
-    assert facts is not None and facts.rows == 40 and facts.shape == (1, 8, 8) and sum(facts.counts or ()) == 40
+    assert (
+        facts is not None
+        and facts.rows == 40
+        and facts.shape == (1, 8, 8)
+        and sum(facts.counts or ()) == 40
+    )
     assert gateway.counts["refused"] == 0
 
 
@@ -137,7 +154,9 @@ def test_a_job_outlives_a_restart_of_the_broker(broker: Mosquitto, gateway: Mqtt
         goes_on.set()
         broker.start()
         ended = threading.Event()
-        threading.Thread(target=lambda: [device.tick() for _ in iter(lambda: ended.wait(0.2), True)], daemon=True).start()
+        threading.Thread(
+            target=lambda: [device.tick() for _ in iter(lambda: ended.wait(0.2), True)], daemon=True
+        ).start()
         try:
             assert_same(future.result(SECONDS), native.run_job(told, blob))
         finally:
@@ -155,7 +174,9 @@ def test_a_device_says_why_it_cannot(broker: Mosquitto, gateway: MqttDevices) ->
             gateway.run("a", told).result(SECONDS)
 
 
-def test_a_device_that_dies_is_noticed_and_costs_its_own_job_only(broker: Mosquitto, gateway: MqttDevices) -> None:
+def test_a_device_that_dies_is_noticed_and_costs_its_own_job_only(
+    broker: Mosquitto, gateway: MqttDevices
+) -> None:
     blobs, told = {"a": client_data(1), "b": client_data(2)}, job()
     with devices_of(blobs, broker.as_user, {"a": 1}):
         wait_for(lambda: gateway.facts("a") and gateway.facts("b"))
@@ -165,12 +186,16 @@ def test_a_device_that_dies_is_noticed_and_costs_its_own_job_only(broker: Mosqui
         assert_same(kept.result(SECONDS), native.run_job(told, blobs["b"]))
 
 
-def test_hostile_packets_are_refused_and_others_served(broker: Mosquitto, gateway: MqttDevices) -> None:
+def test_hostile_packets_are_refused_and_others_served(
+    broker: Mosquitto, gateway: MqttDevices
+) -> None:
     blob, told = client_data(), job()
     orders = orders_of(told)
     bad = by_hand(broker.as_user("b"), [])
     try:
-        bad.publish(topic("b", "state"), bundle.pack({"rows": 3, "shape": [1, 8, 8], "crc": 0}, {}), qos=1)
+        bad.publish(
+            topic("b", "state"), bundle.pack({"rows": 3, "shape": [1, 8, 8], "crc": 0}, {}), qos=1
+        )
         wait_for(lambda: gateway.facts("b"))
         future = gateway.run("b", orders)
         wrong = bundle.pack({"job": "0" * 64, "loss": 1.0, "steps": 1, "samples": 1}, {})
@@ -178,7 +203,8 @@ def test_hostile_packets_are_refused_and_others_served(broker: Mosquitto, gatewa
             b"",
             b"garbage",
             bytes(100_000)[:60_000],
-            Packet(RESULT, orders.number, 0, 60000, bytes(PART)).to_bytes(),  # more than the job can give
+            # more than the job can give
+            Packet(RESULT, orders.number, 0, 60000, bytes(PART)).to_bytes(),
             Packet(RESULT, orders.number + 1, 0, 1, b"x").to_bytes(),  # of another job
             Packet(RESULT, orders.number, 0, 1, wrong).to_bytes(),
         ):
@@ -186,7 +212,11 @@ def test_hostile_packets_are_refused_and_others_served(broker: Mosquitto, gatewa
         with pytest.raises(InputError, match="a result of another job"):
             future.result(SECONDS)
         assert gateway.counts["refused"] == 5 and gateway.counts["late"] == 1
-        for state in (b"{}", bundle.pack({"rows": 3, "shape": [1, 8, 8], "crc": 0, "counts": [1, 1]}, {}), bytes(66_000)):
+        for state in (
+            b"{}",
+            bundle.pack({"rows": 3, "shape": [1, 8, 8], "crc": 0, "counts": [1, 1]}, {}),
+            bytes(66_000),
+        ):
             bad.publish(topic("b", "state"), state, qos=1)
         wait_for(lambda: gateway.counts["refused"] == 8)
         with devices_of({"a": blob}, broker.as_user):
@@ -209,31 +239,53 @@ def test_hostile_packets_are_refused_and_others_served(broker: Mosquitto, gatewa
         ({"error": "no room"}, None, "no room"),
     ],
 )
-def test_a_result_that_cannot_be_is_refused(facts: dict[str, Any], weights: Any, reason: str) -> None:
+def test_a_result_that_cannot_be_is_refused(
+    facts: dict[str, Any], weights: Any, reason: str
+) -> None:
     from nestling.fleet.node.mqtt import _result
 
     orders = orders_of(job())
     right = np.zeros(orders.header.params, np.float32)
-    sent = right if weights is None else right.astype(np.float64) if isinstance(weights, str) else weights
-    told = {"job": orders.digest, "loss": 1.0, "steps": len(orders.sizes), "samples": len(orders.rows)}
+    sent = (
+        right
+        if weights is None
+        else right.astype(np.float64)
+        if isinstance(weights, str)
+        else weights
+    )
+    told = {
+        "job": orders.digest,
+        "loss": 1.0,
+        "steps": len(orders.sizes),
+        "samples": len(orders.rows),
+    }
     assert _result(bundle.pack(told, {"weights": right}), orders).steps == len(orders.sizes)
     with pytest.raises(InputError, match=reason):
         _result(bundle.pack({**told, **facts}, {"weights": sent}), orders)
 
 
-# -- who may do what -------------------------------------------------------------------------------------------------------------
+# -- who may do what -------------------------------------------------------------------------------
 
 
 def test_a_device_reaches_its_own_topics_only(broker: Mosquitto) -> None:
     for_all: list[tuple[str, bytes]] = []
     for_a: list[tuple[str, bytes]] = []
     mine = [topic("a", "down")]
-    others = [topic("b", "down"), "nestling/+/down", "nestling/#", "#", topic("b", "up"), topic("a", "up")]
+    others = [
+        topic("b", "down"),
+        "nestling/+/down",
+        "nestling/#",
+        "#",
+        topic("b", "up"),
+        topic("a", "up"),
+    ]
     overseer = by_hand(broker.as_user("gateway"), for_all, "nestling/+/up", "nestling/+/state")
     spy = by_hand(broker.as_user("a"), for_a, *mine, *others)
     try:
         for device in "ab":
-            overseer.publish(topic(device, "down"), f"for {device}".encode(), qos=1).wait_for_publish(SECONDS)
+            overseer.publish(
+                topic(device, "down"), f"for {device}".encode(), qos=1
+            ).wait_for_publish(SECONDS)
         for name in (
             topic("b", "up"),
             topic("b", "state"),
@@ -242,7 +294,8 @@ def test_a_device_reaches_its_own_topics_only(broker: Mosquitto) -> None:
             "elsewhere",
             topic("a", "up"),
         ):
-            spy.publish(name, b"from a", qos=1).wait_for_publish(SECONDS)  # the broker takes it, and drops what is not allowed
+            # the broker takes it, and drops what is not allowed
+            spy.publish(name, b"from a", qos=1).wait_for_publish(SECONDS)
         wait_for(lambda: for_all)
         overseer.publish(topic("a", "down"), b"last", qos=1).wait_for_publish(SECONDS)
         wait_for(lambda: (topic("a", "down"), b"last") in for_a)
@@ -262,8 +315,24 @@ def test_a_wrong_password_is_refused(broker: Mosquitto, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="refuses 'gateway'"):
         MqttDevices(replace(broker.as_user("gateway"), password_file=wrong), ["a"]).open()
     (tmp_path / "blob").write_bytes(client_data())
-    words = ["--broker", f"127.0.0.1:{broker.port}", "--name", "a", "--ca", str(broker.ca), "--data", str(tmp_path / "blob")]
-    command = [sys.executable, "-m", "nestling.fleet.node.mqtt_device", *words, "--password-file", str(wrong)]
+    words = [
+        "--broker",
+        f"127.0.0.1:{broker.port}",
+        "--name",
+        "a",
+        "--ca",
+        str(broker.ca),
+        "--data",
+        str(tmp_path / "blob"),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "nestling.fleet.node.mqtt_device",
+        *words,
+        "--password-file",
+        str(wrong),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode == 2 and "the broker refuses it" in ended.stderr
     assert "guess" not in ended.stderr + broker.log()
@@ -271,23 +340,44 @@ def test_a_wrong_password_is_refused(broker: Mosquitto, tmp_path: Path) -> None:
 
 def test_a_device_as_a_process(broker: Mosquitto, gateway: MqttDevices, tmp_path: Path) -> None:
     source = np.random.default_rng(0)
-    np.savez(tmp_path / "rows.npz", x=source.standard_normal((40, 1, 8, 8)).astype(np.float32), y=source.integers(0, 5, 40))
-    words = ["--broker", f"127.0.0.1:{broker.port}", "--name", "c", "--ca", str(broker.ca), "--data", str(tmp_path / "rows.npz")]
+    np.savez(
+        tmp_path / "rows.npz",
+        x=source.standard_normal((40, 1, 8, 8)).astype(np.float32),
+        y=source.integers(0, 5, 40),
+    )
+    words = [
+        "--broker",
+        f"127.0.0.1:{broker.port}",
+        "--name",
+        "c",
+        "--ca",
+        str(broker.ca),
+        "--data",
+        str(tmp_path / "rows.npz"),
+    ]
     secret = str(broker.as_user("c").password_file)
-    device = subprocess.Popen([sys.executable, "-m", "nestling.fleet.node.mqtt_device", *words, "--password-file", secret])
+    device = subprocess.Popen(
+        [sys.executable, "-m", "nestling.fleet.node.mqtt_device", *words, "--password-file", secret]
+    )
     try:
         wait_for(lambda: gateway.facts("c"))
-        assert_same(gateway.run("c", orders_of(job())).result(SECONDS), native.run_job(job(), client_data()))
+        assert_same(
+            gateway.run("c", orders_of(job())).result(SECONDS), native.run_job(job(), client_data())
+        )
     finally:
         device.terminate()
         assert device.wait(SECONDS) == 0
     wait_for(lambda: gateway._desks["c"].away)  # it has taken leave
 
 
-def test_without_tls_or_another_authority_nothing_is_said(broker: Mosquitto, tmp_path: Path) -> None:
+def test_without_tls_or_another_authority_nothing_is_said(
+    broker: Mosquitto, tmp_path: Path
+) -> None:
     certs.issue(tmp_path / "other", hosts=["127.0.0.1"])
     with pytest.raises(ssl.SSLCertVerificationError):
-        stranger = replace(broker.as_user("a"), ca=tmp_path / "other" / "server" / "ca.crt").client()
+        stranger = replace(
+            broker.as_user("a"), ca=tmp_path / "other" / "server" / "ca.crt"
+        ).client()
         stranger.reconnect()
     plain = replace(broker.as_user("a"), tls=False).client()
     answers: list[Any] = []
@@ -307,13 +397,20 @@ def test_the_brokers_files_are_private_and_hold_no_password(broker: Mosquitto) -
         secret = broker.as_user(name).password_file.read_text()
         assert all(secret not in p.read_text() for p in files if p.parent.name != "secrets")
     before = broker.as_user("a").password_file.read_text()
-    write_broker(broker.folder / "broker", ["a", "b", "c"], certs.server_files(broker.folder / "keys"), port=broker.port)
+    write_broker(
+        broker.folder / "broker",
+        ["a", "b", "c"],
+        certs.server_files(broker.folder / "keys"),
+        port=broker.port,
+    )
     assert broker.as_user("a").password_file.read_text() == before
     assert hashed("x") != hashed("x")
     with pytest.raises(InputError, match="is not a name"):
         write_broker(broker.folder / "other", ["a/b"], certs.server_files(broker.folder / "keys"))
     with pytest.raises(InputError, match="gateway"):
-        write_broker(broker.folder / "other", ["gateway"], certs.server_files(broker.folder / "keys"))
+        write_broker(
+            broker.folder / "other", ["gateway"], certs.server_files(broker.folder / "keys")
+        )
 
 
 def test_a_password_that_others_can_read_is_refused(broker: Mosquitto, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The configuration for nginx in a real nginx, where there is one: before our proxy, which stands before an inner server."""
+"""The configuration for nginx in a real nginx, where there is one: before our proxy, which stands
+before an inner server."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def door(setting: Setting, tmp_path: Path) -> Iterator[int]:
         ("server 127.0.0.1:8443", f"server 127.0.0.1:{setting.port}"),
         ("/etc/nestling", str(setting.keys / "server")),
         ("/run/nestling-nginx.pid", str(tmp_path / "pid")),
-        ("http {\n", f"http {{\n    client_body_temp_path {tmp_path}/body;\n    proxy_temp_path {tmp_path}/proxy;\n"),
+        (
+            "http {\n",
+            f"http {{\n    client_body_temp_path {tmp_path}/body;\n"
+            f"    proxy_temp_path {tmp_path}/proxy;\n",
+        ),
     ):
         assert old in text
         text = text.replace(old, new)
@@ -46,7 +51,11 @@ def door(setting: Setting, tmp_path: Path) -> Iterator[int]:
     command = [NGINX, "-p", str(tmp_path), "-c", str(file), "-g", "daemon off;"]
     process = subprocess.Popen(command, stderr=open(tmp_path / "said", "wb"))  # noqa: SIM115
     try:
-        until(lambda: _status(setting, port, "GET", "/health") or process.poll() is not None, 60, "nginx")
+        until(
+            lambda: _status(setting, port, "GET", "/health") or process.poll() is not None,
+            60,
+            "nginx",
+        )
         assert process.poll() is None, (tmp_path / "said").read_text()
         yield port
     finally:
@@ -54,11 +63,15 @@ def door(setting: Setting, tmp_path: Path) -> Iterator[int]:
         process.wait(60)
 
 
-def _status(setting: Setting, port: int, method: str, path: str, body: bytes = b"", **headers: str) -> int:
+def _status(
+    setting: Setting, port: int, method: str, path: str, body: bytes = b"", **headers: str
+) -> int:
     context = ssl.create_default_context(cafile=str(setting.keys / "devices/pi-1/ca.crt"))
     connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=60)
     try:
-        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+        connection.request(
+            method, path, body, {name.replace("_", "-"): value for name, value in headers.items()}
+        )
         answer = connection.getresponse()
         answer.read()
         return answer.status
@@ -71,7 +84,9 @@ def _status(setting: Setting, port: int, method: str, path: str, body: bytes = b
 def test_the_same_paths_pass_and_no_other(setting: Setting, door: int) -> None:
     key = setting.key("pi-1")
     assert _status(setting, door, "GET", "/health") == 200
-    assert _status(setting, door, "POST", "/v1/fleet/push-object", os.urandom(12 << 20), **key) == 200
+    assert (
+        _status(setting, door, "POST", "/v1/fleet/push-object", os.urandom(12 << 20), **key) == 200
+    )
     assert Inner.seen[-1][1:] != () and Inner.seen[-1][3] == 12 << 20
     before = len(Inner.seen)
     for path in (
@@ -84,6 +99,7 @@ def test_the_same_paths_pass_and_no_other(setting: Setting, door: int) -> None:
         "/",
     ):
         assert _status(setting, door, "POST", path, **key) == 403, path
-    assert _status(setting, door, "POST", "/v1/fleet/pull-messages") == 401  # no key: the proxy behind says so
+    # no key: the proxy behind says so
+    assert _status(setting, door, "POST", "/v1/fleet/pull-messages") == 401
     assert _status(setting, door, "POST", "/v1/fleet/pull-messages", **setting.key("pi-3")) == 401
     assert len(Inner.seen) == before

@@ -13,11 +13,21 @@ from nestling.fleet.protocol.packets import ACK, JOB, PART, RESULT, WINDOW, Pack
 
 
 def carried(data: bytes, seed: int, lost: float) -> bytes:
-    """What arrives of data over a channel that loses this share of all packets, doubles some and mixes them."""
-    chance, sender, receiver = random.Random(seed), Sender(JOB, 7, data), Receiver(7, -(-len(data) // PART), len(data))
+    """What arrives of data over a channel that loses this share of all packets, doubles some and
+    mixes them."""
+    chance, sender, receiver = (
+        random.Random(seed),
+        Sender(JOB, 7, data),
+        Receiver(7, -(-len(data) // PART), len(data)),
+    )
     now = 0.0
     for _ in range(10_000):
-        on_way = [packet for packet in sender.due(now) for _ in range(chance.choice((1, 1, 2))) if chance.random() >= lost]
+        on_way = [
+            packet
+            for packet in sender.due(now)
+            for _ in range(chance.choice((1, 1, 2)))
+            if chance.random() >= lost
+        ]
         chance.shuffle(on_way)
         for packet in on_way:
             ack = receiver.take(Packet.from_bytes(packet))
@@ -56,7 +66,11 @@ def test_a_silent_receiver_is_asked_less_and_less_often() -> None:
     sender = Sender(JOB, 1, b"x")
     times = [now for now in range(400) if sender.due(float(now))]
     pauses = [b - a for a, b in itertools.pairwise(times)]
-    assert pauses == sorted(pauses) and pauses[0] == packets.FIRST_PAUSE and max(pauses) == packets.LONGEST_PAUSE
+    assert (
+        pauses == sorted(pauses)
+        and pauses[0] == packets.FIRST_PAUSE
+        and max(pauses) == packets.LONGEST_PAUSE
+    )
 
 
 def test_one_that_forgot_everything_gets_it_all_again() -> None:

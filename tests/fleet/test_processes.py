@@ -1,4 +1,5 @@
-"""Keeping processes alive: they come back, later and later; they end with their keeper, however it ends; their logs stay small."""
+"""Keeping processes alive: they come back, later and later; they end with their keeper, however it
+ends; their logs stay small."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ def python(tmp_path: Path, code: str, **settings: object) -> Program:
     return Program("it", [sys.executable, "-u", "-c", code], tmp_path / "it.log", **settings)  # type: ignore[arg-type]
 
 
-def test_what_ends_is_started_again_later_and_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_ends_is_started_again_later_and_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "nestling.fleet")
     code = "print('something odd [code: 7]'); raise SystemExit(3)"
     advice = {"[code: 7]": "the seventh thing"}
     with Keeper() as keeper:
-        program = python(tmp_path, code, advice=lambda tail: next((advice[s] for s in advice if s in tail), None))
+        program = python(
+            tmp_path, code, advice=lambda tail: next((advice[s] for s in advice if s in tail), None)
+        )
         child = keeper.add(program)
         delays = []
         for _ in range(7):
@@ -48,7 +53,9 @@ def test_what_ends_is_started_again_later_and_later(tmp_path: Path, caplog: pyte
     assert (tmp_path / "it.log").read_text().count("something odd") >= 7
 
 
-def test_an_end_without_advice_is_told_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_end_without_advice_is_told_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "nestling.fleet")
     with Keeper() as keeper:
         child = keeper.add(python(tmp_path, "import time; time.sleep(600)"))
@@ -59,7 +66,9 @@ def test_an_end_without_advice_is_told_as_it_is(tmp_path: Path, caplog: pytest.L
     assert "it ended: killed by SIGKILL" in caplog.text
 
 
-def test_what_lived_long_comes_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lived_long_comes_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "SETTLED", 0.0)
     with Keeper() as keeper:
         child = keeper.add(python(tmp_path, "pass"))
@@ -68,9 +77,14 @@ def test_what_lived_long_comes_back_at_once(tmp_path: Path, monkeypatch: pytest.
         assert child.failures == 0 and child.pid is not None
 
 
-def test_what_is_of_no_use_any_more_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_of_no_use_any_more_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "SICK_SECONDS", 0.5)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('Traceback'); time.sleep(600)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('Traceback'); time.sleep(600)"
+    )
     with Keeper() as keeper:
         child = keeper.add(python(tmp_path, code, sick=lambda line: "Traceback" in line))
         first = child.pid
@@ -103,7 +117,8 @@ def test_logs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_deaf_are_killed_with_all_they_started(tmp_path: Path) -> None:
     code = (
         "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "inner = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print('inner', inner.pid); inner.wait()"
+        "inner = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print('inner', inner.pid); inner.wait()"
     )
     keeper = Keeper()
     child = keeper.add(python(tmp_path, code))
@@ -119,7 +134,8 @@ def test_children_end_with_a_keeper_that_is_killed(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from nestling.fleet.care.processes import Keeper, Program
-child = Keeper().add(Program("it", [sys.executable, "-c", "import time; time.sleep(600)"], Path({str(tmp_path / "it.log")!r})))
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = Keeper().add(Program("it", sleep, Path({str(tmp_path / "it.log")!r})))
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -178,7 +194,9 @@ def test_addresses(text: str, found: tuple[str, int]) -> None:
     assert parse_server(text) == found
 
 
-@pytest.mark.parametrize("text", ["", ":8443", "host:port", "host:0", "host:70000", "host/path", "a b"])
+@pytest.mark.parametrize(
+    "text", ["", ":8443", "host:port", "host:0", "host:70000", "host/path", "a b"]
+)
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(InputError, match="SERVER"):
         parse_server(text)
@@ -186,5 +204,10 @@ def test_bad_addresses(text: str) -> None:
 
 def test_loopback_is_only_this_machine() -> None:
     assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"]))
-    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "localhost.example.com", "", "127.0.0.1.example"]))
+    assert not any(
+        map(
+            is_loopback,
+            ["0.0.0.0", "::", "10.0.0.1", "localhost.example.com", "", "127.0.0.1.example"],
+        )
+    )
     assert join_address("::1", 1) == "[::1]:1" and join_address("a", 1) == "a:1"

@@ -11,7 +11,10 @@ import pytest
 from nestling.errors import InputError
 from nestling.fleet.node import profile
 
-MEMINFO = "MemTotal:        1000 kB\nMemFree:          100 kB\nMemAvailable:     800 kB\nHugePages_Total:       0\n"
+MEMINFO = (
+    "MemTotal:        1000 kB\nMemFree:          100 kB\nMemAvailable:     800 "
+    "kB\nHugePages_Total:       0\n"
+)
 KB = 1024
 
 
@@ -63,7 +66,9 @@ def test_a_container_of_version_1_counts_less(tmp_path: Path) -> None:
 
 
 def test_a_group_that_uses_more_than_its_limit_has_nothing_free(tmp_path: Path) -> None:
-    root = machine(tmp_path, "0::/\n", memory_DOT_max=f"{10 * KB}\n", memory_DOT_current=f"{20 * KB}\n")
+    root = machine(
+        tmp_path, "0::/\n", memory_DOT_max=f"{10 * KB}\n", memory_DOT_current=f"{20 * KB}\n"
+    )
     assert profile.memory(root).available == 0
 
 
@@ -75,13 +80,17 @@ def test_allowances(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.Allowance.parse("1.5GB").available() == 1536 * 2**20
 
 
-@pytest.mark.parametrize("text", ["0%", "101%", "x%", "-1 MB", "0 MB", "300", "lots", "", "nan%", "1 TB"])
+@pytest.mark.parametrize(
+    "text", ["0%", "101%", "x%", "-1 MB", "0 MB", "300", "lots", "", "nan%", "1 TB"]
+)
 def test_bad_allowances(text: str) -> None:
     with pytest.raises(InputError, match=r"--memory: .*300 MB"):
         profile.Allowance.parse(text)
 
 
 def test_no_torch_is_needed() -> None:
-    light = "nestling.fleet.node.profile, nestling.fleet.server.proxy, nestling.fleet.care.processes"
+    light = (
+        "nestling.fleet.node.profile, nestling.fleet.server.proxy, nestling.fleet.care.processes"
+    )
     code = f"import sys, {light}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

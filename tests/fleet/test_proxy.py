@@ -1,4 +1,5 @@
-"""The proxy with a real upstream behind TLS: what devices need passes unharmed, everything else is refused with a reason."""
+"""The proxy with a real upstream behind TLS: what devices need passes unharmed, everything else is
+refused with a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Inner(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        self.seen.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, len(body)))
+        self.seen.append(
+            (self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, len(body))
+        )
         if self.path.endswith("get-run"):
             self.chunks([b"one", b"two" * 1000])
         else:
@@ -80,7 +83,13 @@ class Setting:
         self.connections.append(made)
         return made
 
-    def ask(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, bytes]:
         connection = self.connect()
         connection.request(method, path, body, headers or {})
         answer = connection.getresponse()
@@ -176,7 +185,9 @@ def test_a_device_gets_through_with_its_headers_and_its_body(setting: Setting) -
     assert setting.ask("POST", "/v1/fleet/push-object", body, sent) == (200, body)
     method, path, headers, size = Inner.seen[-1]
     assert (method, path, size) == ("POST", "/v1/fleet/push-object", len(body))
-    assert headers["flwr-signature"] == "abc" and headers["content-type"] == "application/x-protobuf"
+    assert (
+        headers["flwr-signature"] == "abc" and headers["content-type"] == "application/x-protobuf"
+    )
     assert headers[proxy.KEY] == setting.key("pi-1")[proxy.KEY]
     assert headers["x-forwarded-for"] == "127.0.0.1"
 
@@ -216,7 +227,9 @@ def test_a_connection_serves_many_requests_and_answers_in_chunks(setting: Settin
     ],
 )
 def test_no_other_path_passes(setting: Setting, method: str, path: str) -> None:
-    status, body = setting.ask(method, path, b"x" if method == "POST" else None, setting.key("pi-1"))
+    status, body = setting.ask(
+        method, path, b"x" if method == "POST" else None, setting.key("pi-1")
+    )
     assert status == 403 and "not for devices" in json.loads(body)["detail"]
     assert not Inner.seen
 
@@ -239,7 +252,9 @@ def test_keys(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     assert setting.key("pi-3")[proxy.KEY] not in caplog.text
 
 
-def test_a_key_revoked_now_is_refused_on_the_next_request_of_an_open_connection(setting: Setting) -> None:
+def test_a_key_revoked_now_is_refused_on_the_next_request_of_an_open_connection(
+    setting: Setting,
+) -> None:
     connection, key = setting.connect(), setting.key("pi-2")
     connection.request("POST", "/v1/fleet/pull-messages", b"", key)
     answer = connection.getresponse()
@@ -256,7 +271,9 @@ def test_a_key_revoked_now_is_refused_on_the_next_request_of_an_open_connection(
         assert answer.status == 401 and json.loads(body)["code"] == proxy.REVOKED_KEY
         assert setting.ask("POST", "/v1/fleet/pull-messages", b"", setting.key("pi-1"))[0] == 200
     finally:
-        os.replace(setting.keys / "server/revoked/pi-2.pub", setting.keys / "server/devices/pi-2.pub")
+        os.replace(
+            setting.keys / "server/revoked/pi-2.pub", setting.keys / "server/devices/pi-2.pub"
+        )
 
 
 @pytest.mark.parametrize(
@@ -276,16 +293,28 @@ def test_a_key_revoked_now_is_refused_on_the_next_request_of_an_open_connection(
         (f"{proxy.KEY}: twice", 400),
     ],
 )
-def test_what_two_readers_may_understand_differently_is_refused(setting: Setting, lines: str, status: int) -> None:
+def test_what_two_readers_may_understand_differently_is_refused(
+    setting: Setting, lines: str, status: int
+) -> None:
     key = setting.key("pi-1")[proxy.KEY]
-    head = f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n{proxy.KEY}: {key}\r\n{lines}\r\n\r\nhello"
+    head = (
+        f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n{proxy.KEY}: "
+        f"{key}\r\n{lines}\r\n\r\nhello"
+    )
     answer = setting.raw(head.encode())
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer[:200]
     assert not Inner.seen
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x16\x03\x01", b"GET /health HTTP/1.0\r\n\r\n", b"GET  /health HTTP/1.1\r\n\r\n", b"\r\n\r\n"]
+    "data",
+    [
+        b"",
+        b"\x16\x03\x01",
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"GET  /health HTTP/1.1\r\n\r\n",
+        b"\r\n\r\n",
+    ],
 )
 def test_odd_first_bytes_do_no_harm(setting: Setting, data: bytes) -> None:
     trust = ssl.create_default_context(cafile=str(setting.keys / "devices/pi-1/ca.crt"))
@@ -320,7 +349,9 @@ def test_a_server_that_is_away_is_said_to_be_and_nodes_try_again(keys: Path) -> 
         found.connections[0].close()
 
 
-def test_connections_of_one_address_are_bounded(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_one_address_are_bounded(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(proxy, "PER_ADDRESS", 2)
     for _ in range(2):
         connection = setting.connect()

@@ -22,12 +22,20 @@ OURS, THEIRS = "1" * 32, "2" * 32
 
 
 def fleet() -> Fleet:
-    tiers = (Tier(device="esp32", count=2), Tier(device="raspberry-pi-zero-2w", count=1), Tier(name="any", ratio=0.5, count=1))
+    tiers = (
+        Tier(device="esp32", count=2),
+        Tier(device="raspberry-pi-zero-2w", count=1),
+        Tier(name="any", ratio=0.5, count=1),
+    )
     return make_fleet(FleetConfig(tiers=tiers), 0)
 
 
 def of_kind(kind: str) -> list[int]:
-    return [client for client in range(4) if kind in (fleet().tier_of(client).name, fleet().tier_of(client).device)]
+    return [
+        client
+        for client in range(4)
+        if kind in (fleet().tier_of(client).name, fleet().tier_of(client).device)
+    ]
 
 
 def test_a_name_keeps_its_number_through_nodes_and_restarts(tmp_path: Path) -> None:
@@ -37,7 +45,10 @@ def test_a_name_keeps_its_number_through_nodes_and_restarts(tmp_path: Path) -> N
     assert [first, second] == of_kind("esp32")
     roster.present({8})
     assert roster.here() == [second] and roster.node_of(first) is None
-    assert roster.admit(99, OURS, Member("kitchen", device="esp32")).client == first and roster.node_of(first) == 99
+    assert (
+        roster.admit(99, OURS, Member("kitchen", device="esp32")).client == first
+        and roster.node_of(first) == 99
+    )
     roster.save()
     again = Roster(fleet(), tmp_path / "roster.json")
     assert again.run == roster.run and again.here() == []  # who is there must be seen anew
@@ -76,7 +87,9 @@ def test_the_fleet_is_what_devices_say() -> None:
     assert not any(live.available(c, 1) for c in range(4)) and live.choose(1, 4) == []
     ram = float(fleet().profile_of(client).ram_bytes)
     roster.admit(1, OURS, Member("kitchen", client=client, free=int(ram / 2)))
-    assert live.choose(1, 4) == [client] and live.free_memory(client, 1) == pytest.approx(50, abs=0.01)
+    assert live.choose(1, 4) == [client] and live.free_memory(client, 1) == pytest.approx(
+        50, abs=0.01
+    )
     roster.report("kitchen", int(10 * ram))
     assert live.free_memory(client, 2) == 100
     any_ = of_kind("any")[0]
@@ -98,10 +111,20 @@ def test_rows_are_told_or_the_experiments_own() -> None:
         split.indices(0)
 
 
-def greeter(nodes: dict[int, Hello], names: dict[int, str] | None = None) -> tuple[Greeter, LoopCourier, list[str]]:
+def greeter(
+    nodes: dict[int, Hello], names: dict[int, str] | None = None
+) -> tuple[Greeter, LoopCourier, list[str]]:
     notes: list[str] = []
-    courier = LoopCourier({node: lambda letter, hello=hello: hello.to_bytes() for node, hello in nodes.items()})  # type: ignore[misc]
-    return Greeter(courier, Roster(fleet(), run="ab" * 8), b"welcome", notes.append, again=0.0, names=names), courier, notes
+    courier = LoopCourier(
+        {node: lambda letter, hello=hello: hello.to_bytes() for node, hello in nodes.items()}
+    )  # type: ignore[misc]
+    return (
+        Greeter(
+            courier, Roster(fleet(), run="ab" * 8), b"welcome", notes.append, again=0.0, names=names
+        ),
+        courier,
+        notes,
+    )
 
 
 def hello(*members: Member, token: str = OURS, run: str = "ab" * 8, error: str = "") -> Hello:
@@ -136,14 +159,21 @@ def test_refused_nodes_are_named_once() -> None:
     for _ in range(3):
         found.refresh()
     assert [found.roster.name_of(c) for c in found.roster.here()] == ["good"]
-    refused = {number: [n for n in notes if n.startswith(f"node {number} is refused")] for number in (1, 2, 3, 5, 6)}
+    refused = {
+        number: [n for n in notes if n.startswith(f"node {number} is refused")]
+        for number in (1, 2, 3, 5, 6)
+    }
     assert all(len(said) == 1 for said in refused.values())
     reasons = ("answers for the run", "no data", "fleet of 4", "too short", "it broke")
     assert all(reason in said[0] for reason, said in zip(reasons, refused.values(), strict=True))
 
 
 def test_registered_nodes_speak_for_their_name_only() -> None:
-    nodes = {1: hello(Member("pi")), 2: hello(Member("pi/1"), Member("pi/2"), token=THEIRS), 3: hello(Member("other"))}
+    nodes = {
+        1: hello(Member("pi")),
+        2: hello(Member("pi/1"), Member("pi/2"), token=THEIRS),
+        3: hello(Member("other")),
+    }
     found, _, notes = greeter(nodes, {1: "phone", 2: "pi"})
     found.refresh()
     assert [found.roster.name_of(c) for c in found.roster.here()] == ["pi/1", "pi/2"]

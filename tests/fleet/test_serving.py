@@ -1,4 +1,5 @@
-"""The server's side of a run: its folder, going on after a crash, waiting for clients, and what it says of models it does not have."""
+"""The server's side of a run: its folder, going on after a crash, waiting for clients, and what it
+says of models it does not have."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Crash(BaseException):
 
 @pytest.mark.parametrize("method", ["fedproto", "flexfl"])
 @pytest.mark.parametrize("moment", ["in a round", "after a checkpoint"])
-def test_a_server_that_dies_goes_on_where_it_stood(method: str, moment: str, tmp_path: Path) -> None:
+def test_a_server_that_dies_goes_on_where_it_stood(
+    method: str, moment: str, tmp_path: Path
+) -> None:
     workers = workers_of(tmp_path / "devices")
     courier, seen = courier_of(workers), [0]
 
@@ -47,17 +50,33 @@ def test_a_server_that_dies_goes_on_where_it_stood(method: str, moment: str, tmp
             raise Crash
 
     with pytest.raises(Crash):
-        play(courier, six(method), tmp_path / "run", min_clients=6, patience=QUICK, watcher=Watcher(client=client, round=round_))
+        play(
+            courier,
+            six(method),
+            tmp_path / "run",
+            min_clients=6,
+            patience=QUICK,
+            watcher=Watcher(client=client, round=round_),
+        )
     # The devices know nothing of it; the nodes have new numbers.
     again = LoopCourier({200 + c: Worker(w.home, w.members).handle for c, w in workers.items()})
     result = play(again, six(method), tmp_path / "run", min_clients=6, patience=QUICK)
     here, rows = plain(method)
     assert same(state_of(result.federation), state_of(here))
     assert [row["loss"] for row in result.metrics] == [row["loss"] for row in rows]
-    assert [row["bytes_up_total"] for row in result.metrics] == [row["bytes_up_total"] for row in rows]
+    assert [row["bytes_up_total"] for row in result.metrics] == [
+        row["bytes_up_total"] for row in rows
+    ]
     assert all(same(memory_of(workers[c], c), here.world.store.get(c)) for c in range(6))
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"summary.json", "report.html", "roster.json", "fleet.json", "metrics.jsonl", "checkpoint.bin"} <= names
+    assert {
+        "summary.json",
+        "report.html",
+        "roster.json",
+        "fleet.json",
+        "metrics.jsonl",
+        "checkpoint.bin",
+    } <= names
 
 
 @pytest.mark.parametrize(
@@ -81,7 +100,8 @@ def test_models_that_the_server_has_are_tested(method: Named, tested: bool, tmp_
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_number_is_better_than_a_wrong_one(method: str, tmp_path: Path) -> None:
-    """Models that stay on devices are not tested; those that the server has are, as in the simulator."""
+    """Models that stay on devices are not tested; those that the server has are, as in the
+    simulator."""
     result = play(courier_of(workers_of(tmp_path)), six(method), min_clients=6, patience=QUICK)
     here, rows = plain(method)
     last = result.metrics[-1]
@@ -96,7 +116,13 @@ def test_it_waits_for_clients_and_says_so(tmp_path: Path) -> None:
     workers = workers_of(tmp_path)
     notes: list[str] = []
     with pytest.raises(NoQuorum, match="4 clients are there after 0 s, 6 are needed"):
-        play(courier_of({c: workers[c] for c in range(4)}), six(), min_clients=6, wait=0.0, watcher=Watcher(note=notes.append))
+        play(
+            courier_of({c: workers[c] for c in range(4)}),
+            six(),
+            min_clients=6,
+            wait=0.0,
+            watcher=Watcher(note=notes.append),
+        )
     assert any("client 3 (device 3, " in note for note in notes)
 
     courier = courier_of({0: workers[0]})
@@ -112,29 +138,47 @@ def test_it_waits_for_clients_and_says_so(tmp_path: Path) -> None:
             return list(self.workers)
 
     slow = Slowly(courier.workers)
-    result = play(slow, six(), min_clients=6, wait=60.0, patience=QUICK, watcher=Watcher(note=notes.append))
+    result = play(
+        slow, six(), min_clients=6, wait=60.0, patience=QUICK, watcher=Watcher(note=notes.append)
+    )
     assert same(state_of(result.federation), state_of(plain("shared-average")[0]))
     assert any(note.startswith("waiting for clients: 2 of 6") for note in notes)
 
 
 def test_what_fits_now_is_what_is_sent(tmp_path: Path) -> None:
-    """A device whose memory runs short is given a smaller piece in the next round, and the whole again when it is free."""
+    """A device whose memory runs short is given a smaller piece in the next round, and the whole
+    again when it is free."""
     fleet = FleetConfig(
-        tiers=(Tier(name="pi", device="raspberry-pi-zero-2w", count=1), Tier(name="box", device="gpu-box", count=1))
+        tiers=(
+            Tier(name="pi", device="raspberry-pi-zero-2w", count=1),
+            Tier(name="box", device="gpu-box", count=1),
+        )
     )
     free = {0: [0], 1: [0]}
     experiment = replace(six(rounds=4), fleet=fleet)
-    workers = {c: Worker(tmp_path / str(c), [Member(f"d{c}", c)], free=lambda c=c: free[c][0]) for c in (0, 1)}  # type: ignore[misc]
+    workers = {
+        c: Worker(tmp_path / str(c), [Member(f"d{c}", c)], free=lambda c=c: free[c][0])
+        for c in (0, 1)
+    }  # type: ignore[misc]
     sizes: list[int] = []
     pi = next(c for c in (0, 1) if _tier(experiment, c) == "pi")
 
     def round_(row: dict[str, Any]) -> None:
         sizes.append(row["bytes_down"])
-        # 1: plenty (nothing said yet), 2: after this round next to nothing, 3: still, 4: plenty again.
-        free[pi][0] = {1: 3_000_000, 2: 3_000_000, 3: 2**33}[row["round"]] if row["round"] < 4 else 0
+        # 1: plenty (nothing said yet), 2: after this round next to nothing, 3: still, 4: plenty
+        # again.
+        free[pi][0] = (
+            {1: 3_000_000, 2: 3_000_000, 3: 2**33}[row["round"]] if row["round"] < 4 else 0
+        )
 
     free[pi][0] = 2**33
-    result = play(courier_of(workers), experiment, min_clients=2, patience=QUICK, watcher=Watcher(round=round_))
+    result = play(
+        courier_of(workers),
+        experiment,
+        min_clients=2,
+        patience=QUICK,
+        watcher=Watcher(round=round_),
+    )
     # What is free is told with an answer and counts from the next round.
     assert sizes[0] == sizes[1] and sizes[2] < sizes[1] and sizes[3] == sizes[2]
     assert [row["dropped"] + row["refused"] for row in result.metrics] == [0] * 4
@@ -150,7 +194,9 @@ def test_the_folder_says_how_the_fleet_is(tmp_path: Path) -> None:
     workers = workers_of(tmp_path / "devices")
     play(courier_of(workers), six(), tmp_path / "run", min_clients=6, patience=QUICK)
     status = json.loads((tmp_path / "run" / "fleet.json").read_text())
-    assert status["round"] == 3 and [c["name"] for c in status["clients"]] == [f"device {c}" for c in range(6)]
+    assert status["round"] == 3 and [c["name"] for c in status["clients"]] == [
+        f"device {c}" for c in range(6)
+    ]
     assert status["letters"]["answers"] == 18
     done = play(
         courier_of(workers), None, tmp_path / "run", min_clients=6, patience=QUICK

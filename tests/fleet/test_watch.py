@@ -20,9 +20,12 @@ NOW = 1_800_000_000.0
 
 
 def run_folder(path: Path, **changes: Any) -> Path:
-    """The folder of a run in its third round, as its process leaves it: client 1 works, client 2 is away."""
+    """The folder of a run in its third round, as its process leaves it: client 1 works, client 2 is
+    away."""
     path.mkdir()
-    (path / "experiment.toml").write_text('rounds = 9\n[method]\nname = "shared-average"\n[data]\nname = "mnist12k-8x8"\n')
+    (path / "experiment.toml").write_text(
+        'rounds = 9\n[method]\nname = "shared-average"\n[data]\nname = "mnist12k-8x8"\n'
+    )
     tiers = [{"name": "board", "count": 2}, {"name": "phone", "count": 2}]
     (path / "federation.json").write_text(json.dumps({"tiers": tiers}))
     rows = [
@@ -41,18 +44,43 @@ def run_folder(path: Path, **changes: Any) -> Path:
         }
         for number in (1, 2)
     ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"round": 3, "cli')
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"round": 3, "cli'
+    )
     members = [("one", "board", True), ("two", "board", True), ("three", "phone", False)]
     clients = [
-        {"client": c, "name": n, "tier": t, "device": "", "here": h, "node": 5 + c if h else None, "seen": NOW - 200 * c}
+        {
+            "client": c,
+            "name": n,
+            "tier": t,
+            "device": "",
+            "here": h,
+            "node": 5 + c if h else None,
+            "seen": NOW - 200 * c,
+        }
         | {"ram": 2**30, "free": 2**29}
         for c, (n, t, h) in enumerate(members)
     ]
-    missing = [{"client": c, "name": members[c][0], "node": clients[c]["node"], "attempts": 2} for c in (1, 2)]
+    missing = [
+        {"client": c, "name": members[c][0], "node": clients[c]["node"], "attempts": 2}
+        for c in (1, 2)
+    ]
     doing = {"round": 3, "chosen": [0, 1, 2], "answered": 1, "needed": 1, "missing": missing}
     doing |= {"seconds": 12.0, "silent": 2.0, "deadline": 600.0, "most": 3600.0}
-    table = {"run": "abc", "round": 2, "phase": "round", "since": NOW - 12, "doing": doing, "letters": {"sent": 9}}
-    table |= {"clients": clients, "refusals": [{"time": NOW - 5, "round": 2, "client": 2, "node": None, "reason": "NaN in it"}]}
+    table = {
+        "run": "abc",
+        "round": 2,
+        "phase": "round",
+        "since": NOW - 12,
+        "doing": doing,
+        "letters": {"sent": 9},
+    }
+    table |= {
+        "clients": clients,
+        "refusals": [
+            {"time": NOW - 5, "round": 2, "client": 2, "node": None, "reason": "NaN in it"}
+        ],
+    }
     (path / status.STATUS).write_text(json.dumps({**table, "written": NOW, "pid": 1, **changes}))
     return path
 
@@ -73,23 +101,52 @@ def test_a_snapshot_as_text(folder: Path) -> None:
     made = CliRunner().invoke(cli.app, ["watch", str(folder), "--once"])
     assert made.exit_code == 0, made.output
     text = made.output
-    assert "ok: round 3 of 9: 1 of 3 replies" in text and "shared-average on mnist12k-8x8" in text and "round 2/9" in text
-    assert "1/3 replies, 12 s" in text and "global accuracy 50.0% (best 50.0%, round 1)" in text and "personal" not in text
-    assert "5 replies, 1 missed, 0 refused, 0 late; 2 kB up, 4 kB down" in text and "10.0 s a round" in text
-    lines = {line.split()[1]: line for line in text.splitlines() if line[:1].isdigit() and line.split()[0] in "012"}
+    assert (
+        "ok: round 3 of 9: 1 of 3 replies" in text
+        and "shared-average on mnist12k-8x8" in text
+        and "round 2/9" in text
+    )
+    assert (
+        "1/3 replies, 12 s" in text
+        and "global accuracy 50.0% (best 50.0%, round 1)" in text
+        and "personal" not in text
+    )
+    assert (
+        "5 replies, 1 missed, 0 refused, 0 late; 2 kB up, 4 kB down" in text
+        and "10.0 s a round" in text
+    )
+    lines = {
+        line.split()[1]: line
+        for line in text.splitlines()
+        if line[:1].isdigit() and line.split()[0] in "012"
+    }
     assert "answered" in lines["one"] and "now" in lines["one"] and "512 MB of 1 GB" in lines["one"]
     assert "working" in lines["two"] and "3 min ago" in lines["two"]
     assert "away" in lines["three"] and "phone" in lines["three"]
-    assert "not seen yet: 1 phone" in text and "round 2" in text and "three" in text and "NaN in it" in text
+    assert (
+        "not seen yet: 1 phone" in text
+        and "round 2" in text
+        and "three" in text
+        and "NaN in it" in text
+    )
 
 
 def test_the_same_as_json(folder: Path) -> None:
     made = CliRunner().invoke(cli.app, ["watch", str(folder), "--json"])
     table = json.loads(made.output)
     assert [row["state"] for row in table["clients"]] == ["answered", "working", "away"]
-    assert table["health"]["state"] == "ok" and [row["name"] for row in table["health"]["missing"]] == ["two", "three"]
-    assert table["tiers"] == {"board": {"expected": 2, "here": 2, "away": 0}, "phone": {"expected": 2, "here": 0, "away": 1}}
-    assert table["refusals"][0]["name"] == "three" and table["round"] == 2 and table["totals"]["replies"] == 5
+    assert table["health"]["state"] == "ok" and [
+        row["name"] for row in table["health"]["missing"]
+    ] == ["two", "three"]
+    assert table["tiers"] == {
+        "board": {"expected": 2, "here": 2, "away": 0},
+        "phone": {"expected": 2, "here": 0, "away": 1},
+    }
+    assert (
+        table["refusals"][0]["name"] == "three"
+        and table["round"] == 2
+        and table["totals"]["replies"] == 5
+    )
 
 
 def test_over_http_it_is_the_same(folder: Path) -> None:
@@ -102,10 +159,20 @@ def test_over_http_it_is_the_same(folder: Path) -> None:
 
 
 def test_what_the_proxy_refused_is_seen_too(folder: Path) -> None:
-    row = {"time": "2027-01-15T08:00:00.000+00:00", "event": "refused", "address": "10.0.0.9", "key": "SHA256:abc"}
-    (folder / "server.log.jsonl").write_text(json.dumps({**row, "reason": "the key of d2 is revoked"}) + "\n")
+    row = {
+        "time": "2027-01-15T08:00:00.000+00:00",
+        "event": "refused",
+        "address": "10.0.0.9",
+        "key": "SHA256:abc",
+    }
+    (folder / "server.log.jsonl").write_text(
+        json.dumps({**row, "reason": "the key of d2 is revoked"}) + "\n"
+    )
     table = health.run_status(folder)
-    assert [found["reason"] for found in table["refusals"]] == ["NaN in it", "the key of d2 is revoked"]
+    assert [found["reason"] for found in table["refusals"]] == [
+        "NaN in it",
+        "the key of d2 is revoked",
+    ]
     assert "SHA256:abc" in shown(table)
 
 
@@ -117,13 +184,24 @@ def test_names_can_neither_draw_nor_command(folder: Path) -> None:
     table["health"]["reason"] = "[blink]\x1b[5m"
     text = shown(table, 200)
     assert not any((ord(c) < 32 and c != "\n") or 0x7F <= ord(c) < 0xA0 for c in text)
-    assert "[red]evil[/red]?new line" in text and "[bold]x?" in text and "[link=http://x]?31m" in text and "[blink]" in text
+    assert (
+        "[red]evil[/red]?new line" in text
+        and "[bold]x?" in text
+        and "[link=http://x]?31m" in text
+        and "[blink]" in text
+    )
 
 
 def test_with_many_clients_those_that_matter_are_shown(folder: Path) -> None:
     table = health.run_status(folder)
     table["clients"] = [
-        {**table["clients"][0], "client": c, "name": f"c{c}", "state": "away" if c == 77 else "answered"} for c in range(200)
+        {
+            **table["clients"][0],
+            "client": c,
+            "name": f"c{c}",
+            "state": "away" if c == 77 else "answered",
+        }
+        for c in range(200)
     ]
     text = shown(table, height=24)
     assert len(text.splitlines()) <= 24 and "c77 " in text and "more; not seen yet" in text
@@ -135,7 +213,10 @@ def test_it_follows_until_the_run_is_over(folder: Path) -> None:
     first = health.run_status(folder)
     second, third = copy.deepcopy(first), copy.deepcopy(first)
     second["doing"]["answered"] = 2
-    third |= {"phase": "done", "health": {**first["health"], "state": "ok", "reason": "done: 9 rounds"}}
+    third |= {
+        "phase": "done",
+        "health": {**first["health"], "state": "ok", "reason": "done: 9 rounds"},
+    }
     looks = iter([first, InputError("it does not tell"), second, third])
 
     def read() -> dict[str, Any]:
@@ -156,13 +237,17 @@ def test_it_follows_until_the_run_is_over(folder: Path) -> None:
     ("target", "words"),
     [("nowhere", "is not a run folder"), ("http://127.0.0.1:1", "does not tell")],
 )
-def test_what_cannot_be_watched(target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_watched(
+    target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     made = CliRunner().invoke(cli.app, ["watch", target, "--once"])
     assert isinstance(made.exception, InputError) and words in str(made.exception)
 
 
-def test_another_server_is_not_taken_for_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_server_is_not_taken_for_a_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with health.telling(tmp_path, "0") as server:
         assert server is not None
         monkeypatch.setattr(health, "run_status", lambda *_: {"health": {"state": "ok"}})
@@ -174,7 +259,8 @@ def test_another_server_is_not_taken_for_a_fleet(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0, "now"), (90, "90 s ago"), (150, "2 min ago"), (9000, "2 h ago"), (4e5, "5 d ago")]
+    ("seconds", "words"),
+    [(0, "now"), (90, "90 s ago"), (150, "2 min ago"), (9000, "2 h ago"), (4e5, "5 d ago")],
 )
 def test_how_long_ago(seconds: float, words: str) -> None:
     assert watching._ago(seconds) == words

@@ -1,4 +1,5 @@
-"""What travels: it comes back as it was, is as large as it says, and anything else is refused with a reason."""
+"""What travels: it comes back as it was, is as large as it says, and anything else is refused with
+a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ from torch import Tensor
 
 from nestling.errors import InputError
 from nestling.fleet.protocol import wire
-from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Member, Order, Parcel, Welcome, key_of
+from nestling.fleet.protocol.wire import (
+    Answer,
+    Failed,
+    Hello,
+    JobDone,
+    JobOrder,
+    Member,
+    Order,
+    Parcel,
+    Welcome,
+    key_of,
+)
 from nestling.message import Message
 
 RUN, KEY = "0123456789abcdef", "a" * 32
@@ -35,14 +47,18 @@ def message() -> Message:
         "u": torch.arange(5).byte(),
     }
     return Message(
-        {"weights": weights, "mask": mask, "others": others, "empty": {}}, {"samples": 12, "note": [1, "é", 2.5, None]}
+        {"weights": weights, "mask": mask, "others": others, "empty": {}},
+        {"samples": 12, "note": [1, "é", 2.5, None]},
     )
 
 
 def order(transport: str = "float32") -> Order:
     parcel = Parcel.of(message(), transport)
     spec = {"index": {"x": 3}, "dropped": [], "private": []}
-    jobs = [JobOrder(c, f"device {c}", key_of(RUN, 4, c, "main", spec, parcel), "main", spec, parcel) for c in range(3)]
+    jobs = [
+        JobOrder(c, f"device {c}", key_of(RUN, 4, c, "main", spec, parcel), "main", spec, parcel)
+        for c in range(3)
+    ]
     return Order(RUN, 4, 3, jobs, transport, 2)
 
 
@@ -56,7 +72,10 @@ def equal(a: Message, b: Message) -> bool:
     for kind in a.parts:
         same &= list(a[kind]) == list(b[kind])
         same &= all(
-            x.dtype == b[kind][n].dtype and x.shape == b[kind][n].shape and torch.equal(x, b[kind][n]) for n, x in a[kind].items()
+            x.dtype == b[kind][n].dtype
+            and x.shape == b[kind][n].shape
+            and torch.equal(x, b[kind][n])
+            for n, x in a[kind].items()
         )
     return same
 
@@ -65,7 +84,14 @@ def test_messages_come_back_as_they_were() -> None:
     parcel = Parcel.of(message())
     assert equal(parcel.open(), message())
     assert parcel.nbytes == message().nbytes == parcel.open().nbytes
-    strange = Message({"w": {"t": torch.arange(12.0).reshape(3, 4).t()[1:], "nan": torch.tensor([float("nan"), float("inf")])}})
+    strange = Message(
+        {
+            "w": {
+                "t": torch.arange(12.0).reshape(3, 4).t()[1:],
+                "nan": torch.tensor([float("nan"), float("inf")]),
+            }
+        }
+    )
     back = Parcel.of(strange).open()
     assert torch.equal(back["w"]["t"], strange["w"]["t"]) and torch.isnan(back["w"]["nan"][0])
 
@@ -82,7 +108,13 @@ def test_orders_and_answers_come_back_as_they_were() -> None:
     told = Answer.from_bytes(answer().to_bytes())
     first, second = told.results
     assert isinstance(first, JobDone) and isinstance(second, Failed)
-    assert (first.loss, first.steps, first.samples, second.error, told.free) == (0.1 + 0.2, 5, 60, "it broke", {"device 1": 1000})
+    assert (first.loss, first.steps, first.samples, second.error, told.free) == (
+        0.1 + 0.2,
+        5,
+        60,
+        "it broke",
+        {"device 1": 1000},
+    )
     assert equal(first.parcel.open(), message())
 
 
@@ -96,20 +128,38 @@ def test_hello_and_welcome_come_back_as_they_were() -> None:
         RUN, "rounds = 3", (1, 4, 4), 10, tuple("0123456789"), 500,
     )  # fmt: skip
     assert back.public is not None and equal(back.public.open(), public.open())
-    assert [wire.kind_of(x.to_bytes()) for x in (hello, welcome, order(), answer())] == ["hello", "welcome", "order", "answer"]
+    assert [wire.kind_of(x.to_bytes()) for x in (hello, welcome, order(), answer())] == [
+        "hello",
+        "welcome",
+        "order",
+        "answer",
+    ]
 
 
 def test_the_key_stands_for_all_of_the_work() -> None:
     parcel, spec = Parcel.of(message()), {"index": {"a": 1}, "dropped": [], "private": []}
     base: tuple[Any, ...] = (RUN, 4, 1, "main", spec, parcel)
-    other = Parcel.of(Message({**message().parts, "weights": {**message()["weights"], "b": message()["weights"]["b"] + 1e-6}}))
-    changed = [("fedcba98", 4, 1, "main", spec, parcel), (RUN, 5, 1, "main", spec, parcel), (RUN, 4, 2, "main", spec, parcel)]
+    other = Parcel.of(
+        Message(
+            {
+                **message().parts,
+                "weights": {**message()["weights"], "b": message()["weights"]["b"] + 1e-6},
+            }
+        )
+    )
+    changed = [
+        ("fedcba98", 4, 1, "main", spec, parcel),
+        (RUN, 5, 1, "main", spec, parcel),
+        (RUN, 4, 2, "main", spec, parcel),
+    ]
     changed += [
         (RUN, 4, 1, "own", spec, parcel),
         (RUN, 4, 1, "main", {**spec, "index": {}}, parcel),
         (RUN, 4, 1, "main", spec, other),
     ]
-    assert key_of(*base) == key_of(RUN, 4, 1, "main", dict(reversed(spec.items())), Parcel.of(message()))
+    assert key_of(*base) == key_of(
+        RUN, 4, 1, "main", dict(reversed(spec.items())), Parcel.of(message())
+    )
     assert len({key_of(*base), *(key_of(*c) for c in changed)}) == 7
 
 
@@ -126,15 +176,19 @@ def test_rounded_transport_says_its_size_and_stays_close(transport: str, size: i
     sent = Message({"weights": state, "counts": counts}, {"samples": 3})
     parcel = Parcel.of(sent, transport)
     back = parcel.open()
-    assert parcel.nbytes == back.nbytes == 616 * size + 30 * 2 + 2 * 4 + 6 * 8  # what is too large for 16 bits stays
-    assert torch.equal(back["counts"]["n"], counts["n"]) and torch.equal(back["weights"]["large"], state["large"])
+    # what is too large for 16 bits stays
+    assert parcel.nbytes == back.nbytes == 616 * size + 30 * 2 + 2 * 4 + 6 * 8
+    assert torch.equal(back["counts"]["n"], counts["n"]) and torch.equal(
+        back["weights"]["large"], state["large"]
+    )
     assert torch.equal(back["weights"]["zero"], state["zero"])
     step = float(state["matrix"].abs().max()) / 127 if transport == "int8" else 0.004
     assert all(t.dtype == torch.float32 for t in back["weights"].values())
     assert float((back["weights"]["matrix"] - state["matrix"]).abs().max()) <= step / 2 + 1e-6
     assert float((back["weights"]["vector"] - state["vector"]).abs().max()) < 0.002
     again = Parcel.of(back, transport).open()["weights"]["matrix"]
-    assert torch.equal(again, back["weights"]["matrix"])  # rounding what was rounded changes nothing
+    # rounding what was rounded changes nothing
+    assert torch.equal(again, back["weights"]["matrix"])
 
 
 def test_what_is_not_finite_travels_as_it_is() -> None:
@@ -147,17 +201,34 @@ def test_what_is_not_finite_travels_as_it_is() -> None:
 
 
 def frame(
-    header: Any, body: bytes = b"", kind: bytes = b"A", length: int | None = None, mark: bytes = b"NSTL", version: int = 1
+    header: Any,
+    body: bytes = b"",
+    kind: bytes = b"A",
+    length: int | None = None,
+    mark: bytes = b"NSTL",
+    version: int = 1,
 ) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<4sBcI", mark, version, kind, len(text) if length is None else length) + text + body
+    return (
+        struct.pack("<4sBcI", mark, version, kind, len(text) if length is None else length)
+        + text
+        + body
+    )
 
 
 def header(**changes: Any) -> dict[str, Any]:
     row = {"client": 1, "key": KEY, "parcel": 0, "loss": 0.5, "steps": 1, "samples": 2}
     parts = [["weights", [["w", "f32", [2]]]]]
     parcel = {"facts": {"samples": 2}, "parts": parts, "bytes": 8}
-    whole = {"run": RUN, "round": 4, "results": [row], "free": {}, "error": "", "unknown": False, "parcels": [parcel]}
+    whole = {
+        "run": RUN,
+        "round": 4,
+        "results": [row],
+        "free": {},
+        "error": "",
+        "unknown": False,
+        "parcels": [parcel],
+    }
     for path, value in changes.items():
         table: Any = whole
         *way, last = path.split("__")
@@ -215,20 +286,46 @@ BROKEN_PARCELS: dict[str, bytes] = {
     "no parts": frame(header(parcels__n0__parts=...), BODY),
     "parts are no pairs": frame(header(parcels__n0__parts=[["weights"]]), BODY),
     "a tensor without shape": frame(header(parcels__n0__parts=[["weights", [["w", "f32"]]]]), BODY),
-    "an unknown type": frame(header(parcels__n0__parts=[["weights", [["w", "object", [2]]]]]), BODY),
-    "a type that is a list": frame(header(parcels__n0__parts=[["weights", [["w", [], [2]]]]]), BODY),
+    "an unknown type": frame(
+        header(parcels__n0__parts=[["weights", [["w", "object", [2]]]]]), BODY
+    ),
+    "a type that is a list": frame(
+        header(parcels__n0__parts=[["weights", [["w", [], [2]]]]]), BODY
+    ),
     "a negative shape": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [-2]]]]]), BODY),
-    "a shape of floats": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [2.0]]]]]), BODY),
-    "a shape beyond the body": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [3]]]]]), BODY),
-    "a shape below the body": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [1]]]]]), BODY),
-    "an enormous shape": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [2**30, 2**30, 2**30]]]]]), BODY),
-    "many dimensions": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [1] * 99]]]]), BODY),
-    "one name twice": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [1]], ["w", "f32", [1]]]]]), BODY),
-    "a name that is a number": frame(header(parcels__n0__parts=[["weights", [[3, "f32", [2]]]]]), BODY),
-    "text as int8": frame(header(parcels__n0__parts=[["weights", [["w", "i64", [8], "i8", 1.0]]]]), BODY),
-    "a scale that is NaN": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [8], "i8", float("nan")]]]]), BODY),
-    "a scale that is text": frame(header(parcels__n0__parts=[["weights", [["w", "f32", [8], "i8", "1"]]]]), BODY),
-    "too many tensors": frame(header(parcels__n0__parts=[["w", [[str(n), "f32", [0]] for n in range(2**16 + 1)]]]), BODY),
+    "a shape of floats": frame(
+        header(parcels__n0__parts=[["weights", [["w", "f32", [2.0]]]]]), BODY
+    ),
+    "a shape beyond the body": frame(
+        header(parcels__n0__parts=[["weights", [["w", "f32", [3]]]]]), BODY
+    ),
+    "a shape below the body": frame(
+        header(parcels__n0__parts=[["weights", [["w", "f32", [1]]]]]), BODY
+    ),
+    "an enormous shape": frame(
+        header(parcels__n0__parts=[["weights", [["w", "f32", [2**30, 2**30, 2**30]]]]]), BODY
+    ),
+    "many dimensions": frame(
+        header(parcels__n0__parts=[["weights", [["w", "f32", [1] * 99]]]]), BODY
+    ),
+    "one name twice": frame(
+        header(parcels__n0__parts=[["weights", [["w", "f32", [1]], ["w", "f32", [1]]]]]), BODY
+    ),
+    "a name that is a number": frame(
+        header(parcels__n0__parts=[["weights", [[3, "f32", [2]]]]]), BODY
+    ),
+    "text as int8": frame(
+        header(parcels__n0__parts=[["weights", [["w", "i64", [8], "i8", 1.0]]]]), BODY
+    ),
+    "a scale that is NaN": frame(
+        header(parcels__n0__parts=[["weights", [["w", "f32", [8], "i8", float("nan")]]]]), BODY
+    ),
+    "a scale that is text": frame(
+        header(parcels__n0__parts=[["weights", [["w", "f32", [8], "i8", "1"]]]]), BODY
+    ),
+    "too many tensors": frame(
+        header(parcels__n0__parts=[["w", [[str(n), "f32", [0]] for n in range(2**16 + 1)]]]), BODY
+    ),
 }
 
 
@@ -254,8 +351,12 @@ def test_broken_tensors_are_refused_with_a_reason(name: str) -> None:
 
 
 def test_any_bytes_are_read_or_refused() -> None:
-    """Frames with bytes changed, cut and doubled at random: read, or an `InputError`, and nothing else."""
-    rng, good = random.Random(3), [answer().to_bytes(), order().to_bytes(), Hello(RUN, KEY, (Member("a"),)).to_bytes()]
+    """Frames with bytes changed, cut and doubled at random: read, or an `InputError`, and nothing
+    else."""
+    rng, good = (
+        random.Random(3),
+        [answer().to_bytes(), order().to_bytes(), Hello(RUN, KEY, (Member("a"),)).to_bytes()],
+    )
     read = refused = 0
     for _ in range(3000):
         data = bytearray(rng.choice(good))

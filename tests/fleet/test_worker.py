@@ -1,4 +1,5 @@
-"""The client's side: its data and memory stay with it, the same order gives the same answer, and being killed costs nothing."""
+"""The client's side: its data and memory stay with it, the same order gives the same answer, and
+being killed costs nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,16 @@ from nestling.fleet.node.own_data import read_rows
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.protocol.local import LocalError, ask, serving
-from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, Member, Order, Parcel, Welcome
+from nestling.fleet.protocol.wire import (
+    Answer,
+    Failed,
+    Hello,
+    JobDone,
+    Member,
+    Order,
+    Parcel,
+    Welcome,
+)
 from nestling.fleet.server.engine import FleetEngine
 from nestling.fleet.server.serving import welcome_of
 from nestling.message import Message
@@ -55,7 +65,8 @@ class Tape(LoopCourier):
 
 @pytest.fixture(scope="module")
 def tape(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tape, dict[int, Worker]]:
-    """A whole run of fedproto, which keeps networks on clients; orders of client 2 are behind node 2."""
+    """A whole run of fedproto, which keeps networks on clients; orders of client 2 are behind node
+    2."""
     workers = workers_of(tmp_path_factory.mktemp("tape"))
     courier = Tape({c: w.handle for c, w in workers.items()})
     _, federation = live(six("fedproto"), courier)
@@ -76,10 +87,16 @@ def results(answer: bytes) -> list[JobDone | Failed]:
 def same_result(a: bytes, b: bytes) -> bool:
     first, second = results(a)[0], results(b)[0]
     assert isinstance(first, JobDone) and isinstance(second, JobDone)
-    return (first.key, first.loss, first.parcel.digest) == (second.key, second.loss, second.parcel.digest)
+    return (first.key, first.loss, first.parcel.digest) == (
+        second.key,
+        second.loss,
+        second.parcel.digest,
+    )
 
 
-def test_the_same_order_gives_the_same_answer_without_work(tape: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_order_gives_the_same_answer_without_work(
+    tape: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     welcome, orders = letters_to(tape[0], 2)
     worker = Worker(tmp_path, [Member("device 2", 2)])
     worker.handle(welcome)
@@ -91,25 +108,35 @@ def test_the_same_order_gives_the_same_answer_without_work(tape: Any, tmp_path: 
     with monkeypatch.context() as patch:
         patch.setattr(worker_module, "work", never)
         assert worker.handle(orders[0]) == first
-        assert Worker(tmp_path, [Member("device 2", 2)]).handle(orders[0]) == first  # also after a restart
+        # also after a restart
+        assert Worker(tmp_path, [Member("device 2", 2)]).handle(orders[0]) == first
     assert not same_result(first, worker.handle(orders[1]))
 
 
-def test_a_server_that_goes_back_a_round_finds_the_client_as_it_was(tape: Any, tmp_path: Path) -> None:
+def test_a_server_that_goes_back_a_round_finds_the_client_as_it_was(
+    tape: Any, tmp_path: Path
+) -> None:
     welcome, orders = letters_to(tape[0], 2)
     worker = Worker(tmp_path, [Member("device 2", 2)])
     worker.handle(welcome)
     told = [worker.handle(order) for order in orders]
     kept = memory_of(worker, 2)
-    # The order of round 3 again, but with other content: what the client had before round 3 is what it starts from.
+    # The order of round 3 again, but with other content: what the client had before round 3 is what
+    # it starts from.
     third = Order.from_bytes(orders[2])
     other = Order(third.run, 3, 2, [replace(third.jobs[0], key="f" * 32)])
-    assert same_parcels(worker.handle(other.to_bytes()), told[2]) and same(memory_of(worker, 2), kept)
+    assert same_parcels(worker.handle(other.to_bytes()), told[2]) and same(
+        memory_of(worker, 2), kept
+    )
     assert same_parcels(worker.handle(orders[2]), told[2])
     # An order that was long on its way is out of date.
     refused = results(worker.handle(orders[1]))[0]
-    assert isinstance(refused, Failed) and "an order of round 2 that came after one of round 3" in refused.error
-    # Round 2 was covered by a checkpoint, which the server said: started again, it cannot go back behind it.
+    assert (
+        isinstance(refused, Failed)
+        and "an order of round 2 that came after one of round 3" in refused.error
+    )
+    # Round 2 was covered by a checkpoint, which the server said: started again, it cannot go back
+    # behind it.
     again = replace(Order.from_bytes(orders[1]), start=2)
     refused = results(worker.handle(again.to_bytes()))[0]
     assert isinstance(refused, Failed) and "went back to round 2" in refused.error
@@ -168,22 +195,29 @@ def _kill_at(moment: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_data_give_what_the_share_gives(tape: Any, tmp_path: Path) -> None:
-    """Clients that bring the rows of their share in a file, without the experiment's data: the same run, bit for bit."""
+    """Clients that bring the rows of their share in a file, without the experiment's data: the same
+    run, bit for bit."""
     for method in ("fedproto", "fedmd"):
         _, federation = assemble(six(method))
         data = {}
         for client in range(6):
             rows = federation.world.split.indices(client)
             data[client] = str(tmp_path / f"{client}.npz")
-            np.savez(data[client], x=federation.bench.x[rows].numpy(), y=federation.bench.y[rows].numpy())
+            np.savez(
+                data[client], x=federation.bench.x[rows].numpy(), y=federation.bench.y[rows].numpy()
+            )
         workers = workers_of(tmp_path / method, data=data)
         _, there = live(six(method), LoopCourier({c: w.handle for c, w in workers.items()}))
         rows_ = list(play(there))
         here = plain(method)[0]
-        assert same(state_of(there), state_of(here)) and [r["dropped"] + r["refused"] for r in rows_] == [0, 0, 0]
+        assert same(state_of(there), state_of(here)) and [
+            r["dropped"] + r["refused"] for r in rows_
+        ] == [0, 0, 0]
         assert all(same(memory_of(workers[c], c), here.world.store.get(c)) for c in range(6))
         entries = there.engine.roster.entries  # type: ignore[attr-defined]
-        assert [e.member.rows for e in entries] == [40] * 6 and all(e.member.counts is None for e in entries)
+        assert [e.member.rows for e in entries] == [40] * 6 and all(
+            e.member.counts is None for e in entries
+        )
 
 
 def welcome(experiment: Experiment | None = None) -> Welcome:
@@ -193,7 +227,10 @@ def welcome(experiment: Experiment | None = None) -> Welcome:
 
 def test_what_own_data_may_be(tmp_path: Path) -> None:
     told = welcome()
-    x, y = np.random.default_rng(0).integers(0, 256, (5, 8, 8), dtype=np.uint8), np.array([0, 1, 2, 9, 9])
+    x, y = (
+        np.random.default_rng(0).integers(0, 256, (5, 8, 8), dtype=np.uint8),
+        np.array([0, 1, 2, 9, 9]),
+    )
 
     def read(name: str, **arrays: Any) -> Any:
         np.savez(tmp_path / f"{name}.npz", **arrays)
@@ -202,7 +239,9 @@ def test_what_own_data_may_be(tmp_path: Path) -> None:
     pictures = read("bytes", x=x, y=y)
     assert pictures.x.shape == (5, 1, 8, 8) and pictures.y.tolist() == [0, 1, 2, 9, 9]
     # Bytes are prepared as the experiment's own pictures are.
-    assert torch.allclose(pictures.x[0, 0], (torch.from_numpy(x[0]).float() / 255 - 0.1307) / 0.3081, atol=1e-6)
+    assert torch.allclose(
+        pictures.x[0, 0], (torch.from_numpy(x[0]).float() / 255 - 0.1307) / 0.3081, atol=1e-6
+    )
     floats = read("floats", x=pictures.x.numpy(), y=y.astype(str))
     assert torch.equal(floats.x, pictures.x) and torch.equal(floats.y, pictures.y)
     assert torch.equal(read("last", x=x[..., None], y=y).x, pictures.x)  # channels may come last
@@ -243,7 +282,10 @@ def test_a_worker_refuses_what_it_cannot_do(tape: Any, tmp_path: Path) -> None:
         ("no network 'huge'", {"network": "huge"}),
         ("no unit", {"spec": {"index": {}, "dropped": ["nothing"], "private": []}}),
         ("KeyError", {"spec": {}}),
-        ("is no shape", {"parcel": Parcel({"facts": {}, "parts": [["w", [["a", "f32", [-1]]]]]}, b"")}),
+        (
+            "is no shape",
+            {"parcel": Parcel({"facts": {}, "parts": [["w", [["a", "f32", [-1]]]]]}, b"")},
+        ),
     ]
     for reason, change in changes:
         order = Order(good.run, 1, 0, [replace(good.jobs[0], **change)])
@@ -261,7 +303,9 @@ def test_a_gateway_speaks_for_many(tmp_path: Path) -> None:
     _, federation = live(six("fedproto"), LoopCourier({1: gateway.handle}))
     rows = list(play(federation))
     assert same(state_of(federation), state_of(plain("fedproto")[0]))
-    assert [row["bytes_down"] for row in rows] == [row["bytes_down"] for row in plain("fedproto")[1]]
+    assert [row["bytes_down"] for row in rows] == [
+        row["bytes_down"] for row in plain("fedproto")[1]
+    ]
     engine = federation.engine
     assert isinstance(engine, FleetEngine) and engine.counts["sent"] == 3  # one order a round
     assert [e.member.free for e in engine.roster.entries] == [77] * 6
@@ -272,7 +316,9 @@ def test_old_runs_are_cleared_away(tmp_path: Path) -> None:
     for number in range(8):
         worker.handle(replace_run(told, f"{number:016x}"))
         os.utime(tmp_path / "runs" / f"{number:016x}", (number, number))
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [f"{n:016x}" for n in (4, 5, 6, 7)]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [
+        f"{n:016x}" for n in (4, 5, 6, 7)
+    ]
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
 
 
@@ -280,7 +326,7 @@ def replace_run(told: Welcome, run: str) -> bytes:
     return replace(told, run=run).to_bytes()
 
 
-# -- over a socket -------------------------------------------------------------------------------------------------------------
+# -- over a socket ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -304,7 +350,10 @@ def test_letters_over_a_socket_that_is_ones_own(tmp_path: Path) -> None:
         return letter[::-1]
 
     with answering(place, handle):
-        assert stat.S_IMODE(place.stat().st_mode) == 0o600 and stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+        assert (
+            stat.S_IMODE(place.stat().st_mode) == 0o600
+            and stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+        )
         assert ask(place, b"abc", 10, 120) == b"cba" and ask(place, b"", 10, 120) == b""
         large = os.urandom(3_000_000)
         assert ask(place, large, 10, 120) == large[::-1]
@@ -318,7 +367,8 @@ def test_letters_over_a_socket_that_is_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_resident_worker_as_a_process(tape: Any, tmp_path: Path) -> None:
-    """The real process: it answers, is killed with -9 in the middle of a client's life, comes back, and nothing is lost."""
+    """The real process: it answers, is killed with -9 in the middle of a client's life, comes back,
+    and nothing is lost."""
     letter, orders = letters_to(tape[0], 2)
     place = tmp_path / "s" / "socket"
     words = [
@@ -335,12 +385,18 @@ def test_the_resident_worker_as_a_process(tape: Any, tmp_path: Path) -> None:
     ]
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "nestling.fleet.node.worker", *words], stdout=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [sys.executable, "-m", "nestling.fleet.node.worker", *words], stdout=subprocess.DEVNULL
+        )
 
     process = start()
     try:
         hello = Hello.from_bytes(ask(place, letter, 120, 120))
-        assert hello.members[0].free == 300 * 1024**2 and hello.members[0].macs > 0 and hello.members[0].client == 2
+        assert (
+            hello.members[0].free == 300 * 1024**2
+            and hello.members[0].macs > 0
+            and hello.members[0].client == 2
+        )
         first = ask(place, orders[0], 1, 120)
         process.send_signal(signal.SIGKILL)
         process.wait(30)

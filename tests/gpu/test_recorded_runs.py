@@ -1,4 +1,5 @@
-"""Runs on the GPU as they happen: resumed, uneven, with clients that vanish, alone, too large for memory, not finite."""
+"""Runs on the GPU as they happen: resumed, uneven, with clients that vanish, alone, too large for
+memory, not finite."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ class Stubborn(HeteroFL):
 
 
 def gpu(method: Any, precision: str = "float32", **changes: Any) -> Experiment:
-    return small(method, **{**UNEVEN, **changes}, engine=EngineConfig("cohort", device="cuda", precision=precision))
+    return small(
+        method,
+        **{**UNEVEN, **changes},
+        engine=EngineConfig("cohort", device="cuda", precision=precision),
+    )
 
 
 @pytest.mark.parametrize("method", ["shared-average", "fedrolex", "scaffold", "fedmd", "feddf"])
@@ -54,9 +59,17 @@ def test_a_resumed_run_equals_one_that_was_not(method: str, tmp_path: Path) -> N
 def test_the_run_says_what_it_used(tmp_path: Path) -> None:
     nestling.run(gpu("heterofl", "tf32", rounds=4), out=tmp_path / "run")
     engine = json.loads((tmp_path / "run" / "summary.json").read_text())["engine"]
-    assert engine["name"] == "cohort" and engine["precision"] == "tf32" and engine["device"] == "cuda:0"
+    assert (
+        engine["name"] == "cohort"
+        and engine["precision"] == "tf32"
+        and engine["device"] == "cuda:0"
+    )
     assert engine["device_name"] == torch.cuda.get_device_name(0)
-    assert engine["kinds_recorded"] == 3 and engine["kinds_not_recorded"] == 0 and engine["graphs"] >= 9
+    assert (
+        engine["kinds_recorded"] == 3
+        and engine["kinds_not_recorded"] == 0
+        and engine["graphs"] >= 9
+    )
 
 
 @pytest.mark.parametrize("norm", ["batch", "sbn", "tracked", "group"])
@@ -64,14 +77,20 @@ def test_uneven_sizes_with_every_norm(norm: str) -> None:
     model = Named("tinycnn", {"channels": [8, 16, 16], "norm": norm})
     one, other = (played("heterofl", device, model=model) for device in ("cpu", "cuda"))
     assert apart(states(one), states(other)) <= TOLERANCE
-    # A graph for full batches, one for short ones, two to load and store: sizes do not multiply them.
+    # A graph for full batches, one for short ones, two to load and store: sizes do not multiply
+    # them.
     engine = other.summary["engine"]
     assert engine["graphs"] <= 4 * 8 * engine["kinds_recorded"]
 
 
 def test_clients_that_vanish() -> None:
-    tiers = tuple(Tier(name=t.name, ratio=t.ratio, count=t.count, dropout=0.4) for t in UNEVEN["fleet"].tiers)
-    one, other = (played("shared-average", device, fleet=FleetConfig(tiers=tiers), rounds=4) for device in ("cpu", "cuda"))
+    tiers = tuple(
+        Tier(name=t.name, ratio=t.ratio, count=t.count, dropout=0.4) for t in UNEVEN["fleet"].tiers
+    )
+    one, other = (
+        played("shared-average", device, fleet=FleetConfig(tiers=tiers), rounds=4)
+        for device in ("cpu", "cuda")
+    )
     assert one.summary["dropped"] == other.summary["dropped"] > 0
     assert apart(states(one), states(other)) <= TOLERANCE
 
@@ -88,7 +107,10 @@ def test_one_client(size: int) -> None:
 
 
 def test_many_small_clients_are_a_stack() -> None:
-    many: dict[str, Any] = {"fleet": FleetConfig(tiers=(Tier(name="all", ratio=0.25, count=40),)), "participants": 24}
+    many: dict[str, Any] = {
+        "fleet": FleetConfig(tiers=(Tier(name="all", ratio=0.25, count=40),)),
+        "participants": 24,
+    }
     even = {**many, "split": SplitConfig(kind="iid", size=64)}
     for setting in (many, even):
         one, other = (played("fedprox", device, **setting) for device in ("cpu", "cuda"))
@@ -112,7 +134,8 @@ def test_a_cohort_that_must_be_halved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replies_that_are_not_finite_are_refused() -> None:
-    """One client's inputs are no numbers: what it sends is refused, and the round is played again without it."""
+    """One client's inputs are no numbers: what it sends is refused, and the round is played again
+    without it."""
     experiment, federation = assemble(gpu("heterofl", rounds=4))
     assert isinstance(federation.engine, CudaCohort)
     spoilt = federation.method.choose(2, 8)[0]
@@ -136,13 +159,21 @@ def test_objectives_that_look_at_values_are_told_of_and_still_right() -> None:
 
 def test_who_draws_after_a_recording_that_failed_still_can() -> None:
     nestling.run(gpu(Stubborn(), rounds=3))
-    kept = float(torch.nn.functional.dropout(torch.ones(10_000, device="cuda"), 0.5).gt(0).float().mean())
+    kept = float(
+        torch.nn.functional.dropout(torch.ones(10_000, device="cuda"), 0.5).gt(0).float().mean()
+    )
     assert 0.45 < kept < 0.55
 
 
 def test_dropout_is_the_same_in_two_runs() -> None:
     model = Named("vgg16", {"width": 0.125, "hidden": [32], "dropout": 0.5})
-    changes: dict[str, Any] = {"model": model, "rounds": 2, "participants": 3, "data": nestling.Data("mnist12k")}
+    changes: dict[str, Any] = {
+        "model": model,
+        "rounds": 2,
+        "participants": 3,
+        "data": nestling.Data("mnist12k"),
+    }
     one, other, third = (nestling.run(gpu("all-large", **changes, seed=seed)) for seed in (0, 0, 1))
-    # Sums on the device are not in the same order every time, so that equal draws are told by how much nearer they lead.
+    # Sums on the device are not in the same order every time, so that equal draws are told by how
+    # much nearer they lead.
     assert 5 * apart(states(one), states(other)) <= apart(states(one), states(third))

@@ -1,4 +1,5 @@
-"""Small federations of unlike networks for the methods that talk about public inputs, and what all of them must stand."""
+"""Small federations of unlike networks for the methods that talk about public inputs, and what all
+of them must stand."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CLASSES = 10
 
 
 def few(method: Any, **changes: Any) -> Experiment:
-    """Five clients with three networks, one of them a part of another; all take part, 100 public rows."""
+    """Five clients with three networks, one of them a part of another; all take part, 100 public
+    rows."""
     settings: dict[str, Any] = {
         "fleet": FleetConfig(tiers=TIERS),
         "participants": 5,
@@ -43,7 +45,8 @@ FEW_ROWS: dict[str, Any] = {
     "train": Train(epochs=5, batch=10, lr=0.03),
     "evaluate": Evaluation(every=4, clients=9),
 }
-"""Three unlike networks, 40 rows a client and enough epochs to have learned them: the case that FedMD is made for."""
+"""Three unlike networks, 40 rows a client and enough epochs to have learned them: the case that
+FedMD is made for."""
 
 
 def reached(method: Any) -> list[float]:
@@ -79,7 +82,8 @@ def inputs_of(federation: Federation, number: int) -> Tensor:
 
 
 def goes_on_where_it_stood(method: Any, folder: Path) -> None:
-    """Stopped after two rounds and gone on to four, against four in one go; three of five clients a round, of which some vanish."""
+    """Stopped after two rounds and gone on to four, against four in one go; three of five clients a
+    round, of which some vanish."""
     changes: dict[str, Any] = {
         "participants": 3,
         "fleet": FleetConfig(tiers=tuple(replace(t, dropout=0.2) for t in TIERS)),
@@ -91,17 +95,24 @@ def goes_on_where_it_stood(method: Any, folder: Path) -> None:
     same_models(parts, whole, 0.0)
     for name, state in whole.method.state().items():
         ours = parts.method.state()[name]
-        assert ours.keys() == state.keys() and all(torch.equal(ours[key], t) for key, t in state.items())
+        assert ours.keys() == state.keys() and all(
+            torch.equal(ours[key], t) for key, t in state.items()
+        )
 
 
 def same_in_a_cohort(method: Any) -> None:
     """Clients trained as a stack give what they give one by one."""
-    one, other = (nestling.run(few(method, engine=EngineConfig(kind, workers=1))).federation for kind in ("inline", "cohort"))
+    one, other = (
+        nestling.run(few(method, engine=EngineConfig(kind, workers=1))).federation
+        for kind in ("inline", "cohort")
+    )
     same_models(one, other, 1e-4)
 
 
 def same_models(one: Federation, other: Federation, tolerance: float) -> None:
     for client in range(one.world.fleet.size):
         a, b = (f.method.model_for(f.world.device(client)).state for f in (one, other))
-        apart = sum(float((a[name].double() - b[name].double()).square().sum()) for name in b) ** 0.5
+        apart = (
+            sum(float((a[name].double() - b[name].double()).square().sum()) for name in b) ** 0.5
+        )
         assert apart <= tolerance * sum(float(t.double().square().sum()) for t in b.values()) ** 0.5

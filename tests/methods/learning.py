@@ -1,4 +1,5 @@
-"""Whether a method learns: a small fleet of three widths on a slice of the embedded digits, three seeds, a budget of seconds."""
+"""Whether a method learns: a small fleet of three widths on a slice of the embedded digits, three
+seeds, a budget of seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from functools import lru_cache
 from typing import Any
 
 import nestling
-from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 
 SEEDS = (0, 1, 2)
 TIERS = (
@@ -37,11 +47,14 @@ def experiment(method: Any, seed: int, **changes: Any) -> Experiment:
 
 def learned(method: Any, kind: str = "global_accuracy", **changes: Any) -> list[float]:
     """The last accuracy of every seed."""
-    return [nestling.run(experiment(method, seed, **changes)).summary[kind]["last"] for seed in SEEDS]
+    return [
+        nestling.run(experiment(method, seed, **changes)).summary[kind]["last"] for seed in SEEDS
+    ]
 
 
 def alone(kind: str = "global_accuracy", **changes: Any) -> float:
-    """What the same clients reach with the same budget when nothing travels: the mean over the seeds."""
+    """What the same clients reach with the same budget when nothing travels: the mean over the
+    seeds."""
     return _alone(kind, _Changes(changes))
 
 

@@ -1,5 +1,5 @@
-"""A fleet whose networks have nothing in common, for the methods that exchange knowledge: three MLPs, three CNNs, three depth-wise
-CNNs on a slice of the embedded digits."""
+"""A fleet whose networks have nothing in common, for the methods that exchange knowledge: three
+MLPs, three CNNs, three depth-wise CNNs on a slice of the embedded digits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def clearly_above(ours: list[float], others: list[float]) -> bool:
 
 
 def goes_on_where_it_stood(make: Callable[..., Experiment], folder: Path) -> None:
-    """Stopped after a round and gone on to two, against two in one go: the server's states are the same to the bit."""
+    """Stopped after a round and gone on to two, against two in one go: the server's states are the
+    same to the bit."""
     nestling.run(make(rounds=1), out=folder / "parts")
     parts = nestling.resume(folder / "parts", overrides=("rounds=2",)).federation.method.state()
     whole = nestling.run(make(rounds=2)).federation.method.state()
@@ -48,7 +49,12 @@ def goes_on_where_it_stood(make: Callable[..., Experiment], folder: Path) -> Non
 
 def same_in_a_stack(make: Callable[..., Experiment]) -> None:
     """Clients that are trained together give the server's states that they give one by one."""
-    one, other = (nestling.run(make(engine=EngineConfig(name, 1))).federation.method.state() for name in ("inline", "cohort"))
+    one, other = (
+        nestling.run(make(engine=EngineConfig(name, 1))).federation.method.state()
+        for name in ("inline", "cohort")
+    )
     for name, state in one.items():
-        flat = [torch.cat([s[key].reshape(-1).double() for key in state]) for s in (state, other[name])]
+        flat = [
+            torch.cat([s[key].reshape(-1).double() for key in state]) for s in (state, other[name])
+        ]
         assert float((flat[0] - flat[1]).norm()) <= 1e-4 * float(flat[0].norm())

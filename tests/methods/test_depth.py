@@ -1,4 +1,5 @@
-"""The methods that cut a network in depth: their formulas by hand, identities between them, known traps, exact bytes, learning."""
+"""The methods that cut a network in depth: their formulas by hand, identities between them, known
+traps, exact bytes, learning."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from torch import Tensor
 
 import nestling
 from benchmarks import fashion_table
-from nestling import Data, EngineConfig, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
+from nestling import (
+    Data,
+    EngineConfig,
+    Experiment,
+    FleetConfig,
+    InputError,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.devices import make_fleet
 from nestling.message import Message
 from nestling.methods import Method, Reply
@@ -58,7 +69,11 @@ FOUR = {
 
 
 def tiny(method: Any, **changes: Any) -> Experiment:
-    name = type(method).__name__ if isinstance(method, Method) else str(getattr(method, "name", method))
+    name = (
+        type(method).__name__
+        if isinstance(method, Method)
+        else str(getattr(method, "name", method))
+    )
     network = next(model for key, model in FOUR.items() if name.endswith(key.split(":")[1]))
     return small(method, **{"model": network, "fleet": FLEET, "participants": 5, **changes})
 
@@ -70,18 +85,24 @@ def of(tier: str) -> list[int]:
     return [c for c in range(5) if fleet.tier_of(c).name == tier]
 
 
-def one_round(experiment: Experiment, clients: list[int], number: int = 1) -> tuple[Federation, list[Reply]]:
+def one_round(
+    experiment: Experiment, clients: list[int], number: int = 1
+) -> tuple[Federation, list[Reply]]:
     settled, federation = assemble(experiment)
     return federation, replies_of(federation, settled.make_method(), clients, number)
 
 
-def replies_of(federation: Federation, method: Method, clients: list[int], number: int) -> list[Reply]:
+def replies_of(
+    federation: Federation, method: Method, clients: list[int], number: int
+) -> list[Reply]:
     world, replies = federation.world, []
     for client in clients:
         device = world.device(client)
         piece = federation.method.piece(device, number)
         sent = federation.method.send(device, piece, number)
-        task = Task(client, number, piece.reference.name, piece.spec(), sent, world.store.get(client))
+        task = Task(
+            client, number, piece.reference.name, piece.spec(), sent, world.store.get(client)
+        )
         done = work(method, task, site_of(federation))
         world.store.put(client, done.memory, number)
         replies.append(Reply(device, piece, sent, done.reply))
@@ -105,7 +126,7 @@ def exits_net() -> tuple[Net, Batch]:
     return Net(network, dict(network.named_parameters())), Batch(x, y, torch.arange(6))
 
 
-# -- DepthFL -------------------------------------------------------------------------------------------------------------------
+# -- DepthFL ---------------------------------------------------------------------------------------
 
 
 def test_depthfl_loss_by_hand() -> None:
@@ -123,7 +144,8 @@ def test_depthfl_loss_by_hand() -> None:
 
 
 def test_depthfl_teachers_are_held_still() -> None:
-    """With two exits, the deep head's gradient is that of its cross-entropy and of what it is taught, not of what it teaches."""
+    """With two exits, the deep head's gradient is that of its cross-entropy and of what it is
+    taught, not of what it teaches."""
     net, batch = exits_net()
     net = Net(net.module.prefix(2), {})
     head = net.module.heads[1].linear.weight
@@ -142,7 +164,11 @@ def test_depthfl_distillation_grows_to_its_full_weight() -> None:
     # In a short run it has its full weight as early, as a share of it.
     assert DepthFL().ramped(9, 30) == 1.0 and DepthFL().ramped(1, 2) == 1.0
     federation, replies = one_round(tiny(DepthFL(), rounds=30), of("small"), number=3)
-    assert replies[0].sent.facts["kd"] == federation.method.ramped(3, 30) == pytest.approx(math.exp(-5 * (2 / 3) ** 2))
+    assert (
+        replies[0].sent.facts["kd"]
+        == federation.method.ramped(3, 30)
+        == pytest.approx(math.exp(-5 * (2 / 3) ** 2))
+    )
 
 
 def test_a_shallow_depthfl_client_touches_nothing_deeper() -> None:
@@ -167,7 +193,9 @@ def test_depthfl_answers_with_the_mean_of_its_exits() -> None:
 
 
 def test_depthfl_feddyn_by_hand() -> None:
-    experiment = tiny(DepthFL(alpha=0.5), train=replace(small().train, momentum=0.0, augment="none"))
+    experiment = tiny(
+        DepthFL(alpha=0.5), train=replace(small().train, momentum=0.0, augment="none")
+    )
     federation, replies = one_round(experiment, [0, 1, 2, 3, 4])
     method, before = federation.method, {n: t.clone() for n, t in federation.method.weights.items()}
     plain = merge(before, [Contribution(r.piece.view, r.message["weights"]) for r in replies])
@@ -179,7 +207,9 @@ def test_depthfl_feddyn_by_hand() -> None:
         assert torch.allclose(method.weights[name], plain[name] - h / 0.5, atol=1e-6)
     memory, sent = federation.world.store.get(0), replies[0]
     for name, kept_ in memory.items():
-        assert torch.allclose(kept_, -0.5 * (sent.message["weights"][name] - sent.sent["weights"][name]), atol=1e-7)
+        assert torch.allclose(
+            kept_, -0.5 * (sent.message["weights"][name] - sent.sent["weights"][name]), atol=1e-7
+        )
 
 
 def test_depthfl_feddyn_bends_the_gradient() -> None:
@@ -191,8 +221,12 @@ def test_depthfl_feddyn_bends_the_gradient() -> None:
     client.memory = {name: torch.full_like(t, 2.0) for name, t in sent["weights"].items()}
     phase = DepthFL(alpha=0.1).phases(client, sent)[0]
     params = {name: t + 3.0 for name, t in sent["weights"].items()}
-    ruled = phase.rule(params, {name: torch.ones_like(t) for name, t in params.items()}, phase.given)
-    assert all(torch.allclose(g, torch.full_like(g, 1 - 2 + 0.1 * 3.0), atol=1e-5) for g in ruled.values())
+    ruled = phase.rule(
+        params, {name: torch.ones_like(t) for name, t in params.items()}, phase.given
+    )
+    assert all(
+        torch.allclose(g, torch.full_like(g, 1 - 2 + 0.1 * 3.0), atol=1e-5) for g in ruled.values()
+    )
 
 
 def test_depthfl_without_its_extras_is_inclusivefl_without_momentum() -> None:
@@ -201,7 +235,7 @@ def test_depthfl_without_its_extras_is_inclusivefl_without_momentum() -> None:
     assert not same(plain, weights_after(tiny(InclusiveFL(beta=0.5), model=EXITS)))
 
 
-# -- InclusiveFL ---------------------------------------------------------------------------------------------------------------
+# -- InclusiveFL -----------------------------------------------------------------------------------
 
 
 def made_up(federation: Federation, client: int, change: float, samples: int) -> Reply:
@@ -212,7 +246,12 @@ def made_up(federation: Federation, client: int, change: float, samples: int) ->
     sent = method.send(device, piece, 1)
     moved = {}
     for name, tensor in sent["weights"].items():
-        places = [k for column in columns(federation.world.main) for k, unit in enumerate(column) if name.startswith(unit + ".")]
+        places = [
+            k
+            for column in columns(federation.world.main)
+            for k, unit in enumerate(column)
+            if name.startswith(unit + ".")
+        ]
         moved[name] = tensor + change * (places[0] + 1 if places else 1)
     return Reply(device, piece, sent, Message({"weights": moved}, {"samples": samples}))
 
@@ -225,23 +264,35 @@ def test_inclusivefl_momentum_moves_the_last_layer_by_beta_times_g(local_one: bo
     replies = [made_up(federation, shallow, 0.0, 30), made_up(federation, deep, 1.0, 10)]
     views = [reply.piece.view for reply in replies]
     found = columns(federation.world.main)
-    assert [kept(views[0], c) for c in found] == [1, 1] and [kept(views[1], c) for c in found] == [3, 3]
+    assert [kept(views[0], c) for c in found] == [1, 1] and [kept(views[1], c) for c in found] == [
+        3,
+        3,
+    ]
     before = {n: t.clone() for n, t in method.weights.items()}
     method.merge(replies, 1)
-    # The shallow group stood still; the deep one's blocks moved by 1, 2 and 3, so G = 2 for what has the same shape in all three.
+    # The shallow group stood still; the deep one's blocks moved by 1, 2 and 3, so G = 2 for what
+    # has the same shape in all three.
     name = "stages.0.0.conv2.weight"
-    assert torch.allclose(method.weights[name], before[name] + (30 * 0.2 * 2.0 + 10 * 1.0) / 40, atol=1e-6)
+    assert torch.allclose(
+        method.weights[name], before[name] + (30 * 0.2 * 2.0 + 10 * 1.0) / 40, atol=1e-6
+    )
     name = "stages.1.0.conv2.weight"
     if local_one:
         assert torch.allclose(method.own[0][name], before[name] + 0.2 * 2.0, atol=1e-6)
         assert torch.allclose(method.weights[name], before[name] + 1.0, atol=1e-6)
     else:
-        assert torch.allclose(method.weights[name], before[name] + (30 * 0.2 * 2.0 + 10 * 1.0) / 40, atol=1e-6)
+        assert torch.allclose(
+            method.weights[name], before[name] + (30 * 0.2 * 2.0 + 10 * 1.0) / 40, atol=1e-6
+        )
     # Shortcuts are nowhere else, so G is the deep group's own update of that tensor.
     name = "stages.1.0.shortcut.conv.weight"
     expected = 0.2 * 1.0 if local_one else (30 * 0.2 * 1.0 + 10 * 1.0) / 40
-    assert torch.allclose((method.own[0] if local_one else method.weights)[name], before[name] + expected, atol=1e-6)
-    assert torch.allclose(method.weights["stem.conv.weight"], before["stem.conv.weight"] + 10 / 40, atol=1e-6)
+    assert torch.allclose(
+        (method.own[0] if local_one else method.weights)[name], before[name] + expected, atol=1e-6
+    )
+    assert torch.allclose(
+        method.weights["stem.conv.weight"], before["stem.conv.weight"] + 10 / 40, atol=1e-6
+    )
 
 
 def test_inclusivefl_momentum_keeps_the_rest_of_a_groups_own_update() -> None:
@@ -260,10 +311,19 @@ def test_inclusivefl_classifiers_stay_in_their_group() -> None:
     method = federation.method
     before = [dict(own) for own in method.own]
     method.merge(replies, 1)
-    assert [same(a, b) for a, b in zip(before, method.own, strict=True)] == [False, True, True, True, True]
+    assert [same(a, b) for a, b in zip(before, method.own, strict=True)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     sent = [reply.message["weights"]["head.weight"] for reply in replies]
     assert torch.allclose(method.own[0]["head.weight"], sum(sent) / len(sent), atol=1e-6)
-    assert torch.equal(method.model_for(federation.world.device(shallow[0])).state["head.weight"], method.own[0]["head.weight"])
+    assert torch.equal(
+        method.model_for(federation.world.device(shallow[0])).state["head.weight"],
+        method.own[0]["head.weight"],
+    )
 
 
 def test_inclusivefl_weighs_by_samples() -> None:
@@ -275,7 +335,7 @@ def test_inclusivefl_weighs_by_samples() -> None:
     assert torch.allclose(federation.method.weights["stem.conv.weight"], before + 4.0, atol=1e-5)
 
 
-# -- InCoAvg -------------------------------------------------------------------------------------------------------------------
+# -- InCoAvg ---------------------------------------------------------------------------------------
 
 
 def by_kernel(g: Tensor, g0: Tensor, most: float | None) -> Tensor:
@@ -304,15 +364,27 @@ def test_inco_paper_leaves_agreeing_updates_alone_and_code_does_not() -> None:
     scale = (math.sqrt(2) + 1) / 2
     assert torch.allclose(paper[0], g[0] / math.sqrt(2) * scale, atol=1e-5)
     assert torch.allclose(code[0], (g[0] / math.sqrt(2) + g0[0]) * scale, atol=1e-5)
-    assert torch.allclose(paper[1], (g[1] / math.sqrt(2) + g0[1]) * scale, atol=1e-5) and torch.allclose(paper[1], code[1])
+    assert torch.allclose(
+        paper[1], (g[1] / math.sqrt(2) + g0[1]) * scale, atol=1e-5
+    ) and torch.allclose(paper[1], code[1])
 
 
 def test_inco_corrects_the_later_blocks_convolutions_by_the_first_blocks_second() -> None:
-    names = correcting(Reference("main", build("resnet18", shape=(3, 32, 32), classes=4, width=0.0625), (3, 32, 32)))
-    assert names == {f"stages.{s}.1.conv{c}.weight": f"stages.{s}.0.conv2.weight" for s in range(4) for c in (1, 2)}
+    names = correcting(
+        Reference(
+            "main", build("resnet18", shape=(3, 32, 32), classes=4, width=0.0625), (3, 32, 32)
+        )
+    )
+    assert names == {
+        f"stages.{s}.1.conv{c}.weight": f"stages.{s}.0.conv2.weight"
+        for s in range(4)
+        for c in (1, 2)
+    }
     deep = build("resnet50", shape=(3, 32, 32), classes=4, width=0.0625)
     names = correcting(Reference("main", deep, (3, 32, 32)))
-    assert names["stages.0.1.conv3.weight"] == "stages.0.0.conv3.weight" and not any("shortcut" in n for n in names.values())
+    assert names["stages.0.1.conv3.weight"] == "stages.0.0.conv3.weight" and not any(
+        "shortcut" in n for n in names.values()
+    )
 
 
 def test_inco_without_theta_is_not_plain_averaging() -> None:
@@ -325,7 +397,10 @@ def test_inco_without_theta_is_not_plain_averaging() -> None:
     for name, tensor in method.weights.items():
         assert torch.equal(tensor, plain[name]) == (name not in method.pairs)
         if name in method.pairs:
-            g, g0 = plain[name] - before[name], plain[method.pairs[name]] - before[method.pairs[name]]
+            g, g0 = (
+                plain[name] - before[name],
+                plain[method.pairs[name]] - before[method.pairs[name]],
+            )
             expected = before[name] + by_kernel(g, g0, 0.0).clamp(-0.1, 0.1)
             assert torch.allclose(tensor, expected, atol=1e-5)
 
@@ -334,7 +409,10 @@ def test_inco_holds_every_entry() -> None:
     federation, replies = one_round(tiny(InCoAvg(clip=1e-4)), [0, 1, 2, 3, 4])
     before = federation.method.weights
     federation.method.merge(replies, 1)
-    moved = [(federation.method.weights[name] - before[name]).abs().max() for name in federation.method.pairs]
+    moved = [
+        (federation.method.weights[name] - before[name]).abs().max()
+        for name in federation.method.pairs
+    ]
     assert max(map(float, moved)) <= 1.01e-4 and max(map(float, moved)) > 0.99e-4
 
 
@@ -342,10 +420,13 @@ def test_inco_does_not_move_what_nobody_trained() -> None:
     federation, replies = one_round(tiny(InCoAvg(compat="code")), of("small"))
     before = federation.method.weights
     federation.method.merge(replies, 1)
-    assert all(torch.equal(federation.method.weights[name], before[name]) for name in federation.method.pairs)
+    assert all(
+        torch.equal(federation.method.weights[name], before[name])
+        for name in federation.method.pairs
+    )
 
 
-# -- ScaleFL -------------------------------------------------------------------------------------------------------------------
+# -- ScaleFL ---------------------------------------------------------------------------------------
 
 
 def test_scalefl_loss_by_hand() -> None:
@@ -355,21 +436,30 @@ def test_scalefl_loss_by_hand() -> None:
     plain = (ce[0] + 2 * ce[1] + 3 * ce[2]) / 6
     assert torch.allclose(_weighted_exits(net, batch, {}, temperature=3.0), plain)
     # The published coefficient goes with torch's default reduction, a mean over classes as well.
-    published = [9 * F.kl_div((o / 3).log_softmax(-1), (three / 3).softmax(-1), reduction="none").mean() for o in (one, two)]
+    published = [
+        9 * F.kl_div((o / 3).log_softmax(-1), (three / 3).softmax(-1), reduction="none").mean()
+        for o in (one, two)
+    ]
     expected = plain + 0.05 * (published[0] + 2 * published[1]) / 6
     found = _weighted_exits(net, batch, {"kd": torch.tensor(0.05 / 4)}, temperature=3.0)
     assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_scalefl_levels_are_cut_both_ways() -> None:
-    found = Reference("main", build("tinyexits", shape=(1, 28, 28), classes=10, channels=[8, 20, 20, 20]), (1, 28, 28))
+    found = Reference(
+        "main",
+        build("tinyexits", shape=(1, 28, 28), classes=10, channels=[8, 20, 20, 20]),
+        (1, 28, 28),
+    )
     views = ScaleFL(widths=(0.5, 0.6, 0.8, 1.0)).views(found)
     assert [view.shape("stages.0.conv.weight")[0] for view in views] == [4, 8, 8, 8]
     assert [kept(view, columns(found)[0]) for view in views] == [1, 2, 3, 4]
     assert views[2].shape("stages.2.conv.weight") == (16, 16, 3, 3)
     assert all(big.contains(little) for little, big in pairwise(views))
     assert [kept(v, columns(found)[0]) for v in ScaleFL(widths=(0.5, 1.0)).views(found)] == [2, 4]
-    assert [kept(v, columns(found)[0]) for v in ScaleFL(widths=(0.5, 1.0), depths=(1, 4)).views(found)] == [1, 4]
+    assert [
+        kept(v, columns(found)[0]) for v in ScaleFL(widths=(0.5, 1.0), depths=(1, 4)).views(found)
+    ] == [1, 4]
 
 
 def test_scalefl_keeps_entries_outside_every_view() -> None:
@@ -403,7 +493,9 @@ def test_scalefl_divides_alike_in_training_and_evaluation() -> None:
     piece, x = method.piece(device, 1), federation.bench.x_test[:8]
     tested = method.model_for(device)
     evaluated = world.main.network(tested.view, tested.state).eval()(x)
-    client: Client = client_of(Task(0, 1, "main", piece.spec(), method.send(device, piece, 1)), site_of(federation))
+    client: Client = client_of(
+        Task(0, 1, "main", piece.spec(), method.send(device, piece, 1)), site_of(federation)
+    )
     hooks = method.phases(client, method.send(device, piece, 1))[0].hooks
     network = world.main.network(piece.view, piece.view.extract(method.weights)).train()
     handles = [
@@ -429,7 +521,7 @@ def test_accuracies_of_exits_are_each_their_own() -> None:
     assert [found[k] for k in (0, 2, 3)] == [whole[k] for k in (0, 2, 3)] and len(set(whole)) > 1
 
 
-# -- all of them ---------------------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -437,7 +529,9 @@ def test_bytes_are_those_of_the_views(name: str) -> None:
     result = nestling.run(tiny(Named(HERE + name), participants=3))
     method, world = result.federation.method, result.federation.world
     for row in result.metrics:
-        expected = sum(method.piece(world.device(c), row["round"]).view.nbytes() for c in row["clients"])
+        expected = sum(
+            method.piece(world.device(c), row["round"]).view.nbytes() for c in row["clients"]
+        )
         assert row["bytes_up"] == row["bytes_down"] == expected
         assert row["refused"] == 0
 
@@ -448,7 +542,10 @@ def tasks_of(federation: Federation, clients: list[int]) -> list[Task]:
         device = federation.world.device(client)
         piece = method.piece(device, 1)
         # With what it kept of earlier rounds, so that it matters.
-        memory = {n: torch.full_like(t, 0.01 * client) for n, t in piece.view.extract(method.weights).items()}
+        memory = {
+            n: torch.full_like(t, 0.01 * client)
+            for n, t in piece.view.extract(method.weights).items()
+        }
         found.append(Task(client, 1, "main", piece.spec(), method.send(device, piece, 1), memory))
     return found
 
@@ -456,18 +553,28 @@ def tasks_of(federation: Federation, clients: list[int]) -> list[Task]:
 @pytest.mark.parametrize("name", FOUR)
 def test_clients_as_one_stack_end_where_they_end_one_by_one(name: str) -> None:
     experiment, federation = assemble(tiny(Named(HERE + name)))
-    tasks, site, method = tasks_of(federation, of("large")), site_of(federation), experiment.make_method()
-    stacked = work_together(method, tasks, site, lambda found: [train_stack(group) for group in found])
+    tasks, site, method = (
+        tasks_of(federation, of("large")),
+        site_of(federation),
+        experiment.make_method(),
+    )
+    stacked = work_together(
+        method, tasks, site, lambda found: [train_stack(group) for group in found]
+    )
     for task, got in zip(tasks, stacked, strict=True):
         one = work(method, task, site)
         assert isinstance(got.reply["weights"], Row)
         assert same(dict(one.reply["weights"]), dict(got.reply["weights"].items()), 1e-4)
-        assert same(one.memory, got.memory, 1e-4) and float(got.loss) == pytest.approx(float(one.loss), rel=1e-4)
+        assert same(one.memory, got.memory, 1e-4) and float(got.loss) == pytest.approx(
+            float(one.loss), rel=1e-4
+        )
 
 
 def test_a_run_in_stacks_ends_where_a_plain_one_does() -> None:
     plain = nestling.run(tiny(DepthFL())).federation.method.state()
-    stacks = nestling.run(tiny(DepthFL(), engine=EngineConfig("cohort", workers=1))).federation.method.state()
+    stacks = nestling.run(
+        tiny(DepthFL(), engine=EngineConfig("cohort", workers=1))
+    ).federation.method.state()
     assert all(same(plain[kind], stacks[kind], 1e-4) for kind in ("weights", "dynamics"))
 
 
@@ -483,7 +590,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", FOUR)
 def test_the_default_fleet_trains_every_depth(name: str) -> None:
-    """From 64 KB to a GPU box: the smallest device trains the first piece, the largest all of it."""
+    """From 64 KB to a GPU box: the smallest device trains the first piece, the largest all of
+    it."""
     _, federation = assemble(Experiment(method=Named(HERE + name)))
     ladder = federation.method.ladder
     rungs = [ladder.at_rest(tier) for tier in federation.world.plans]
@@ -524,9 +632,13 @@ def test_bad_settings_are_named(name: str, options: dict[str, Any]) -> None:
 def test_feddyn_state_follows_a_client_whose_depth_changes() -> None:
     """A client short of memory trains less for a while; what it kept of its deeper part stays."""
     tier = Tier(name="all", ratio=1.0, count=3, memory_mean=100.0, memory_std=(60.0,))
-    result = nestling.run(tiny(DepthFL(), fleet=FleetConfig(tiers=(tier,)), participants=3, rounds=6))
+    result = nestling.run(
+        tiny(DepthFL(), fleet=FleetConfig(tiers=(tier,)), participants=3, rounds=6)
+    )
     method, world = result.federation.method, result.federation.world
-    depths = [{len(method.piece(world.device(c, r), r).view.names) for r in range(1, 7)} for c in range(3)]
+    depths = [
+        {len(method.piece(world.device(c, r), r).view.names) for r in range(1, 7)} for c in range(3)
+    ]
     assert any(len(found) > 1 for found in depths)
     for client, found in enumerate(depths):
         assert len(world.store.get(client)) == max(found)
@@ -536,15 +648,23 @@ def test_feddyn_state_follows_a_client_whose_depth_changes() -> None:
 def test_exits_as_published(heads: str) -> None:
     """The papers' heads can be traced, cut, trained one by one and as a stack."""
     model = Named("exitcnn", {"channels": [4, 8, 8], "heads": heads})
-    changes = {"model": model, "rounds": 1, "split": SplitConfig(kind="dirichlet", alpha=1.0, size=20)}
+    changes = {
+        "model": model,
+        "rounds": 1,
+        "split": SplitConfig(kind="dirichlet", alpha=1.0, size=20),
+    }
     one_by_one = weights_after(tiny(DepthFL(), **changes))
     stacked = weights_after(tiny(DepthFL(), engine=EngineConfig("cohort", workers=1), **changes))
     assert same(one_by_one, stacked, 1e-4)
-    views = depth_views(Reference("main", build("exitcnn", shape=(1, 28, 28), classes=10, **model.options), (1, 28, 28)))
+    views = depth_views(
+        Reference(
+            "main", build("exitcnn", shape=(1, 28, 28), classes=10, **model.options), (1, 28, 28)
+        )
+    )
     assert len(views) == 3
 
 
-# -- budgets of parameters -----------------------------------------------------------------------------------------------------
+# -- budgets of parameters -------------------------------------------------------------------------
 
 
 def sizes_of(federation: Federation, round: int = 0) -> list[int]:
@@ -553,21 +673,35 @@ def sizes_of(federation: Federation, round: int = 0) -> list[int]:
     return [world.cost(method.piece(device, round)).params for device in devices]
 
 
-@pytest.mark.parametrize(("group", "name"), [line for line in fashion_table.lines_of("") if line[0] == "B"])
+@pytest.mark.parametrize(
+    ("group", "name"), [line for line in fashion_table.lines_of("") if line[0] == "B"]
+)
 def test_methods_of_the_table_train_what_its_five_budgets_allow(group: str, name: str) -> None:
     experiment = replace(fashion_table.experiment(group, name, 0), data=Data())
     _, federation = assemble(replace(experiment, fleet=replace(experiment.fleet, size=20)))
-    found, whole = sizes_of(federation), federation.world.cost(Piece(federation.world.main, federation.world.main.full)).params
+    found, whole = (
+        sizes_of(federation),
+        federation.world.cost(Piece(federation.world.main, federation.world.main.full)).params,
+    )
     budgets = fashion_table.BUDGETS[-1:] * 5 if name == "fedavg" else fashion_table.BUDGETS
-    assert all(0.9 * share * whole <= size <= share * whole for size, share in zip(found, budgets, strict=True))
+    assert all(
+        0.9 * share * whole <= size <= share * whole
+        for size, share in zip(found, budgets, strict=True)
+    )
     assert len(set(found)) == (1 if name == "fedavg" else 5)
 
 
 def test_a_tier_that_is_cut_in_depth() -> None:
     model = Named("tinyresnet", {"blocks": [5], "channels": [8, 8]})
-    tiers = (Tier(name="all", ratio=1.0, cut="depth", count=1), Tier(name="half", ratio=0.5, cut="depth", count=2))
+    tiers = (
+        Tier(name="all", ratio=1.0, cut="depth", count=1),
+        Tier(name="half", ratio=0.5, cut="depth", count=2),
+    )
     _, federation = assemble(small("local", model=model, fleet=FleetConfig(tiers=tiers)))
-    every = [federation.world.cost(Piece(federation.world.main, view)).params for view in depth_views(federation.world.main)]
+    every = [
+        federation.world.cost(Piece(federation.world.main, view)).params
+        for view in depth_views(federation.world.main)
+    ]
     assert sizes_of(federation) == [every[4], max(size for size in every if size <= every[4] / 2)]
     tiny_ratio = (Tier(name="none", ratio=0.01, cut="depth"),)
     with pytest.raises(InputError, match=rf"{every[0]} of {every[4]} parameters"):
@@ -578,14 +712,22 @@ def test_a_tier_that_is_cut_in_depth() -> None:
 
 def test_a_tier_that_is_cut_in_depth_follows_its_free_memory() -> None:
     model = Named("tinyresnet", {"blocks": [5], "channels": [8, 8]})
-    tiers = (Tier(name="busy", ratio=0.8, cut="depth", count=3, memory_mean=90.0, memory_std=(60.0,)),)
+    tiers = (
+        Tier(name="busy", ratio=0.8, cut="depth", count=3, memory_mean=90.0, memory_std=(60.0,)),
+    )
     _, federation = assemble(small("fedavg", model=model, fleet=FleetConfig(tiers=tiers)))
     world = federation.world
-    whole, most = world.cost(Piece(world.main, world.main.full)).params, world.plans["busy"].cost.params
+    whole, most = (
+        world.cost(Piece(world.main, world.main.full)).params,
+        world.plans["busy"].cost.params,
+    )
     shallowest = world.cost(Piece(world.main, depth_views(world.main)[0])).params
     met = set()
     for round in range(1, 30):
-        size, free = world.cost(world.device(0, round).piece).params, world.fleet.free_memory(0, round) / 100
+        size, free = (
+            world.cost(world.device(0, round).piece).params,
+            world.fleet.free_memory(0, round) / 100,
+        )
         assert size <= max(shallowest, min(most, free * whole))
         met.add(size)
     assert len(met) > 2 and min(met) == shallowest

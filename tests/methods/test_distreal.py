@@ -48,20 +48,27 @@ def far(a: State, b: State) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-# -- sub-networks by index tensors -------------------------------------------------------------------------------------------
+# -- sub-networks by index tensors -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "options", "shape"),
     [
         ("tinycnn", {"channels": (8, 16, 16)}, (1, 28, 28)),
-        ("resnet10", {"channels": (8, 8, 16, 16, 24), "norm": "batch", "stem": "cifar"}, (3, 16, 16)),
+        (
+            "resnet10",
+            {"channels": (8, 8, 16, 16, 24), "norm": "batch", "stem": "cifar"},
+            (3, 16, 16),
+        ),
         ("mobilenetv2", {"width": 0.25, "norm": "batch"}, (3, 16, 16)),
         ("mlp", {"hidden": (12, 8)}, (6,)),
     ],
 )
-def test_index_tensors_give_the_network_of_the_view(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Flattened maps, residual sums and depth-wise convolutions included: same output, same gradients as `nested.forward`."""
+def test_index_tensors_give_the_network_of_the_view(
+    name: str, options: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    """Flattened maps, residual sums and depth-wise convolutions included: same output, same
+    gradients as `nested.forward`."""
     reference = Reference("main", build(name, shape=shape, classes=10, **options), shape)
     axes, rng = reference.axes, np.random.default_rng(0)
     chosen = {}
@@ -76,7 +83,9 @@ def test_index_tensors_give_the_network_of_the_view(name: str, options: dict[str
     mine = picker(reference, CPU).forward(skeleton, state, kept, x)
     same = forward(reference, view, state, x)
     assert torch.allclose(mine, same, atol=1e-5)
-    one, other = (torch.autograd.grad(out.square().sum(), list(state.values())) for out in (mine, same))
+    one, other = (
+        torch.autograd.grad(out.square().sum(), list(state.values())) for out in (mine, same)
+    )
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(one, other, strict=True))
 
 
@@ -87,12 +96,19 @@ def test_rescaling_keeps_the_expected_output_of_a_linear_layer() -> None:
     skeleton = narrowed(reference.axes, (0.5,))
     drawn = draws(skeleton, 4000, 0, 0, 1)["0"]
     with torch.no_grad():
-        out = torch.stack([picker(reference, CPU).forward(skeleton, state, {0: rows}, x, rescale=True) for rows in drawn]).mean(0)
+        out = torch.stack(
+            [
+                picker(reference, CPU).forward(skeleton, state, {0: rows}, x, rescale=True)
+                for rows in drawn
+            ]
+        ).mean(0)
         assert torch.allclose(out, reference.module(x), atol=0.05)
 
 
 def test_every_batch_draws_filters_of_its_own_and_all_equally_often() -> None:
-    reference = Reference("main", build("tinycnn", shape=(1, 28, 28), classes=10, norm="none"), (1, 28, 28))
+    reference = Reference(
+        "main", build("tinycnn", shape=(1, 28, 28), classes=10, norm="none"), (1, 28, 28)
+    )
     view = narrowed(reference.axes, (0.5, 0.5, 0.9))
     drawn = draws(view, 2000, seed=0, client=3, round=2)
     assert [drawn[str(axis)].shape for axis in range(3)] == [(2000, 10), (2000, 20), (2000, 8)]
@@ -109,33 +125,57 @@ def test_every_batch_draws_filters_of_its_own_and_all_equally_often() -> None:
 def test_group_norms_are_dropped_by_whole_groups() -> None:
     reference = Reference("main", build("tinycnn", shape=(1, 28, 28), classes=10), (1, 28, 28))
     rows = draws(narrowed(reference.axes, (0.5, 0.5, 0.5)), 8, 0, 0, 1)["1"]
-    assert rows.shape == (8, 20) and bool((rows.reshape(8, 5, 4) // 4 == rows.reshape(8, 5, 4)[:, :, :1] // 4).all())
+    assert rows.shape == (8, 20) and bool(
+        (rows.reshape(8, 5, 4) // 4 == rows.reshape(8, 5, 4)[:, :, :1] // 4).all()
+    )
 
 
-@pytest.mark.parametrize("optim", [Optim("sgd", 0.1, 0.9, 0.01), Optim("adam", 0.01), Optim("sgd", 0.1, 0.9, clip=0.5)])
+@pytest.mark.parametrize(
+    "optim", [Optim("sgd", 0.1, 0.9, 0.01), Optim("adam", 0.01), Optim("sgd", 0.1, 0.9, clip=0.5)]
+)
 def test_neither_momentum_nor_decay_moves_dropped_filters(optim: Optim) -> None:
-    reference = Reference("main", build("tinycnn", shape=(1, 12, 12), classes=4, channels=(6, 8), norm="none"), (1, 12, 12))
+    reference = Reference(
+        "main",
+        build("tinycnn", shape=(1, 12, 12), classes=4, channels=(6, 8), norm="none"),
+        (1, 12, 12),
+    )
     view = narrowed(reference.axes, (0.5, 0.5))
     prepare(reference, [view])
-    given = {"0": torch.tensor([[0, 1, 2], [3, 4, 5]]), "1": torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])}
+    given = {
+        "0": torch.tensor([[0, 1, 2], [3, 4, 5]]),
+        "1": torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]),
+    }
     x, y = torch.randn(16, 1, 12, 12), torch.arange(16) % 4
 
     def after(steps: int, lazy: bool = True) -> State:
         module = build("tinycnn", shape=(1, 12, 12), classes=4, channels=(6, 8), norm="none")
         module.load_state_dict(reference.module.state_dict())
         objective = partial(dropped, picker=picker(reference, CPU), view=view, rescale=True)
-        train(module, Phase(objective, replace(optim, lazy=lazy), epochs=2, batch=16, steps=steps, given=given), x, y, seed=0)
+        train(
+            module,
+            Phase(
+                objective, replace(optim, lazy=lazy), epochs=2, batch=16, steps=steps, given=given
+            ),
+            x,
+            y,
+            seed=0,
+        )
         return {name: t.detach().clone() for name, t in module.state_dict().items()}
 
     start, one, two = reference.module.state_dict(), after(1), after(2)
     first, name = (slice(0, 3), slice(3, 6)), "stages.0.conv.weight"
-    assert not torch.equal(start[name][first[0]], one[name][first[0]]) and torch.equal(start[name][first[1]], one[name][first[1]])
-    assert torch.equal(one[name][first[0]], two[name][first[0]]) and not torch.equal(one[name][first[1]], two[name][first[1]])
+    assert not torch.equal(start[name][first[0]], one[name][first[0]]) and torch.equal(
+        start[name][first[1]], one[name][first[1]]
+    )
+    assert torch.equal(one[name][first[0]], two[name][first[0]]) and not torch.equal(
+        one[name][first[1]], two[name][first[1]]
+    )
     assert torch.equal(start["stages.1.conv.weight"][4:], two["stages.1.conv.weight"][4:])
-    assert not torch.equal(after(2, lazy=False)[name][first[0]], one[name][first[0]])  # what the trap looks like
+    # what the trap looks like
+    assert not torch.equal(after(2, lazy=False)[name][first[0]], one[name][first[0]])
 
 
-# -- the method --------------------------------------------------------------------------------------------------------------
+# -- the method ------------------------------------------------------------------------------------
 
 
 def test_without_dropout_it_is_fedavg_on_the_full_network() -> None:
@@ -146,7 +186,11 @@ def test_without_dropout_it_is_fedavg_on_the_full_network() -> None:
 
 def test_a_device_takes_the_dearest_vector_that_it_can_afford() -> None:
     table = [[0.5, 1.0, 2.0], [0.1, 3.0, 4.0], [0.9, 5.0, 6.0]]
-    assert affordable(table, 0.6) == (1.0, 2.0) and affordable(table, 1.0) == (5.0, 6.0) and affordable(table, 0.01) == (3.0, 4.0)
+    assert (
+        affordable(table, 0.6) == (1.0, 2.0)
+        and affordable(table, 1.0) == (5.0, 6.0)
+        and affordable(table, 0.01) == (3.0, 4.0)
+    )
     federation = made(Distreal(pareto=VECTORS))
     world, method = federation.world, federation.method
     costs = [method.cost(vector) for vector in VECTORS]
@@ -166,7 +210,11 @@ def test_a_device_takes_the_dearest_vector_that_it_can_afford() -> None:
             assert phase.optim.lazy
             kept = {int(axis): rows.shape[1] for axis, rows in phase.given.items()}
             view = narrowed(world.main.axes, VECTORS[costs.index(wanted)])
-            assert kept == {k: len(view.indices(k)) for k in range(3) if len(view.indices(k)) < world.main.axes.sizes[k]}
+            assert kept == {
+                k: len(view.indices(k))
+                for k in range(3)
+                if len(view.indices(k)) < world.main.axes.sizes[k]
+            }
 
 
 def test_bytes_are_the_full_network_and_the_list_once_a_device() -> None:
@@ -183,20 +231,30 @@ def test_bytes_are_the_full_network_and_the_list_once_a_device() -> None:
 
 def test_going_on_equals_going_through(tmp_path: Path) -> None:
     """With a search, which is not made again: the list is part of the state."""
-    method = Named("nestling.methods.submodel.distreal:Distreal", {"population": 4, "generations": 2, "steps": 4})
+    method = Named(
+        "nestling.methods.submodel.distreal:Distreal",
+        {"population": 4, "generations": 2, "steps": 4},
+    )
     nestling.run(small(method, rounds=1), out=tmp_path / "parts")
     parts = nestling.resume(tmp_path / "parts", overrides=("rounds=3",))
     whole = nestling.run(small(method, rounds=3))
     assert parts.federation.method.vectors == whole.federation.method.vectors
     assert far(parts.federation.method.weights, whole.federation.method.weights) == 0
-    assert [m["bytes_down"] for m in parts.metrics][-2:] == [m["bytes_down"] for m in whole.metrics][-2:]
+    assert [m["bytes_down"] for m in parts.metrics][-2:] == [
+        m["bytes_down"] for m in whole.metrics
+    ][-2:]
 
 
 def test_stacked_clients_get_what_single_ones_get() -> None:
     fleet = FleetConfig(tiers=(Tier(name="small", ratio=0.5, count=4),))
-    common = {"fleet": fleet, "participants": 4, "train": Train(epochs=2, batch=20, lr=0.02, momentum=0.9, weight_decay=1e-3)}
+    common = {
+        "fleet": fleet,
+        "participants": 4,
+        "train": Train(epochs=2, batch=20, lr=0.02, momentum=0.9, weight_decay=1e-3),
+    }
     both = [
-        weights(small(Distreal(pareto=VECTORS), **common, engine=EngineConfig(name, workers=1))) for name in ("inline", "cohort")
+        weights(small(Distreal(pareto=VECTORS), **common, engine=EngineConfig(name, workers=1)))
+        for name in ("inline", "cohort")
     ]
     assert far(*both) < 1e-4
 
@@ -212,7 +270,9 @@ def test_equal_clients_are_one_stack() -> None:
     for number in range(4):
         device = world.device(number, 1)
         sent = method.send(device, method.piece(device, 1), 1)
-        client = client_of(Task(number, 1, "main", method.piece(device, 1).spec(), sent), site_of(federation))
+        client = client_of(
+            Task(number, 1, "main", method.piece(device, 1).spec(), sent), site_of(federation)
+        )
         client.weights = method.start(client, sent)
         waiting.append((client, method.phases(client, sent)[0]))
     (group,) = groups(waiting, 0)
@@ -226,23 +286,33 @@ def test_it_learns() -> None:
     assert mean(found) > alone() + 0.03 and mean(found) > 0.4
 
 
-# -- the search --------------------------------------------------------------------------------------------------------------
+# -- the search ------------------------------------------------------------------------------------
 
 
 def test_the_search_finds_a_known_front() -> None:
-    """Cost falls with every rate, loss only rises with the first: the front drops the second and keeps the choice of the first."""
+    """Cost falls with every rate, loss only rises with the first: the front drops the second and
+    keeps the choice of the first."""
     found = search(lambda v: (2 - v[0] - v[1], v[0]), 2, 0.9, population=16, generations=15, seed=0)
     assert len(found) > 4 and all(v[1] > 0.8 for v in found)
     assert min(v[0] for v in found) < 0.1 and max(v[0] for v in found) > 0.8
-    assert found == search(lambda v: (2 - v[0] - v[1], v[0]), 2, 0.9, population=16, generations=15, seed=0)
+    assert found == search(
+        lambda v: (2 - v[0] - v[1], v[0]), 2, 0.9, population=16, generations=15, seed=0
+    )
 
 
 def test_the_front_leaves_out_what_is_beaten() -> None:
-    assert front([(0.5, 1.0), (0.2, 3.0), (0.6, 1.0), (0.3, 3.5), (0.9, 0.5), (0.5, 1.0)]) == [1, 0, 4]
+    assert front([(0.5, 1.0), (0.2, 3.0), (0.6, 1.0), (0.3, 3.5), (0.9, 0.5), (0.5, 1.0)]) == [
+        1,
+        0,
+        4,
+    ]
 
 
 def test_the_searched_list_spans_costs_and_no_entry_beats_another() -> None:
-    federation = made(Distreal(population=6, generations=2, steps=6), model=Named("tinycnn", {"channels": [8, 16, 16]}))
+    federation = made(
+        Distreal(population=6, generations=2, steps=6),
+        model=Named("tinycnn", {"channels": [8, 16, 16]}),
+    )
     vectors = federation.method._search()
     costs = [federation.method.cost(vector) for vector in vectors]
     assert costs == sorted(set(costs)) and len(costs) > 1
@@ -262,10 +332,13 @@ def test_candidates_are_judged_by_what_they_learn() -> None:
     assert losses[0] < losses[1] and losses[0] < untrained
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"pareto": ((1.0,),)}, {"most": 1.0}, {"population": 1}, {"generations": 0}, {"steps": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"pareto": ((1.0,),)}, {"most": 1.0}, {"population": 1}, {"generations": 0}, {"steps": 0}],
+)
 def test_bad_settings_are_named(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"method.{next(iter(settings))}"):
         Distreal(**settings)

@@ -1,4 +1,5 @@
-"""FD: mean logits by class, everybody's teacher without itself, the loss by hand, traps, and learning."""
+"""FD: mean logits by class, everybody's teacher without itself, the loss by hand, traps, and
+learning."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_what_is_told_is_the_mean_of_a_classs_logits_in_evaluation_mode() -> Non
         assert told == sorted({int(c) for c in client.y}) and len(told) == 3
         for row, label in enumerate(told):
             wanted = logits[client.y == label].double().mean(0)
-            assert torch.allclose(reply.message[STATISTICS][LOGITS][row].double(), wanted, atol=1e-5)
+            assert torch.allclose(
+                reply.message[STATISTICS][LOGITS][row].double(), wanted, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("others", [True, False])
@@ -49,7 +52,11 @@ def test_a_teacher_is_the_mean_of_the_others(others: bool) -> None:
         device = world.device(client)
         sent = method.send(device, method.piece(device, 2), 2)
         for label in range(10):
-            told = [r.message[STATISTICS][LOGITS][k] for r, k in holders(replies, label) if not others or r.device.id != client]
+            told = [
+                r.message[STATISTICS][LOGITS][k]
+                for r, k in holders(replies, label)
+                if not others or r.device.id != client
+            ]
             assert (label in sent.facts["classes"]) == bool(told)
             seen.add(min(len(told), 2))
             if told:
@@ -71,7 +78,9 @@ def test_of_an_absent_client_its_last_word_counts_and_once_only() -> None:
 
 
 def test_one_client_has_no_teacher() -> None:
-    fleet = FleetConfig(tiers=(Tier(name="one", model="mlp", model_options={"hidden": [16]}, count=1),))
+    fleet = FleetConfig(
+        tiers=(Tier(name="one", model="mlp", model_options={"hidden": [16]}, count=1),)
+    )
     run = {"fleet": fleet, "participants": 1, "rounds": 3}
     ours, local = (nestling.run(small(m, **run)) for m in (FD(), Local()))
     a, b = (r.federation.world.store.get(0) for r in (ours, local))
@@ -83,7 +92,10 @@ def test_one_client_has_no_teacher() -> None:
 def test_without_its_weight_it_is_training_alone(options: dict[str, str]) -> None:
     """Bit for bit, and with it is not: networks are as they are, whatever their features."""
     run = {"fleet": MIXED, "participants": 4, "rounds": 3}
-    ours, pulled, local = (nestling.run(small(m, **run)).federation for m in (FD(gamma=0.0, **options), FD(**options), Local()))
+    ours, pulled, local = (
+        nestling.run(small(m, **run)).federation
+        for m in (FD(gamma=0.0, **options), FD(**options), Local())
+    )
     for client in range(4):
         a, b, c = (f.world.store.get(client) for f in (ours, local, pulled))
         assert a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
@@ -105,22 +117,39 @@ def test_the_loss_by_hand(distance: str) -> None:
     for said, label in zip(logits, batch.y, strict=True):
         if label == client.y[0]:
             p, q = (given[LOGITS][label] / 2).softmax(-1), (said / 2).softmax(-1)
-            far = far + (4 * (p * (p / q).log()).sum() if distance == "kl" else ((said - given[LOGITS][label]) ** 2).mean())
+            far = far + (
+                4 * (p * (p / q).log()).sum()
+                if distance == "kl"
+                else ((said - given[LOGITS][label]) ** 2).mean()
+            )
     plain = F.cross_entropy(logits, batch.y)
     assert torch.allclose(loss(batch=batch, given=given), plain + 3 * far / 12, rtol=1e-5)
-    assert torch.allclose(loss(batch=batch, given={**given, "known": torch.zeros(10)}), plain, rtol=1e-6)
+    assert torch.allclose(
+        loss(batch=batch, given={**given, "known": torch.zeros(10)}), plain, rtol=1e-6
+    )
     mask = torch.arange(12) < 7
     short = Batch(client.x[:7], client.y[:7], torch.arange(7))
-    filled = Batch(torch.where(mask[:, None, None, None], batch.x, 3.0), batch.y, batch.rows, mask=mask)
-    assert torch.allclose(loss(batch=filled, given=given), loss(batch=short, given=given), rtol=1e-5)
+    filled = Batch(
+        torch.where(mask[:, None, None, None], batch.x, 3.0), batch.y, batch.rows, mask=mask
+    )
+    assert torch.allclose(
+        loss(batch=filled, given=given), loss(batch=short, given=given), rtol=1e-5
+    )
 
 
 def test_bytes_are_those_of_the_classes_that_are_told() -> None:
     result = nestling.run(small(FD(), fleet=MIXED, participants=4, split=THREE))
     federation, (first, second) = result.federation, result.metrics
-    assert first["bytes_up"] == second["bytes_up"] == 4 * 10 * sum(held(federation, c) for c in range(4))
+    assert (
+        first["bytes_up"]
+        == second["bytes_up"]
+        == 4 * 10 * sum(held(federation, c) for c in range(4))
+    )
     counts = [federation.world.split.counts(c) > 0 for c in range(4)]
-    heard = [sum(any(counts[o][label] for o in range(4) if o != c) for label in range(10)) for c in range(4)]
+    heard = [
+        sum(any(counts[o][label] for o in range(4) if o != c) for label in range(10))
+        for c in range(4)
+    ]
     assert first["bytes_down"] == 0 and second["bytes_down"] == 4 * 10 * sum(heard)
 
 
@@ -131,7 +160,9 @@ def test_a_client_that_tells_nonsense_is_refused() -> None:
         with pytest.raises(InputError, match="classes"):
             method.returned(reply.piece, reply.sent, {"samples": 1, "classes": wrong})
     assert faults(reply.message, method.expects(reply.piece, reply.sent)) is None
-    fewer = method.returned(reply.piece, reply.sent, {"classes": reply.message.facts["classes"][:1]})
+    fewer = method.returned(
+        reply.piece, reply.sent, {"classes": reply.message.facts["classes"][:1]}
+    )
     assert "expected" in str(faults(reply.message, method.expects(fewer, reply.sent)))
 
 
@@ -141,12 +172,19 @@ def test_every_engine_gives_the_same() -> None:
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """With clients that vanish, and others that are absent for a round."""
-    fleet = FleetConfig(tiers=(Tier(name="mlp", model="mlp", model_options={"hidden": [16]}, count=4, dropout=0.3),))
+    fleet = FleetConfig(
+        tiers=(Tier(name="mlp", model="mlp", model_options={"hidden": [16]}, count=4, dropout=0.3),)
+    )
     resumes(Named(NAME), tmp_path, fleet=fleet, participants=3)
 
 
 @pytest.mark.parametrize(
-    ("options", "field"), [({"gamma": -1.0}, "gamma"), ({"temperature": 0.0}, "temperature"), ({"distance": "x"}, "distance")]
+    ("options", "field"),
+    [
+        ({"gamma": -1.0}, "gamma"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"distance": "x"}, "distance"),
+    ],
 )
 def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(InputError, match=f"method.{field}"):

@@ -1,4 +1,5 @@
-"""FedDF: what it is without distillation, what students are fitted to, the validation set, bytes, and learning."""
+"""FedDF: what it is without distillation, what students are fitted to, the validation set, bytes,
+and learning."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nestling
-from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, InputError, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    InputError,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.methods import Reply
 from nestling.methods.distill.feddf import FedDF
 from nestling.runs.assemble import assemble
@@ -54,7 +65,10 @@ def test_without_steps_it_is_the_average_of_every_architecture_bit_for_bit() -> 
 
 def test_without_steps_on_one_network_it_is_fedavg() -> None:
     alike = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
-    ours, theirs = (nestling.run(small(m, fleet=alike)).federation.method.global_model() for m in (quick(steps=0), "fedavg"))
+    ours, theirs = (
+        nestling.run(small(m, fleet=alike)).federation.method.global_model()
+        for m in (quick(steps=0), "fedavg")
+    )
     assert ours is not None and theirs is not None and equal(ours.state, theirs.state)
 
 
@@ -81,10 +95,16 @@ def test_the_mean_of_logits_is_not_the_mean_of_losses() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 @pytest.mark.parametrize("weighting", ["uniform", "samples", "variance"])
-def test_the_code_variant_has_the_gradient_of_the_average_of_losses(temperature: float, weighting: str) -> None:
+def test_the_code_variant_has_the_gradient_of_the_average_of_losses(
+    temperature: float, weighting: str
+) -> None:
     torch.manual_seed(0)
     teachers, samples = 5 * torch.randn(4, 8, 5), [1, 2, 3, 4]
-    weights = {"uniform": torch.ones(4, 1), "samples": torch.tensor([[1.0], [2.0], [3.0], [4.0]]), "variance": teachers.var(-1)}
+    weights = {
+        "uniform": torch.ones(4, 1),
+        "samples": torch.tensor([[1.0], [2.0], [3.0], [4.0]]),
+        "variance": teachers.var(-1),
+    }
     share = weights[weighting] / weights[weighting].sum(0)
 
     def gradient(loss: Any) -> Tensor:
@@ -92,11 +112,20 @@ def test_the_code_variant_has_the_gradient_of_the_average_of_losses(temperature:
         return torch.autograd.grad(loss((student / temperature).log_softmax(-1)), student)[0]
 
     def each(log_q: Tensor) -> Tensor:
-        losses = torch.stack([F.kl_div(log_q, (t / temperature).softmax(-1), reduction="none").sum(-1) for t in teachers])
+        losses = torch.stack(
+            [
+                F.kl_div(log_q, (t / temperature).softmax(-1), reduction="none").sum(-1)
+                for t in teachers
+            ]
+        )
         return (share * losses).sum(0).mean()
 
-    targets = FedDF(compat="code", temperature=temperature, weighting=weighting).targets(teachers, samples)
-    at_once = gradient(lambda log_q: F.kl_div(log_q, (targets / temperature).softmax(-1), reduction="batchmean"))
+    targets = FedDF(compat="code", temperature=temperature, weighting=weighting).targets(
+        teachers, samples
+    )
+    at_once = gradient(
+        lambda log_q: F.kl_div(log_q, (targets / temperature).softmax(-1), reduction="batchmean")
+    )
     assert torch.allclose(gradient(each), at_once, atol=1e-6)
 
 
@@ -108,14 +137,20 @@ def test_targets_stay_finite_where_a_teacher_is_quite_sure_or_says_nothing() -> 
 
 
 def test_a_step_is_one_of_adam_down_the_gap_to_all_received_models() -> None:
-    """One whole batch, one network, no early stop: the student's change follows from the loss alone."""
+    """One whole batch, one network, no early stop: the student's change follows from the loss
+    alone."""
     alike = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
-    federation, replies = one_round(small(FedDF(steps=1, batch=10_000, validation=0.0, clip=5.0), fleet=alike), [0, 1, 2])
+    federation, replies = one_round(
+        small(FedDF(steps=1, batch=10_000, validation=0.0, clip=5.0), fleet=alike), [0, 1, 2]
+    )
     world = federation.world
     assert world.public is not None
     start = merged(replies, federation)["main"]
     teacher = torch.stack(
-        [logits_of(world.main.network(world.main.full, r.message["weights"]), world.public) for r in replies]
+        [
+            logits_of(world.main.network(world.main.full, r.message["weights"]), world.public)
+            for r in replies
+        ]
     ).mean(0)
     leaves = {name: t.clone().requires_grad_() for name, t in start.items()}
     said = torch.func.functional_call(world.main.network(world.main.full), leaves, (world.public,))
@@ -135,27 +170,43 @@ def test_a_step_is_one_of_adam_down_the_gap_to_all_received_models() -> None:
 def test_the_validation_rows_are_labelled_and_no_input_of_the_distillation() -> None:
     _, federation = assemble(small(quick(validation=0.25)))
     method, world = federation.method, federation.world
-    assert isinstance(method, FedDF) and method.judged is not None and method.inputs is not None and world.public is not None
+    assert (
+        isinstance(method, FedDF)
+        and method.judged is not None
+        and method.inputs is not None
+        and world.public is not None
+    )
     x, y = method.judged
     assert len(x) == len(y) == 25 and len(method.inputs) == 75 and len(world.public) == 100
-    rows = {t.numpy().tobytes(): int(label) for t, label in zip(world.public, world.public_labels, strict=True)}  # type: ignore[arg-type]
+    rows = {
+        t.numpy().tobytes(): int(label)
+        for t, label in zip(world.public, world.public_labels, strict=True)
+    }  # type: ignore[arg-type]
     assert all(rows[t.numpy().tobytes()] == int(label) for t, label in zip(x, y, strict=True))
     assert not {t.numpy().tobytes() for t in x} & {t.numpy().tobytes() for t in method.inputs}
 
 
 def test_a_distillation_that_spoils_the_mean_is_not_kept() -> None:
-    federation, replies = one_round(small(FedDF(steps=6, every=2, lr=5.0, validation=0.5), fleet=MIXED), [0, 1, 2, 3])
+    federation, replies = one_round(
+        small(FedDF(steps=6, every=2, lr=5.0, validation=0.5), fleet=MIXED), [0, 1, 2, 3]
+    )
     expected = merged(replies, federation)
-    federation.method._accuracy = lambda reference, view, state: -float(sum(t.float().norm() for t in state.values()))
+    federation.method._accuracy = lambda reference, view, state: (
+        -float(sum(t.float().norm() for t in state.values()))
+    )
     federation.method.merge(replies, 1)
     for name, state in federation.method.weights.items():
         assert equal(dict(state), dict(expected[name]))
 
 
-def test_the_best_student_on_the_validation_set_is_kept_and_patience_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_student_on_the_validation_set_is_kept_and_patience_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     alike = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
     settings = FedDF(steps=60, every=1, patience=5, lr=0.05, validation=0.5)
-    federation, replies = one_round(small(settings, fleet=alike, split=SplitConfig(kind="iid", size=100)), [0, 1])
+    federation, replies = one_round(
+        small(settings, fleet=alike, split=SplitConfig(kind="iid", size=100)), [0, 1]
+    )
     method, main, seen = federation.method, federation.world.main, []
     assert isinstance(method, FedDF)
     judge = method._accuracy
@@ -176,7 +227,9 @@ def test_without_public_data_it_says_what_it_needs() -> None:
         with pytest.raises(InputError, match=r"split\.public.*noise"):
             nestling.run(small(method, split=none))
     result = nestling.run(small(quick(source="noise", validation=0.0), split=none))
-    assert result.federation.world.public is None and result.summary["global_accuracy"]["last"] > 0.1
+    assert (
+        result.federation.world.public is None and result.summary["global_accuracy"]["last"] > 0.1
+    )
 
 
 def test_noise_is_other_noise_every_round_and_may_still_be_validated() -> None:
@@ -190,8 +243,14 @@ def test_noise_is_other_noise_every_round_and_may_still_be_validated() -> None:
 def test_models_at_chance_are_dropped_from_the_average_too() -> None:
     """One client's head points to one class only."""
     alike = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
-    settings: dict[str, Any] = {"fleet": alike, "split": SplitConfig(kind="iid", size=400), "train": Train(epochs=3)}
-    federation, replies = one_round(small(FedDF(steps=0, drop_worst=True, validation=0.5), **settings), [0, 1])
+    settings: dict[str, Any] = {
+        "fleet": alike,
+        "split": SplitConfig(kind="iid", size=400),
+        "train": Train(epochs=3),
+    }
+    federation, replies = one_round(
+        small(FedDF(steps=0, drop_worst=True, validation=0.5), **settings), [0, 1]
+    )
     assert isinstance(federation.method, FedDF) and federation.method.judged is not None
     y = federation.method.judged[1]
     rare = int(torch.bincount(y, minlength=10).argmin())
@@ -258,11 +317,15 @@ def test_stacks_of_clients_give_the_same() -> None:
 def test_running_statistics_follow_the_distilled_weights() -> None:
     tracked = Named("tinycnn", {"channels": [8, 16, 16], "norm": "tracked"})
     after = {
-        steps: nestling.run(small(quick(steps=steps, validation=0.0), model=tracked, rounds=1)).federation.method.weights
+        steps: nestling.run(
+            small(quick(steps=steps, validation=0.0), model=tracked, rounds=1)
+        ).federation.method.weights
         for steps in (0, 12)
     }
     moving = [name for name in after[0]["main"] if name.endswith("running_mean")]
-    assert moving and not any(torch.equal(after[0]["main"][name], after[12]["main"][name]) for name in moving)
+    assert moving and not any(
+        torch.equal(after[0]["main"][name], after[12]["main"][name]) for name in moving
+    )
 
 
 LEARNING: dict[str, Any] = {
@@ -281,7 +344,8 @@ LEARNING: dict[str, Any] = {
     "evaluate": Evaluation(every=10, clients=9),
     "engine": EngineConfig("cohort", 1),
 }
-"""Few private rows, and a main network that others know more than: an average of three clients leaves something to learn."""
+"""Few private rows, and a main network that others know more than: an average of three clients
+leaves something to learn."""
 
 
 @pytest.mark.slow
@@ -289,8 +353,13 @@ def test_it_beats_training_alone_and_plain_averages_within_architectures() -> No
     def learned(method: Any) -> tuple[list[float], list[float]]:
         runs: list[Experiment] = [experiment(method, seed, **LEARNING) for seed in SEEDS]
         found = [nestling.run(run).summary for run in runs]
-        return tuple([s[kind]["last"] for s in found] for kind in ("personal_accuracy", "global_accuracy"))  # type: ignore[return-value]
+        return tuple(
+            [s[kind]["last"] for s in found] for kind in ("personal_accuracy", "global_accuracy")
+        )  # type: ignore[return-value]
 
-    alone, plain, ours = (learned(m) for m in ("local", Named(NAME, {"steps": 0}), Named(NAME, {"steps": 20, "batch": 64})))
+    alone, plain, ours = (
+        learned(m)
+        for m in ("local", Named(NAME, {"steps": 0}), Named(NAME, {"steps": 20, "batch": 64}))
+    )
     assert clearly_above(ours[0], alone[0]) and mean(ours[0]) > mean(plain[0]), (ours, plain, alone)
     assert clearly_above(ours[1], plain[1]) and mean(ours[1]) > 0.65, (ours, plain)

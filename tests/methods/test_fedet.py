@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nestling
-from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    FleetConfig,
+    InputError,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.devices.fit import exceeded
 from nestling.methods.distill.fedet import FedET, consensus, server_loss
 from nestling.runs.assemble import assemble
@@ -58,10 +67,14 @@ def test_an_input_without_dissenters_adds_nothing_to_the_divergence() -> None:
         leaf = said.clone().requires_grad_()
         return torch.autograd.grad(server_loss(leaf, targets, diversity), leaf)[0]
 
-    assert torch.equal(gradient(0.0)[1], gradient(5.0)[1]) and not torch.equal(gradient(0.0)[0], gradient(5.0)[0])
+    assert torch.equal(gradient(0.0)[1], gradient(5.0)[1]) and not torch.equal(
+        gradient(0.0)[0], gradient(5.0)[0]
+    )
     plain = F.cross_entropy(said, torch.tensor([0, 0]))
     kl = F.kl_div(said[:1].log_softmax(-1), targets[1][:1].softmax(-1), reduction="sum") / 2
-    assert float(server_loss(said, targets, 0.05)) == pytest.approx(float(plain + 0.05 * kl), rel=1e-6)
+    assert float(server_loss(said, targets, 0.05)) == pytest.approx(
+        float(plain + 0.05 * kl), rel=1e-6
+    )
 
 
 def test_nobody_dissents_or_nobody_says_anything_and_all_stays_finite() -> None:
@@ -74,7 +87,10 @@ def test_nobody_dissents_or_nobody_says_anything_and_all_stays_finite() -> None:
 
 
 def heads_of(method: Any) -> dict[str, list[Tensor]]:
-    return {n: [method.weights[n][f"{r.taps.head}.{p}"] for p in ("weight", "bias")] for n, r in method.references.items()}
+    return {
+        n: [method.weights[n][f"{r.taps.head}.{p}"] for p in ("weight", "bias")]
+        for n, r in method.references.items()
+    }
 
 
 def test_all_networks_have_the_servers_head_before_and_after_a_round() -> None:
@@ -85,10 +101,15 @@ def test_all_networks_have_the_servers_head_before_and_after_a_round() -> None:
         found = heads_of(method)
         server = found[method.server.name]
         assert len(found) == 4 and server[0].shape == (10, method.wide) == (10, 16)
-        assert all(torch.equal(a, b) for own in found.values() for a, b in zip(own, server, strict=True))
+        assert all(
+            torch.equal(a, b) for own in found.values() for a, b in zip(own, server, strict=True)
+        )
         before, last = server, method.weights
         method.merge(replies, 1)
-        assert not torch.equal(heads_of(method)[method.server.name][0], before[0]) and method.weights is not last
+        assert (
+            not torch.equal(heads_of(method)[method.server.name][0], before[0])
+            and method.weights is not last
+        )
 
 
 def test_without_steps_it_is_the_average_of_every_architecture_with_the_mean_of_all_heads() -> None:
@@ -97,17 +118,26 @@ def test_without_steps_it_is_the_average_of_every_architecture_with_the_mean_of_
     assert isinstance(method, FedET)
     start = dict(method.weights[method.server.name])
     method.merge(replies, 1)
-    sent = [[r.message["weights"][f"{r.piece.reference.taps.head}.{p}"] for r in replies] for p in ("weight", "bias")]
+    sent = [
+        [r.message["weights"][f"{r.piece.reference.taps.head}.{p}"] for r in replies]
+        for p in ("weight", "bias")
+    ]
     mean = [torch.stack(tensors).double().mean(0).float() for tensors in sent]
     for name, reference in method.references.items():
-        own = [Contribution(r.piece.view, r.message["weights"]) for r in replies if r.piece.reference is reference]
+        own = [
+            Contribution(r.piece.view, r.message["weights"])
+            for r in replies
+            if r.piece.reference is reference
+        ]
         expected = dict(merge(reference.initial, own))
         at = reference.taps.head
         for part, tensor in zip(("weight", "bias"), mean, strict=True):
             assert torch.equal(method.weights[name].pop(f"{at}.{part}"), tensor)
             expected.pop(f"{at}.{part}")
         assert equal(dict(method.weights[name]), expected)
-    assert all(torch.equal(t, start[name]) for name, t in method.weights[method.server.name].items())
+    assert all(
+        torch.equal(t, start[name]) for name, t in method.weights[method.server.name].items()
+    )
 
 
 def test_means_count_clients_or_their_samples() -> None:
@@ -124,15 +154,24 @@ def test_means_count_clients_or_their_samples() -> None:
 
 
 def test_the_server_learns_what_the_clients_agree_on() -> None:
-    federation, replies = one_round(small(FedET(lr=0.02), split=SplitConfig(kind="iid", size=200)), [0, 1, 2, 3])
+    federation, replies = one_round(
+        small(FedET(lr=0.02), split=SplitConfig(kind="iid", size=200)), [0, 1, 2, 3]
+    )
     method, public = federation.method, federation.world.public
     assert isinstance(method, FedET) and public is not None
-    said = [logits_of(r.piece.reference.network(r.piece.view, r.message["weights"]), public) for r in replies]
+    said = [
+        logits_of(r.piece.reference.network(r.piece.view, r.message["weights"]), public)
+        for r in replies
+    ]
     label = consensus(torch.stack(said), [1] * 4)[0]
 
     def agreement() -> float:
         model = method.global_model()
-        return float((logits_of(method.server.network(model.view, model.state), public).argmax(-1) == label).float().mean())
+        return float(
+            (logits_of(method.server.network(model.view, model.state), public).argmax(-1) == label)
+            .float()
+            .mean()
+        )
 
     before = agreement()
     method.merge([], 1)
@@ -150,19 +189,27 @@ def test_tiers_of_one_width_are_one_architecture_and_own_networks_are_not() -> N
     )
     _, federation = assemble(small(quick(), fleet=FleetConfig(tiers=tiers)))
     method = federation.method
-    assert isinstance(method, FedET) and method.pieces["a"] is method.pieces["b"] and method.pieces["c"] is not method.pieces["d"]
+    assert (
+        isinstance(method, FedET)
+        and method.pieces["a"] is method.pieces["b"]
+        and method.pieces["c"] is not method.pieces["d"]
+    )
     assert len(method.references) == 4
 
 
 def test_a_device_gets_what_fits_it_with_a_larger_head() -> None:
-    """On the small board the body must be narrower with a head of many features than without, and the whole still fits."""
+    """On the small board the body must be narrower with a head of many features than without, and
+    the whole still fits."""
     board = FleetConfig(tiers=(Tier(name="board", device="stm32l475", count=3),))
     _, federation = assemble(small(quick(features=500), fleet=board, model=Named("tinycnn")))
     method, world = federation.method, federation.world
     assert isinstance(method, FedET)
     plan, own = world.plans["board"], method.pieces["board"].reference.initial
     assert not exceeded(plan.profile, world.cost(method.pieces["board"]), plan.budget)
-    assert own["stages.2.conv.weight"].numel() < plan.piece.view.extract(world.main.initial)["stages.2.conv.weight"].numel()
+    assert (
+        own["stages.2.conv.weight"].numel()
+        < plan.piece.view.extract(world.main.initial)["stages.2.conv.weight"].numel()
+    )
 
 
 def test_without_public_data_it_says_what_it_needs() -> None:
@@ -193,9 +240,17 @@ def test_what_travels_are_the_small_networks() -> None:
     assert isinstance(method, FedET)
     for row in result.metrics:
         for client in row["clients"]:
-            size += 4 * sum(t.numel() for t in method.piece(world.device(client), 1).reference.module.state_dict().values())
+            size += 4 * sum(
+                t.numel()
+                for t in method.piece(world.device(client), 1)
+                .reference.module.state_dict()
+                .values()
+            )
     assert result.summary["bytes_up"] == result.summary["bytes_down"] == size
-    assert result.model is not None and result.model(torch.zeros(2, *world.main.shape)).shape == (2, 10)
+    assert result.model is not None and result.model(torch.zeros(2, *world.main.shape)).shape == (
+        2,
+        10,
+    )
 
 
 def test_it_goes_on_where_it_stood(tmp_path: Path) -> None:
@@ -227,6 +282,12 @@ def test_it_beats_training_alone_and_the_server_learns_from_what_clients_say() -
     personal = [[s["personal_accuracy"]["last"] for s in found] for found in (ours, alone)]
     assert clearly_above(*personal), personal
     # Without steps the server's network has the clients' head on a body that never saw anything.
-    never = [nestling.run(experiment(Named(NAME, {"steps": 0}), SEEDS[0], **{**LEARNING, "rounds": 2})).summary]
+    never = [
+        nestling.run(
+            experiment(Named(NAME, {"steps": 0}), SEEDS[0], **{**LEARNING, "rounds": 2})
+        ).summary
+    ]
     told, untold = ([s["global_accuracy"]["last"] for s in found] for found in (ours, never))
-    assert mean(told) > mean(untold) + 0.4 and mean(told) > mean([s["global_accuracy"]["last"] for s in alone]), (told, untold)
+    assert mean(told) > mean(untold) + 0.4 and mean(told) > mean(
+        [s["global_accuracy"]["last"] for s in alone]
+    ), (told, untold)

@@ -1,4 +1,5 @@
-"""FedGen: the generator's loss and its known traps, the client's terms by hand, both ways to share, bytes, resume, learning."""
+"""FedGen: the generator's loss and its known traps, the client's terms by hand, both ways to share,
+bytes, resume, learning."""
 
 from __future__ import annotations
 
@@ -49,7 +50,14 @@ def task_of(federation: Federation, client: int, round: int) -> Task:
     world, method = federation.world, federation.method
     device = world.device(client)
     piece = method.piece(device, round)
-    return Task(client, round, piece.reference.name, piece.spec(), method.send(device, piece, round), world.store.get(client))
+    return Task(
+        client,
+        round,
+        piece.reference.name,
+        piece.spec(),
+        method.send(device, piece, round),
+        world.store.get(client),
+    )
 
 
 def play(federation: Federation, clients: list[int], round: int) -> list[Reply]:
@@ -72,7 +80,7 @@ def second_round(federation: Federation, client: int) -> tuple[Client, Phase]:
     return found, next(iter(federation.method.phases(found, task.message)))
 
 
-# -- the generator -------------------------------------------------------------------------------------------------------------
+# -- the generator ---------------------------------------------------------------------------------
 
 
 def test_every_sample_counts_by_its_class() -> None:
@@ -82,23 +90,30 @@ def test_every_sample_counts_by_its_class() -> None:
     each = F.cross_entropy(logits, labels, reduction="none")
     assert torch.allclose(weighted(logits, labels, share), (each * share).sum() / 6)
     lost = weighted(logits, labels, share, "code")
-    assert torch.allclose(lost, (each[None] * share[:, None]).mean())  # what a product of (B,) and (B, 1) comes to
+    # what a product of (B,) and (B, 1) comes to
+    assert torch.allclose(lost, (each[None] * share[:, None]).mean())
     assert not torch.allclose(weighted(logits, labels, share), lost)
 
 
 def test_counts_start_at_one_only_in_the_code() -> None:
     counts = torch.tensor([[3, 0, 0], [1, 2, 0]], dtype=torch.int32)
     assert torch.allclose(shares(counts), torch.tensor([[0.75, 0.0, 0.0], [0.25, 1.0, 0.0]]))
-    assert torch.allclose(shares(counts, "code"), torch.tensor([[4 / 6, 1 / 4, 0.5], [2 / 6, 3 / 4, 0.5]]))
+    assert torch.allclose(
+        shares(counts, "code"), torch.tensor([[4 / 6, 1 / 4, 0.5], [2 / 6, 3 / 4, 0.5]])
+    )
 
 
 def test_a_client_without_a_class_does_not_teach_it() -> None:
-    """The features of a class are those that its only holder knows, whatever the other says of it."""
+    """The features of a class are those that its only holder knows, whatever the other says of
+    it."""
     federation = made(iterations=200, generator_lr=0.02, weight_decay=0.0, hidden=32)
     method = federation.method
     features, classes = federation.world.main.taps.features, 10
     with torch_seeded(0, "test"):
-        one, other = (Classifier({"weight": torch.randn(classes, features) / 8, "bias": torch.zeros(classes)}) for _ in range(2))
+        one, other = (
+            Classifier({"weight": torch.randn(classes, features) / 8, "bias": torch.zeros(classes)})
+            for _ in range(2)
+        )
     counts = torch.zeros(2, classes, dtype=torch.int32)
     counts[0, :5], counts[1, 5:] = 10, 10
     method.seen = torch.ones(classes, dtype=torch.bool)
@@ -135,7 +150,7 @@ def test_labels_are_drawn_evenly_from_the_classes_that_exist() -> None:
     assert drawn(seen, torch.tensor([0.9999999])).item() == 4
 
 
-# -- the client ----------------------------------------------------------------------------------------------------------------
+# -- the client ------------------------------------------------------------------------------------
 
 
 def test_the_loss_by_hand() -> None:
@@ -157,7 +172,9 @@ def test_the_loss_by_hand() -> None:
     kl = (p * (p.log() - logits.log_softmax(-1))).sum(-1).mean()
     labels = drawn(method.seen, uniform(key, 13, (8,)))
     others = F.cross_entropy(taught(uniform(key, 14, (8, 4)), labels), labels)
-    assert torch.allclose(loss, F.cross_entropy(logits, batch.y) + 1.0 * kl + 8 / 6 * 1.5 * others, rtol=1e-5)
+    assert torch.allclose(
+        loss, F.cross_entropy(logits, batch.y) + 1.0 * kl + 8 / 6 * 1.5 * others, rtol=1e-5
+    )
 
 
 def test_the_teacher_is_held_still() -> None:
@@ -165,13 +182,18 @@ def test_the_teacher_is_held_still() -> None:
     client, phase = second_round(federation, 0)
     module = client.reference.network(client.view, client.weights).train()
     module.head.bias.data += torch.randn(10)
-    net, batch = Net(module, dict(module.named_parameters())), Batch(client.x[:6], client.y[:6], torch.arange(6))
+    net, batch = (
+        Net(module, dict(module.named_parameters())),
+        Batch(client.x[:6], client.y[:6], torch.arange(6)),
+    )
     (grad,) = torch.autograd.grad(phase.objective(net, batch, phase.given), [module.head.bias])
     logits = module(batch.x)
     z = generated(federation.method.generator, uniform(phase.given["key"], 0, (6, 4)), batch.y, 10)
     columns = columns_of(client.reference, client.view, "head")
     teacher = module.head(z if columns is None else z[:, columns]).softmax(-1)
-    by_hand = (logits.softmax(-1) - F.one_hot(batch.y, 10)) / 6 + 5.0 * 0.98 * (logits.softmax(-1) - teacher) / 6
+    by_hand = (logits.softmax(-1) - F.one_hot(batch.y, 10)) / 6 + 5.0 * 0.98 * (
+        logits.softmax(-1) - teacher
+    ) / 6
     assert torch.allclose(grad, by_hand.sum(0), rtol=1e-3, atol=1e-5)
 
 
@@ -182,9 +204,18 @@ def test_a_filled_up_batch_gives_the_loss_of_the_batch() -> None:
     net, x, y = Net(module, dict(module.named_parameters())), client.x[:6], client.y[:6]
     short = phase.objective(net, Batch(x[:4], y[:4], torch.arange(4)), phase.given)
     mask = torch.tensor([True] * 4 + [False] * 2)
-    assert torch.allclose(phase.objective(net, Batch(x * 2 - 1, y, torch.arange(6), 0, mask), phase.given), short) is False
+    assert (
+        torch.allclose(
+            phase.objective(net, Batch(x * 2 - 1, y, torch.arange(6), 0, mask), phase.given), short
+        )
+        is False
+    )
     filled = torch.cat([x[:4], x[4:] * 3])
-    assert torch.allclose(phase.objective(net, Batch(filled, y, torch.arange(6), 0, mask), phase.given), short, rtol=1e-5)
+    assert torch.allclose(
+        phase.objective(net, Batch(filled, y, torch.arange(6), 0, mask), phase.given),
+        short,
+        rtol=1e-5,
+    )
 
 
 def test_the_first_round_is_plain() -> None:
@@ -195,7 +226,7 @@ def test_the_first_round_is_plain() -> None:
     assert len(phases) == 1 and not phases[0].given
 
 
-# -- what travels --------------------------------------------------------------------------------------------------------------
+# -- what travels ----------------------------------------------------------------------------------
 
 
 def test_narrow_classifiers_read_their_part_of_the_features() -> None:
@@ -212,16 +243,33 @@ def test_narrow_classifiers_read_their_part_of_the_features() -> None:
 
 
 def test_what_it_is_follows_from_what_travels() -> None:
-    """With unlike networks there is no global model, and what stands in its column is the mean of the clients' models."""
-    alike, unlike = (nestling.run(small(FedGen(iterations=2), rounds=1, participants=0, **c)) for c in ({}, {"fleet": UNLIKE}))
-    assert alike.summary["global_model"] and alike.model is not None and not alike.federation.method.as_set.personal
-    assert not unlike.summary["global_model"] and unlike.model is None and unlike.federation.method.as_set.personal
+    """With unlike networks there is no global model, and what stands in its column is the mean of
+    the clients' models."""
+    alike, unlike = (
+        nestling.run(small(FedGen(iterations=2), rounds=1, participants=0, **c))
+        for c in ({}, {"fleet": UNLIKE})
+    )
+    assert (
+        alike.summary["global_model"]
+        and alike.model is not None
+        and not alike.federation.method.as_set.personal
+    )
+    assert (
+        not unlike.summary["global_model"]
+        and unlike.model is None
+        and unlike.federation.method.as_set.personal
+    )
     tested = [row["global_accuracy"] for row in unlike.metrics[-1]["by_tier"].values()]
     assert min(tested) <= unlike.metrics[-1]["global_accuracy"] <= max(tested)
     assert FedGen().as_set is FedGen.info
-    assert not FedGen(share="full").as_set.own_networks and not FedGen(share="head").as_set.global_model
+    assert (
+        not FedGen(share="full").as_set.own_networks
+        and not FedGen(share="head").as_set.global_model
+    )
     assert FedGen(share="full").as_set.group == "E" and FedGen(share="head").as_set.group == "F"
-    assert alike.federation.method.as_set.group == "E" and unlike.federation.method.as_set.group == "F"
+    assert (
+        alike.federation.method.as_set.group == "E" and unlike.federation.method.as_set.group == "F"
+    )
 
 
 def test_unlike_networks_share_their_classifier_only() -> None:
@@ -247,7 +295,9 @@ def test_who_never_took_part_has_the_common_classifier() -> None:
     federation = made(mixed=True)
     play(federation, [0, 1], 1)
     model = federation.method.model_for(federation.world.device(4))
-    assert torch.equal(model.state[f"{model.reference.taps.head}.weight"], federation.method.weights["weight"])
+    assert torch.equal(
+        model.state[f"{model.reference.taps.head}.weight"], federation.method.weights["weight"]
+    )
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -262,7 +312,10 @@ def test_bytes(mixed: bool) -> None:
         own = sum(4 * world.cost(world.device(c).piece).params for c in clients)
     generator = sum(payload(t) for t in method.generator.values()) + 2  # and ten flags
     assert [row["bytes_up"] for row in result.metrics] == [own + len(clients) * 40] * 3
-    assert [row["bytes_down"] for row in result.metrics] == [own, *[own + len(clients) * generator] * 2]
+    assert [row["bytes_down"] for row in result.metrics] == [
+        own,
+        *[own + len(clients) * generator] * 2,
+    ]
 
 
 def test_own_networks_cannot_share_everything() -> None:
@@ -277,7 +330,15 @@ def test_equal_networks_may_share_classifiers_only() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("share", "some"), ("compat", "no"), ("alpha", -1.0), ("decay", 0.0), ("batch", 1), ("noise", 0), ("generator_lr", 0.0)],
+    [
+        ("share", "some"),
+        ("compat", "no"),
+        ("alpha", -1.0),
+        ("decay", 0.0),
+        ("batch", 1),
+        ("noise", 0),
+        ("generator_lr", 0.0),
+    ],
 )
 def test_settings_are_checked(field: str, value: Any) -> None:
     with pytest.raises(InputError) as error:
@@ -290,17 +351,22 @@ def test_no_replies_change_nothing() -> None:
     before = federation.method.state()
     federation.method.merge([], 1)
     after = federation.method.state()
-    assert all(torch.equal(t, after[kind][n]) for kind, part in before.items() for n, t in part.items())
+    assert all(
+        torch.equal(t, after[kind][n]) for kind, part in before.items() for n, t in part.items()
+    )
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def same_state(one: Federation, other: Federation, tolerance: float) -> None:
     for kind, part in one.method.state().items():
         for name, tensor in part.items():
             apart = (tensor.double() - other.method.state()[kind][name].double()).norm()
-            assert float(apart) <= tolerance * float(tensor.double().norm()) + tolerance, (kind, name)
+            assert float(apart) <= tolerance * float(tensor.double().norm()) + tolerance, (
+                kind,
+                name,
+            )
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -316,7 +382,10 @@ def test_the_run_goes_on_where_it_stood(tmp_path: Path, mixed: bool) -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_cohort_plays_the_same(mixed: bool) -> None:
     changes: dict[str, Any] = {"fleet": UNLIKE, "participants": 5} if mixed else {"participants": 4}
-    runs = [nestling.run(small(Named(NAME, QUICK), **changes, engine=EngineConfig(e, 1))) for e in ("inline", "cohort")]
+    runs = [
+        nestling.run(small(Named(NAME, QUICK), **changes, engine=EngineConfig(e, 1)))
+        for e in ("inline", "cohort")
+    ]
     same_state(runs[0].federation, runs[1].federation, 1e-4)
 
 
@@ -328,8 +397,11 @@ def test_it_learns_more_than_everybody_alone() -> None:
 
 @pytest.mark.slow
 def test_unlike_networks_learn_with_a_common_classifier() -> None:
-    """No more is claimed: a classifier that is replaced every round costs more than it teaches in so few rounds of skewed data."""
+    """No more is claimed: a classifier that is replaced every round costs more than it teaches in
+    so few rounds of skewed data."""
     found = unlike(Named(NAME), engine=EngineConfig("cohort", 1))
     assert (
-        mean(found) > 0.5 and mean(found) > alone("personal_accuracy", **{**SETTING, "engine": EngineConfig("cohort", 1)}) - 0.12
+        mean(found) > 0.5
+        and mean(found)
+        > alone("personal_accuracy", **{**SETTING, "engine": EngineConfig("cohort", 1)}) - 0.12
     )

@@ -19,7 +19,15 @@ from nestling.methods.representation.common_head import HEAD
 from nestling.methods.representation.fedgh import FedGH
 from nestling.methods.representation.prototypes import gathered, passes
 from nestling.training.distiller import rows_of
-from tests.methods.by_class import MIXED, SHOTS, few_shots_alone, held, one_round, resumes, same_on_every_engine
+from tests.methods.by_class import (
+    MIXED,
+    SHOTS,
+    few_shots_alone,
+    held,
+    one_round,
+    resumes,
+    same_on_every_engine,
+)
 from tests.methods.learning import mean
 from tests.methods.mixed import unlike
 from tests.small import small
@@ -28,13 +36,17 @@ NAME = "nestling.methods.representation.fedgh:FedGH"
 THREE = SplitConfig(kind="classes", classes=3, size=60)
 
 
-def by_torch(head: dict[str, Tensor], x: Tensor, y: Tensor, method: FedGH, round: int, seed: int) -> nn.Linear:
+def by_torch(
+    head: dict[str, Tensor], x: Tensor, y: Tensor, method: FedGH, round: int, seed: int
+) -> nn.Linear:
     """The header as a loop over torch's own parts makes it."""
     layer = nn.Linear(x.shape[1], 10)
     layer.load_state_dict(head)
     optimiser = torch.optim.SGD(layer.parameters(), lr=method.server_lr)
     steps = method.epochs * -(-len(x) // method.server_batch)
-    for _, rows in zip(range(steps), rows_of(len(x), method.server_batch, seed, "fedgh", round), strict=False):
+    for _, rows in zip(
+        range(steps), rows_of(len(x), method.server_batch, seed, "fedgh", round), strict=False
+    ):
         optimiser.zero_grad()
         F.cross_entropy(layer(x[rows]), y[rows]).backward()
         optimiser.step()
@@ -43,7 +55,9 @@ def by_torch(head: dict[str, Tensor], x: Tensor, y: Tensor, method: FedGH, round
 
 @pytest.mark.parametrize("batch", [5, 7, 100])
 def test_the_header_is_what_plain_torch_makes_of_the_prototypes(batch: int) -> None:
-    federation, replies, _ = one_round(FedGH(size=8, epochs=20, server_lr=0.1, server_batch=batch), split=THREE)
+    federation, replies, _ = one_round(
+        FedGH(size=8, epochs=20, server_lr=0.1, server_batch=batch), split=THREE
+    )
     method, before = federation.method, dict(federation.method.head)
     x = torch.cat([r.message[STATISTICS]["features"] for r in replies])
     y = torch.tensor([label for r in replies for label in r.message.facts["classes"]])
@@ -51,9 +65,12 @@ def test_the_header_is_what_plain_torch_makes_of_the_prototypes(batch: int) -> N
     method.merge(replies, 3)
     layer = by_torch(before, x, y, method, 3, federation.world.seed)
     for name, tensor in layer.state_dict().items():
-        assert torch.allclose(method.head[name], tensor, atol=1e-5) and not torch.equal(method.head[name], before[name])
+        assert torch.allclose(method.head[name], tensor, atol=1e-5) and not torch.equal(
+            method.head[name], before[name]
+        )
     first = by_torch(before, x, y, method, 4, federation.world.seed)
-    assert batch == 100 or not torch.equal(first.weight, layer.weight)  # every round has an order of its own
+    # every round has an order of its own
+    assert batch == 100 or not torch.equal(first.weight, layer.weight)
 
 
 def test_passes_meet_every_row_once_and_fill_up_what_is_short() -> None:
@@ -86,7 +103,9 @@ def test_without_server_training_the_classifier_stays() -> None:
     """... and a first round is training alone, where networks begin with the same classifier."""
     fleet = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
     run = {"fleet": fleet, "participants": 4}
-    still, local = (nestling.run(small(m, rounds=1, **run)).federation for m in (FedGH(epochs=0), Local()))
+    still, local = (
+        nestling.run(small(m, rounds=1, **run)).federation for m in (FedGH(epochs=0), Local())
+    )
     for client in range(4):
         a, b = (f.world.store.get(client) for f in (still, local))
         assert a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
@@ -102,7 +121,8 @@ def test_one_client_and_rounds_in_which_nobody_answers() -> None:
     method.merge(replies, 2)
     assert all(bool(torch.isfinite(t).all()) for t in method.head.values())
     moved = (method.head["bias"] - before["bias"]) > 0
-    assert moved.nonzero().flatten().tolist() == replies[0].message.facts["classes"]  # nobody's classes are never asked for
+    # nobody's classes are never asked for
+    assert moved.nonzero().flatten().tolist() == replies[0].message.facts["classes"]
 
 
 def test_bytes_are_prototypes_up_and_the_classifier_down() -> None:
@@ -114,7 +134,9 @@ def test_bytes_are_prototypes_up_and_the_classifier_down() -> None:
 
 def test_both_ways_to_decide_are_reported() -> None:
     run = {"fleet": MIXED, "participants": 2, "split": THREE}
-    by_common, by_own = (nestling.run(small(FedGH(predict=way), **run)).summary for way in ("common", "own"))
+    by_common, by_own = (
+        nestling.run(small(FedGH(predict=way), **run)).summary for way in ("common", "own")
+    )
     for kind in ("global_accuracy", "personal_accuracy"):
         assert by_common["others"]["by own head"][kind] == by_own[kind]["last"]
         assert by_own["others"]["by common head"][kind] == by_common[kind]["last"]
@@ -125,8 +147,13 @@ def test_a_client_that_tells_nonsense_is_refused() -> None:
     method, reply = federation.method, replies[0]
     with pytest.raises(InputError, match="classes"):
         method.returned(reply.piece, reply.sent, {"samples": 1, "classes": [10]})
-    assert set(reply.sent.parts) == {HEAD} and faults(reply.message, method.expects(reply.piece, reply.sent)) is None
-    fewer = method.returned(reply.piece, reply.sent, {"classes": reply.message.facts["classes"][:1]})
+    assert (
+        set(reply.sent.parts) == {HEAD}
+        and faults(reply.message, method.expects(reply.piece, reply.sent)) is None
+    )
+    fewer = method.returned(
+        reply.piece, reply.sent, {"classes": reply.message.facts["classes"][:1]}
+    )
     assert "expected" in str(faults(reply.message, method.expects(fewer, reply.sent)))
 
 
@@ -155,6 +182,7 @@ def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
 
 @pytest.mark.slow
 def test_a_global_header_helps_unlike_networks_learn() -> None:
-    """With three classes and twenty rows a client the mean of the seeds is above the same networks alone (not every seed is)."""
+    """With three classes and twenty rows a client the mean of the seeds is above the same networks
+    alone (not every seed is)."""
     ours, local = unlike(FedGH(), **SHOTS), few_shots_alone()
     assert mean(ours) > mean(local) + 0.005

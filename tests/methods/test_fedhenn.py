@@ -78,8 +78,12 @@ def test_the_mean_kernel_is_of_the_models_as_they_are_on_the_next_rounds_inputs(
     for k in range(5):
         model = federation.method.model_for(federation.world.device(k))
         module = model.reference.network(model.view, model.state).eval()
-        kernels.append(linear_kernel(logits_and_features(module, model.reference.taps.head, x)[1]).detach())
-    assert torch.allclose(sent[0]["kernel"]["kernel"], torch.stack(kernels).mean(0), rtol=1e-4, atol=1e-4)
+        kernels.append(
+            linear_kernel(logits_and_features(module, model.reference.taps.head, x)[1]).detach()
+        )
+    assert torch.allclose(
+        sent[0]["kernel"]["kernel"], torch.stack(kernels).mean(0), rtol=1e-4, atol=1e-4
+    )
     assert not torch.equal(x, inputs_of(federation, sent[0].facts["next"]))
 
 
@@ -90,7 +94,9 @@ def test_the_loss_and_its_weight() -> None:
     client.weights = federation.method.start(client, sent)
     (phase,) = federation.method.phases(client, sent)
     module = client.reference.network(client.view, client.weights)
-    seen = logits_and_features(module, client.reference.taps.head, inputs_of(federation, sent.facts["rows"]))[1]
+    seen = logits_and_features(
+        module, client.reference.taps.head, inputs_of(federation, sent.facts["rows"])
+    )[1]
     apart = 1 - cka(sent["kernel"]["kernel"], linear_kernel(seen))
     x, y = client.x[:20], client.y[:20]
     by_hand = F.cross_entropy(module(x), y) + 0.5 * math.sqrt(3) * apart
@@ -109,13 +115,18 @@ def test_training_brings_kernels_nearer() -> None:
         for phase in federation.method.phases(client, sent):
             train_client(client, phase, 0)
         module = client.reference.network(client.view, client.weights).eval()
-        seen = logits_and_features(module, client.reference.taps.head, inputs_of(federation, sent.facts["rows"]))[1]
+        seen = logits_and_features(
+            module, client.reference.taps.head, inputs_of(federation, sent.facts["rows"])
+        )[1]
         found[eta] = float(cka(sent["kernel"]["kernel"], linear_kernel(seen)))
     assert found[5.0] > found[0.0] + 0.02
 
 
 def test_without_weight_it_is_local_training() -> None:
-    one, other = (nestling.run(few(method, rounds=3)).federation for method in (FedHeNN(align=RAD, eta=0.0), "local"))
+    one, other = (
+        nestling.run(few(method, rounds=3)).federation
+        for method in (FedHeNN(align=RAD, eta=0.0), "local")
+    )
     for client in range(5):
         a, b = (f.method.model_for(f.world.device(client)).state for f in (one, other))
         assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in b)
@@ -129,8 +140,12 @@ def test_running_statistics_do_not_see_the_public_inputs() -> None:
     x, y = client.x[:20], client.y[:20]
 
     def statistics_after(public: torch.Tensor) -> list[torch.Tensor]:
-        module = client.reference.network(client.view, federation.method.start(client, sent)).train()
-        phase.objective(Net(module, {}), Batch(x, y, torch.arange(20)), {**phase.given, "public": public})
+        module = client.reference.network(
+            client.view, federation.method.start(client, sent)
+        ).train()
+        phase.objective(
+            Net(module, {}), Batch(x, y, torch.arange(20)), {**phase.given, "public": public}
+        )
         assert module.training
         return [t.clone() for t in module.buffers()]
 
@@ -176,7 +191,8 @@ def test_a_stack_gives_the_same() -> None:
 
 @pytest.mark.slow
 def test_clients_come_to_see_the_same_likenesses_and_learn() -> None:
-    """What it is for: kernels of unlike networks become alike. More accuracy than that of clients alone is not claimed."""
+    """What it is for: kernels of unlike networks become alike. More accuracy than that of clients
+    alone is not claimed."""
     pulled, free = (nestling.run(experiment(eta, 0)) for eta in (1.0, 0.0))
     assert alignment(pulled) > alignment(free) + 0.1
     assert pulled.summary["personal_accuracy"]["last"] > 0.4

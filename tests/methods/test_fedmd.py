@@ -36,7 +36,11 @@ PUBLIC = 100
 def test_logits_travel_both_ways_and_labels_once() -> None:
     rows = nestling.run(few(FedMD(align=50, pretrain=1), rounds=3)).metrics
     assert [row["bytes_up"] for row in rows] == [5 * 50 * CLASSES * 4] * 3
-    assert [row["bytes_down"] for row in rows] == [5 * PUBLIC, 5 * 50 * CLASSES * 4, 5 * 50 * CLASSES * 4]
+    assert [row["bytes_down"] for row in rows] == [
+        5 * PUBLIC,
+        5 * 50 * CLASSES * 4,
+        5 * 50 * CLASSES * 4,
+    ]
     bare = nestling.run(few(FedMD(align=50, pretrain=0))).metrics
     assert [row["bytes_down"] for row in bare] == [0, 5 * 50 * CLASSES * 4]
     whole = nestling.run(few(FedMD(pretrain=0))).metrics
@@ -53,7 +57,10 @@ def test_labels_travel_until_a_client_has_answered() -> None:
     said = Message({"logits": {"logits": torch.zeros(50, CLASSES)}}, {"samples": 40})
     device = world.device(0)
     method.merge([Reply(device, method.piece(device, 2), sent, said)], 2)
-    assert "labels" not in client_at(federation, 0, 3)[1] and "labels" in client_at(federation, 1, 3)[1]
+    assert (
+        "labels" not in client_at(federation, 0, 3)[1]
+        and "labels" in client_at(federation, 1, 3)[1]
+    )
 
 
 def test_a_client_that_has_its_weights_does_not_start_again() -> None:
@@ -74,9 +81,16 @@ def test_the_consensus_is_the_mean_of_the_models_as_they_are() -> None:
     said = []
     for k in range(5):
         model = method.model_for(world.device(k))
-        said.append(logits_of(model.reference.network(model.view, model.state), inputs_of(federation, sent[0].facts["rows"])))
+        said.append(
+            logits_of(
+                model.reference.network(model.view, model.state),
+                inputs_of(federation, sent[0].facts["rows"]),
+            )
+        )
     assert torch.allclose(sent[0]["consensus"]["logits"], torch.stack(said).mean(0), atol=1e-5)
-    assert not torch.equal(inputs_of(federation, sent[0].facts["rows"]), inputs_of(federation, sent[0].facts["next"]))
+    assert not torch.equal(
+        inputs_of(federation, sent[0].facts["rows"]), inputs_of(federation, sent[0].facts["next"])
+    )
 
 
 def test_what_a_reply_is_about_is_what_the_next_message_is_about() -> None:
@@ -95,14 +109,20 @@ def test_what_a_reply_is_about_is_what_the_next_message_is_about() -> None:
 
 
 def test_digest_is_the_absolute_error_of_raw_logits() -> None:
-    federation = nestling.run(few(FedMD(align=50, pretrain=1, digest=20, digest_lr=0.01), rounds=1)).federation
+    federation = nestling.run(
+        few(FedMD(align=50, pretrain=1, digest=20, digest_lr=0.01), rounds=1)
+    ).federation
     client, sent = client_at(federation, 4, 2)
     client.weights = federation.method.start(client, sent)
     digest, revisit = federation.method.phases(client, sent)
     x, consensus = inputs_of(federation, sent.facts["rows"]), sent["consensus"]["logits"]
 
     def error() -> float:
-        return float((logits_of(client.reference.network(client.view, client.weights), x) - consensus).abs().mean())
+        return float(
+            (logits_of(client.reference.network(client.view, client.weights), x) - consensus)
+            .abs()
+            .mean()
+        )
 
     module = client.reference.network(client.view, client.weights)
     batch = Batch(x[10:30], torch.zeros(20, dtype=torch.int64), torch.arange(10, 30))
@@ -115,8 +135,12 @@ def test_digest_is_the_absolute_error_of_raw_logits() -> None:
 
 
 @pytest.mark.parametrize(("align", "batch", "epochs"), [(50, 256, 20), (50, 16, 5), (7, 2, 5)])
-def test_digest_is_counted_in_steps_however_few_rows_there_are(align: int, batch: int, epochs: int) -> None:
-    federation = nestling.run(few(FedMD(align=align, pretrain=0, digest_batch=batch), rounds=1)).federation
+def test_digest_is_counted_in_steps_however_few_rows_there_are(
+    align: int, batch: int, epochs: int
+) -> None:
+    federation = nestling.run(
+        few(FedMD(align=align, pretrain=0, digest_batch=batch), rounds=1)
+    ).federation
     client, sent = client_at(federation, 4, 2)
     client.weights = federation.method.start(client, sent)
     digest = federation.method.phases(client, sent)[0]
@@ -150,14 +174,22 @@ def test_it_says_what_it_needs() -> None:
     with pytest.raises(InputError, match="public") as caught:
         federation_of(FedMD(), split=SplitConfig(size=40, public=0.0))
     assert caught.value.field == "split.public"
-    for field, value in {"align": 0, "pretrain": -1, "digest": -1, "digest_batch": 0, "digest_lr": 0.0}.items():
+    for field, value in {
+        "align": 0,
+        "pretrain": -1,
+        "digest": -1,
+        "digest_batch": 0,
+        "digest_lr": 0.0,
+    }.items():
         with pytest.raises(InputError) as caught:
             FedMD(**{field: value})
         assert caught.value.field == f"method.{field}"
 
 
 def test_without_labels_and_consensus_it_is_training_alone() -> None:
-    ours, local = (nestling.run(few(m, rounds=3)).federation for m in (FedMD(pretrain=0, digest=0), "local"))
+    ours, local = (
+        nestling.run(few(m, rounds=3)).federation for m in (FedMD(pretrain=0, digest=0), "local")
+    )
     same_models(ours, local, 0.0)
 
 
@@ -171,5 +203,6 @@ def test_a_stack_gives_the_same() -> None:
 
 @pytest.mark.slow
 def test_it_learns_more_than_clients_alone() -> None:
-    """By the public labels for the most part: the consensus of nine small models adds little in so few rounds."""
+    """By the public labels for the most part: the consensus of nine small models adds little in so
+    few rounds."""
     assert clearly_above(reached(FedMD(pretrain=10, digest_batch=32)), reached_alone())

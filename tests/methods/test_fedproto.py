@@ -1,4 +1,5 @@
-"""FedProto: prototypes, their means, what the loss does with them, and prediction by the nearest."""
+"""FedProto: prototypes, their means, what the loss does with them, and prediction by the
+nearest."""
 
 from __future__ import annotations
 
@@ -44,20 +45,26 @@ def test_a_prototype_is_the_mean_of_its_class_in_evaluation_mode() -> None:
     for reply, client in zip(replies, clients, strict=True):
         network = client.reference.network(client.view, client.weights).eval()
         with torch.no_grad():
-            _, features = forward_with_features(Net(network, {}), client.x, client.reference.taps.head)
+            _, features = forward_with_features(
+                Net(network, {}), client.x, client.reference.taps.head
+            )
         told = reply.message.facts["classes"]
         assert told == sorted({int(c) for c in client.y}) and len(told) == 3
         for row, label in enumerate(told):
             mean = features[client.y == label].double().mean(0)
-            assert torch.allclose(reply.message[STATISTICS]["features"][row].double(), mean, atol=1e-6)
+            assert torch.allclose(
+                reply.message[STATISTICS]["features"][row].double(), mean, atol=1e-6
+            )
             assert int(reply.message["counts"]["rows"][row]) == int((client.y == label).sum())
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_means_are_over_those_who_hold_a_class(weighting: str) -> None:
-    """A class on one client alone is that client's prototype, bit for bit; one that nobody holds is not there."""
+    """A class on one client alone is that client's prototype, bit for bit; one that nobody holds is
+    not there."""
     federation, replies, _ = one_round(
-        FedProto(size=8, weighting=weighting), split=SplitConfig(kind="dirichlet", alpha=0.2, size=60)
+        FedProto(size=8, weighting=weighting),
+        split=SplitConfig(kind="dirichlet", alpha=0.2, size=60),
     )
     federation.method.merge(replies, 1)
     table, seen = federation.method.table, set()
@@ -70,8 +77,13 @@ def test_means_are_over_those_who_hold_a_class(weighting: str) -> None:
         elif len(told) == 1:
             assert torch.equal(table.rows["features"][label], told[0][0])
         else:
-            shares = [float(r.message["counts"]["rows"][k]) if weighting == "samples" else 1.0 for _, r, k in told]
-            mean = sum(p.double() * s for (p, _, _), s in zip(told, shares, strict=True)) / sum(shares)
+            shares = [
+                float(r.message["counts"]["rows"][k]) if weighting == "samples" else 1.0
+                for _, r, k in told
+            ]
+            mean = sum(p.double() * s for (p, _, _), s in zip(told, shares, strict=True)) / sum(
+                shares
+            )
             assert torch.allclose(table.rows["features"][label].double(), mean, atol=1e-7)
     assert {1, 2} <= seen
 
@@ -85,10 +97,14 @@ def test_classes_nobody_tells_of_keep_their_prototype() -> None:
     told = replies[0].message.facts["classes"]
     others = [c for c in range(10) if c not in told]
     assert torch.equal(method.table.rows["features"][others], before.rows["features"][others])
-    assert torch.equal(method.table.rows["features"][told], replies[0].message[STATISTICS]["features"])
+    assert torch.equal(
+        method.table.rows["features"][told], replies[0].message[STATISTICS]["features"]
+    )
     after = method.table
     method.merge([], 3)
-    assert torch.equal(method.table.rows["features"], after.rows["features"]) and torch.equal(method.table.known, after.known)
+    assert torch.equal(method.table.rows["features"], after.rows["features"]) and torch.equal(
+        method.table.known, after.known
+    )
 
 
 def test_the_term_is_the_mean_square_over_known_classes() -> None:
@@ -104,35 +120,52 @@ def test_the_term_is_the_mean_square_over_known_classes() -> None:
     square = ((features - given["features"][batch.y]) ** 2)[counts].sum() / (8 * 12)
     loss = partial(_near_prototypes, head=client.reference.taps.head)
     plain, nothing = F.cross_entropy(logits, batch.y), {**given, "known": torch.zeros(10)}
-    assert torch.allclose(loss(Net(network, {}), batch, given, lam=3.0), plain + 3 * square, rtol=1e-5)
+    assert torch.allclose(
+        loss(Net(network, {}), batch, given, lam=3.0), plain + 3 * square, rtol=1e-5
+    )
     assert torch.allclose(loss(Net(network, {}), batch, nothing, lam=3.0), plain, rtol=1e-6)
 
 
 def test_round_one_is_training_alone_and_later_ones_are_not() -> None:
     """Nothing is known in round 1; from then on the prototypes move the networks."""
     alone, pulled = (
-        [nestling.run(small(FedProto(size=8, lam=lam), fleet=MIXED, participants=4, rounds=r)).federation for r in (1, 2)]
+        [
+            nestling.run(
+                small(FedProto(size=8, lam=lam), fleet=MIXED, participants=4, rounds=r)
+            ).federation
+            for r in (1, 2)
+        ]
         for lam in (0.0, 5.0)
     )
     same = [
-        [torch.equal(t, everything(b)[name]) for name, t in everything(a).items()] for a, b in zip(alone, pulled, strict=True)
+        [torch.equal(t, everything(b)[name]) for name, t in everything(a).items()]
+        for a, b in zip(alone, pulled, strict=True)
     ]
     assert all(same[0]) and not all(same[1])
 
 
 def test_features_of_unlike_networks_come_together() -> None:
-    """After some rounds, clients' own prototypes of a class lie nearer to one another with the term than without."""
+    """After some rounds, clients' own prototypes of a class lie nearer to one another with the term
+    than without."""
 
     def spread(lam: float) -> float:
         federation = nestling.run(
-            small(FedProto(size=8, lam=lam), fleet=MIXED, participants=4, rounds=4, split=SplitConfig(kind="iid", size=80))
+            small(
+                FedProto(size=8, lam=lam),
+                fleet=MIXED,
+                participants=4,
+                rounds=4,
+                split=SplitConfig(kind="iid", size=80),
+            )
         ).federation
         own = []
         for number in range(4):
             model = federation.method.model_for(federation.world.device(number))
             network = model.reference.network(model.view, model.state).eval()
             with torch.no_grad():
-                _, features = forward_with_features(Net(network, {}), federation.bench.x_test[:500], model.reference.taps.head)
+                _, features = forward_with_features(
+                    Net(network, {}), federation.bench.x_test[:500], model.reference.taps.head
+                )
             own.append(class_means(features, federation.bench.y_test[:500], 10))
         stack = torch.stack(own)
         return float(stack.var(0).mean())
@@ -141,9 +174,12 @@ def test_features_of_unlike_networks_come_together() -> None:
 
 
 def test_bytes_are_those_of_the_classes_that_are_told() -> None:
-    """4·(d + 1) up for every class a client holds (d with weighting "uniform"), 4·d down for every class the server knows."""
+    """4·(d + 1) up for every class a client holds (d with weighting "uniform"), 4·d down for every
+    class the server knows."""
     for weighting, extra in (("samples", 1), ("uniform", 0)):
-        result = nestling.run(small(FedProto(size=8, weighting=weighting), fleet=MIXED, participants=4, split=THREE))
+        result = nestling.run(
+            small(FedProto(size=8, weighting=weighting), fleet=MIXED, participants=4, split=THREE)
+        )
         f = result.federation
         first, second = result.metrics
         told = sum(held(f, c) for c in range(4))
@@ -154,7 +190,9 @@ def test_bytes_are_those_of_the_classes_that_are_told() -> None:
 
 def test_the_nearest_prototype_decides_among_a_clients_own_classes() -> None:
     method = FedProto(size=8, predict="prototype")
-    federation = nestling.run(small(method, fleet=MIXED, participants=2, rounds=1, split=THREE)).federation
+    federation = nestling.run(
+        small(method, fleet=MIXED, participants=2, rounds=1, split=THREE)
+    ).federation
     own, x = federation.method, federation.bench.x_test[:200]
     asked = set(federation.world.store.clients())
     assert len(asked) == 2
@@ -180,7 +218,9 @@ def test_a_client_that_tells_nonsense_is_refused() -> None:
         with pytest.raises(InputError, match="classes"):
             method.returned(reply.piece, reply.sent, {"samples": 1, "classes": wrong})
     assert faults(reply.message, method.expects(reply.piece, reply.sent)) is None
-    fewer = method.returned(reply.piece, reply.sent, {"classes": reply.message.facts["classes"][:1]})
+    fewer = method.returned(
+        reply.piece, reply.sent, {"classes": reply.message.facts["classes"][:1]}
+    )
     assert "expected" in str(faults(reply.message, method.expects(fewer, reply.sent)))
 
 
@@ -193,11 +233,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_views_of_one_network_have_their_features_pooled() -> None:
-    """On tiers that are widths of one network, networks have the features of the narrowest and no more parameters than before."""
+    """On tiers that are widths of one network, networks have the features of the narrowest and no
+    more parameters than before."""
     federation = nestling.run(small(FedProto())).federation
     pieces = federation.method.pieces
     assert pieces["small"] is federation.world.plans["small"].piece
-    wide = {tier: p.reference.taps.cut(p.reference.network(p.view)).features for tier, p in pieces.items()}
+    wide = {
+        tier: p.reference.taps.cut(p.reference.network(p.view)).features
+        for tier, p in pieces.items()
+    }
     assert set(wide.values()) == {federation.method.wide}
     for tier, piece in pieces.items():
         assert federation.world.cost(piece).params <= federation.world.plans[tier].cost.params
@@ -222,8 +266,12 @@ def test_without_its_pull_it_is_training_alone_on_the_same_networks(hidden: int)
 
 def test_both_ways_to_decide_are_reported() -> None:
     run = {"fleet": MIXED, "participants": 4, "split": THREE}
-    by_prototype, by_head = (nestling.run(small(FedProto(predict=way), **run)).summary for way in ("prototype", "head"))
-    assert list(by_prototype["others"]) == ["by head"] and list(by_head["others"]) == ["by prototype"]
+    by_prototype, by_head = (
+        nestling.run(small(FedProto(predict=way), **run)).summary for way in ("prototype", "head")
+    )
+    assert list(by_prototype["others"]) == ["by head"] and list(by_head["others"]) == [
+        "by prototype"
+    ]
     for kind in ("global_accuracy", "personal_accuracy"):
         assert by_prototype["others"]["by head"][kind] == by_head[kind]["last"]
         assert by_head["others"]["by prototype"][kind] == by_prototype[kind]["last"]
@@ -233,7 +281,9 @@ def test_a_network_that_names_its_head_keeps_naming_it() -> None:
     network = build("tinycnn", shape=(1, 28, 28), classes=10, channels=[8, 16, 16])
     network.taps = {"head": "head"}  # type: ignore[assignment]
     result = nestling.run(small(FedProto(size=3), model=network, rounds=1))
-    assert {piece.reference.taps.head for piece in result.federation.method.pieces.values()} == {"head.out"}
+    assert {piece.reference.taps.head for piece in result.federation.method.pieces.values()} == {
+        "head.out"
+    }
 
 
 @pytest.mark.parametrize(
@@ -255,12 +305,15 @@ def test_means_of_classes_are_those_of_a_loop() -> None:
     found = class_means(values, y, 6)
     for label in range(6):
         rows = values[y == label]
-        assert torch.allclose(found[label], rows.mean(0) if len(rows) else torch.zeros(2, 3), atol=1e-6)
+        assert torch.allclose(
+            found[label], rows.mean(0) if len(rows) else torch.zeros(2, 3), atol=1e-6
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("predict", ["prototype", "head"])
 def test_prototypes_help_unlike_networks_learn(predict: str) -> None:
-    """With three classes and twenty rows a client, as in the paper's tables: every seed is above the same networks alone."""
+    """With three classes and twenty rows a client, as in the paper's tables: every seed is above
+    the same networks alone."""
     ours, local = unlike(FedProto(predict=predict), **SHOTS), few_shots_alone()
     assert all(a > b for a, b in zip(ours, local, strict=True)) and mean(ours) > mean(local) + 0.01

@@ -1,4 +1,5 @@
-"""FedTGP: the server's loss and margin against a few lines of their own, its steps against plain torch, traps, and learning."""
+"""FedTGP: the server's loss and margin against a few lines of their own, its steps against plain
+torch, traps, and learning."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from nestling.methods.representation.fedproto import FedProto
 from nestling.methods.representation.fedtgp import FedTGP, contrast, margin
 from nestling.models.prototypes import Prototypes
 from nestling.training.distiller import rows_of
-from tests.methods.by_class import MIXED, SHOTS, few_shots_alone, held, known_after, one_round, resumes, same_on_every_engine
+from tests.methods.by_class import (
+    MIXED,
+    SHOTS,
+    few_shots_alone,
+    held,
+    known_after,
+    one_round,
+    resumes,
+    same_on_every_engine,
+)
 from tests.methods.learning import mean
 from tests.methods.mixed import unlike
 from tests.small import small
@@ -41,12 +51,18 @@ def test_the_servers_loss_by_hand() -> None:
     torch.manual_seed(0)
     x, y, g = torch.randn(6, 4), torch.tensor([0, 1, 1, 2, 4, 0]), torch.randn(5, 4)
     for delta in (0.0, 0.7, 3.0):
-        assert torch.allclose(contrast(x, y, g, torch.tensor(delta)).mean(), by_hand(x, y, g, delta), rtol=1e-5)
+        assert torch.allclose(
+            contrast(x, y, g, torch.tensor(delta)).mean(), by_hand(x, y, g, delta), rtol=1e-5
+        )
 
 
 def test_the_margin_by_hand() -> None:
-    """Of three classes on a line at 0, 1 and 5 the loneliest is 4 from its neighbour; one that nobody told of does not count."""
-    centres, known = torch.tensor([[0.0, 0], [9.0, 9], [1.0, 0], [5.0, 0]]), torch.tensor([True, False, True, True])
+    """Of three classes on a line at 0, 1 and 5 the loneliest is 4 from its neighbour; one that
+    nobody told of does not count."""
+    centres, known = (
+        torch.tensor([[0.0, 0], [9.0, 9], [1.0, 0], [5.0, 0]]),
+        torch.tensor([True, False, True, True]),
+    )
     assert margin(centres, known, 100.0) == 4.0 and margin(centres, known, 2.5) == 2.5
     assert margin(centres, torch.tensor([True, False, False, False]), 100.0) == 100.0
 
@@ -59,16 +75,26 @@ def test_a_prototype_that_is_met_exactly_has_a_finite_gradient() -> None:
 
 @pytest.mark.parametrize("batch", [5, 100])
 def test_the_prototypes_are_what_plain_torch_makes_of_the_clients(batch: int) -> None:
-    federation, replies, _ = one_round(FedTGP(size=8, epochs=10, server_lr=0.05, server_batch=batch, threshold=1.0), split=THREE)
+    federation, replies, _ = one_round(
+        FedTGP(size=8, epochs=10, server_lr=0.05, server_batch=batch, threshold=1.0), split=THREE
+    )
     method, x = federation.method, torch.cat([r.message[STATISTICS]["features"] for r in replies])
     y = torch.tensor([label for r in replies for label in r.message.facts["classes"]])
     network = Prototypes(10, 8, 8)
     network.load_state_dict(method.trained)
     centres = {c: x[y == c].mean(0) for c in set(y.tolist())}
-    delta = min(1.0, max(min(float((a - b).norm()) for k, b in centres.items() if k != c) for c, a in centres.items()))
+    delta = min(
+        1.0,
+        max(
+            min(float((a - b).norm()) for k, b in centres.items() if k != c)
+            for c, a in centres.items()
+        ),
+    )
     assert delta > 0
     optimiser, steps = torch.optim.SGD(network.parameters(), lr=0.05), 10 * -(-len(x) // batch)
-    for _, rows in zip(range(steps), rows_of(len(x), batch, federation.world.seed, "fedtgp", 1), strict=False):
+    for _, rows in zip(
+        range(steps), rows_of(len(x), batch, federation.world.seed, "fedtgp", 1), strict=False
+    ):
         optimiser.zero_grad()
         by_hand(x[rows], y[rows], network(), delta).backward()
         optimiser.step()
@@ -97,9 +123,14 @@ def test_classes_nobody_told_of_stay_unknown_and_known_ones_stay_known() -> None
     method.merge(replies, 1)
     before = method.table
     known = before.known.nonzero().flatten().tolist()
-    assert known == sorted({c for r in replies for c in r.message.facts["classes"]}) and len(known) < 10
+    assert (
+        known == sorted({c for r in replies for c in r.message.facts["classes"]})
+        and len(known) < 10
+    )
     assert not bool(before.rows["features"][~before.known].any())
-    assert method.send(world.device(0), method.piece(world.device(0), 2), 2).facts["classes"] == known
+    assert (
+        method.send(world.device(0), method.piece(world.device(0), 2), 2).facts["classes"] == known
+    )
     method.merge(replies[:1], 2)
     assert torch.equal(method.table.known, before.known)
     after = method.table
@@ -112,7 +143,9 @@ def test_without_its_pull_it_is_training_alone() -> None:
     deep = Tier(name="deep", model="mlp", model_options={"hidden": [24, 16]}, count=2)
     tiers = (deep, Tier(name="flat", model="mlp", model_options={"hidden": [16]}, count=2))
     run = {"fleet": FleetConfig(tiers=tiers), "participants": 4}
-    ours, floor = (nestling.run(small(m, **run)).federation for m in (FedTGP(lam=0.0, epochs=2), Local()))
+    ours, floor = (
+        nestling.run(small(m, **run)).federation for m in (FedTGP(lam=0.0, epochs=2), Local())
+    )
     for client in range(4):
         a, b = (f.world.store.get(client) for f in (ours, floor))
         assert a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
@@ -120,18 +153,34 @@ def test_without_its_pull_it_is_training_alone() -> None:
 
 def test_the_first_round_is_fedprotos_and_bytes_are() -> None:
     run = {"fleet": MIXED, "participants": 4, "split": THREE}
-    ours, proto = (nestling.run(small(m, **run)) for m in (FedTGP(size=8, epochs=2), FedProto(size=8, weighting="uniform")))
-    told, known = sum(held(ours.federation, c) for c in range(4)), known_after(ours.federation, range(4))
+    ours, proto = (
+        nestling.run(small(m, **run))
+        for m in (FedTGP(size=8, epochs=2), FedProto(size=8, weighting="uniform"))
+    )
+    told, known = (
+        sum(held(ours.federation, c) for c in range(4)),
+        known_after(ours.federation, range(4)),
+    )
     for row, other in zip(ours.metrics, proto.metrics, strict=True):
         assert (row["bytes_up"], row["bytes_down"]) == (other["bytes_up"], other["bytes_down"])
-    assert ours.metrics[1]["bytes_up"] == 4 * 8 * told and ours.metrics[1]["bytes_down"] == 4 * 4 * 8 * known
-    assert ours.metrics[0]["loss"] == proto.metrics[0]["loss"] and ours.metrics[1]["loss"] != proto.metrics[1]["loss"]
+    assert (
+        ours.metrics[1]["bytes_up"] == 4 * 8 * told
+        and ours.metrics[1]["bytes_down"] == 4 * 4 * 8 * known
+    )
+    assert (
+        ours.metrics[0]["loss"] == proto.metrics[0]["loss"]
+        and ours.metrics[1]["loss"] != proto.metrics[1]["loss"]
+    )
 
 
 def test_one_client_with_one_class() -> None:
-    fleet = FleetConfig(tiers=(Tier(name="one", model="mlp", model_options={"hidden": [16]}, count=1),))
+    fleet = FleetConfig(
+        tiers=(Tier(name="one", model="mlp", model_options={"hidden": [16]}, count=1),)
+    )
     split = SplitConfig(kind="classes", classes=1, size=30)
-    federation = nestling.run(small(FedTGP(epochs=5), fleet=fleet, participants=1, split=split, rounds=3)).federation
+    federation = nestling.run(
+        small(FedTGP(epochs=5), fleet=fleet, participants=1, split=split, rounds=3)
+    ).federation
     assert int(federation.method.table.known.sum()) == 1
     assert all(bool(torch.isfinite(t).all()) for t in federation.method.trained.values())
 
@@ -142,7 +191,9 @@ def test_a_client_that_tells_nonsense_is_refused() -> None:
     with pytest.raises(InputError, match="classes"):
         method.returned(reply.piece, reply.sent, {"samples": 1, "classes": [3, 1]})
     assert faults(reply.message, method.expects(reply.piece, reply.sent)) is None
-    fewer = method.returned(reply.piece, reply.sent, {"classes": reply.message.facts["classes"][:1]})
+    fewer = method.returned(
+        reply.piece, reply.sent, {"classes": reply.message.facts["classes"][:1]}
+    )
     assert "expected" in str(faults(reply.message, method.expects(fewer, reply.sent)))
 
 
@@ -173,7 +224,7 @@ def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
 
 @pytest.mark.slow
 def test_trained_prototypes_help_unlike_networks_learn() -> None:
-    """With three classes and twenty rows a client the mean of the seeds is above the same networks alone (not every seed is), and
-    level with FedProto's."""
+    """With three classes and twenty rows a client the mean of the seeds is above the same networks
+    alone (not every seed is), and level with FedProto's."""
     ours, local = unlike(FedTGP(), **SHOTS), few_shots_alone()
     assert mean(ours) > mean(local) + 0.005

@@ -1,4 +1,5 @@
-"""FedZKT: what travels, who moves which way on the server, what it is without either step, and that it learns from nothing."""
+"""FedZKT: what travels, who moves which way on the server, what it is without either step, and that
+it learns from nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ UNLIKE = FleetConfig(
         Tier(name="whole", ratio=1.0, count=1),
     )
 )
-QUICK: dict[str, Any] = {"iterations": 2, "student_steps": 2, "back": 2, "batch": 8, "channels": 4, "nz": 10}
+QUICK: dict[str, Any] = {
+    "iterations": 2,
+    "student_steps": 2,
+    "back": 2,
+    "batch": 8,
+    "channels": 4,
+    "nz": 10,
+}
 
 
 def quick(**changes: Any) -> FedZKT:
@@ -63,10 +71,16 @@ def apart(federation: Federation, replies: list[Reply], seed: int = 5) -> float:
         world = federation.world
         x = learner(world, method.network, method.generator, Optim())(noise(64, method.nz, world))
         student = Student(method.weights, main.parameters, whole(main.network(main.full)), Optim())
-        return float(gap(method.loss, torch.stack([teacher(x) for teacher in asked(world, replies)]), student(x)))
+        return float(
+            gap(
+                method.loss,
+                torch.stack([teacher(x) for teacher in asked(world, replies)]),
+                student(x),
+            )
+        )
 
 
-# -- what travels --------------------------------------------------------------------------------------------------------------
+# -- what travels ----------------------------------------------------------------------------------
 
 
 def test_each_device_sends_and_gets_the_parameters_of_its_own_network() -> None:
@@ -88,28 +102,38 @@ def test_the_server_keeps_a_model_of_every_device_that_took_part_and_of_no_other
         assert bool(known) == (client in seen)
         expected = known or piece.view.extract(piece.reference.initial)
         sent, used = method.send(device, piece, 2)["weights"], method.model_for(device).state
-        assert all(torch.equal(sent[name], t) and torch.equal(used[name], t) for name, t in expected.items())
-    assert federation.world.store.clients() == []  # devices keep nothing: their model comes with the message
+        assert all(
+            torch.equal(sent[name], t) and torch.equal(used[name], t)
+            for name, t in expected.items()
+        )
+    # devices keep nothing: their model comes with the message
+    assert federation.world.store.clients() == []
 
 
 def test_devices_of_one_tier_end_up_with_models_of_their_own() -> None:
     federation = nestling.run(small(quick(), fleet=UNLIKE, participants=4, rounds=1)).federation
     equals = [device for device in map(federation.world.device, range(4)) if device.tier == "mlp"]
     one, other = (federation.method.model_for(device).state for device in equals)
-    assert one.keys() == other.keys() and any(not torch.equal(one[name], other[name]) for name in one)
+    assert one.keys() == other.keys() and any(
+        not torch.equal(one[name], other[name]) for name in one
+    )
 
 
-# -- the losses ----------------------------------------------------------------------------------------------------------------
+# -- the losses ------------------------------------------------------------------------------------
 
 
 def test_the_three_gaps_by_hand() -> None:
-    """Two teachers that are sure of different classes, a student that is sure of the first: sums over classes, means over inputs."""
+    """Two teachers that are sure of different classes, a student that is sure of the first: sums
+    over classes, means over inputs."""
     teachers = torch.tensor([[[40.0, 0.0, 0.0]], [[0.0, 40.0, 0.0]]])
     student = torch.tensor([[40.0, 0.0, 0.0]])
     assert torch.isclose(gap("sl", teachers, student), torch.tensor(1.0))  # |.5 − 1| + |.5 − 0|
-    assert torch.isclose(gap("logit-l1", teachers, student), torch.tensor(40.0))  # |20 − 40| + |20 − 0|
+    # |20 − 40| + |20 − 0|
+    assert torch.isclose(gap("logit-l1", teachers, student), torch.tensor(40.0))
     # .5·log(.5/1) + .5·log(.5/e⁻⁴⁰)
-    assert torch.isclose(gap("kl", teachers, student), torch.tensor(20.0).add(torch.tensor(0.5).log()))
+    assert torch.isclose(
+        gap("kl", teachers, student), torch.tensor(20.0).add(torch.tensor(0.5).log())
+    )
     both = torch.cat([teachers, teachers], dim=1), torch.cat([student, student])
     assert torch.isclose(gap("sl", *both), torch.tensor(1.0))  # twice the inputs, the same mean
 
@@ -141,24 +165,36 @@ def test_f_teaches_the_participants_and_only_them() -> None:
     idle, taught = (federation_of(quick(**settings, back=back)) for back in (0, 20))
     for federation in (idle, taught):
         federation.method.merge(replies_of(federation, [0, 3]), 1)
-    assert all(torch.equal(t, taught.method.weights[n]) for n, t in idle.method.weights.items())  # F does not move with it
+    # F does not move with it
+    assert all(torch.equal(t, taught.method.weights[n]) for n, t in idle.method.weights.items())
     torch.manual_seed(7)
     method, main = taught.method, taught.world.main
-    x = learner(taught.world, method.network, method.generator, Optim())(noise(64, method.nz, taught.world)).detach()
+    x = learner(taught.world, method.network, method.generator, Optim())(
+        noise(64, method.nz, taught.world)
+    ).detach()
     with torch.no_grad():
         said = main.network(main.full, method.weights).eval()(x)[None]
         for client in (0, 3):
             models = [f.method.model_for(f.world.device(client)) for f in (idle, taught)]
-            far, near = (gap("sl", said, m.reference.network(m.view, m.state).eval()(x)) for m in models)
+            far, near = (
+                gap("sl", said, m.reference.network(m.view, m.state).eval()(x)) for m in models
+            )
             assert near < far
     assert not taught.method.records.get(1) and not taught.method.records.get(2)
 
 
 def test_without_teaching_back_every_device_is_alone() -> None:
-    """What the server keeps is then what the device sent, so that personal models are those of Local, bit for bit."""
-    zkt, local = (nestling.run(small(method, fleet=UNLIKE, rounds=3)) for method in (quick(back=0), Local(everybody=False)))
+    """What the server keeps is then what the device sent, so that personal models are those of
+    Local, bit for bit."""
+    zkt, local = (
+        nestling.run(small(method, fleet=UNLIKE, rounds=3))
+        for method in (quick(back=0), Local(everybody=False))
+    )
     for client in range(4):
-        ours, theirs = (r.federation.method.model_for(r.federation.world.device(client)).state for r in (zkt, local))
+        ours, theirs = (
+            r.federation.method.model_for(r.federation.world.device(client)).state
+            for r in (zkt, local)
+        )
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert zkt.summary["personal_accuracy"] == local.summary["personal_accuracy"]
 
@@ -166,7 +202,12 @@ def test_without_teaching_back_every_device_is_alone() -> None:
 def test_the_pull_keeps_a_client_near_what_it_received() -> None:
     moved = {}
     for mu in (0.0, 5.0):
-        settings = {"fleet": UNLIKE, "participants": 4, "rounds": 1, "train": Train(epochs=10, batch=20, lr=0.02)}
+        settings = {
+            "fleet": UNLIKE,
+            "participants": 4,
+            "rounds": 1,
+            "train": Train(epochs=10, batch=20, lr=0.02),
+        }
         federation = nestling.run(small(quick(back=0, mu=mu), **settings)).federation
         model = federation.method.model_for(federation.world.device(0))
         start = model.view.extract(model.reference.initial)
@@ -174,7 +215,7 @@ def test_the_pull_keeps_a_client_near_what_it_received() -> None:
     assert moved[5.0] < 0.5 * moved[0.0]
 
 
-# -- state, engines, bad replies -----------------------------------------------------------------------------------------------
+# -- state, engines, bad replies -------------------------------------------------------------------
 
 
 def test_the_generator_goes_on_where_it_was() -> None:
@@ -206,13 +247,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_a_stack_of_clients_gives_the_same() -> None:
-    gentle = {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.0), "fleet": UNLIKE, "participants": 4}
+    gentle = {
+        "train": Train(epochs=1, batch=20, lr=0.01, momentum=0.0),
+        "fleet": UNLIKE,
+        "participants": 4,
+    }
     plain, stacked = (
-        nestling.run(small(quick(mu=0.1), **gentle, engine=EngineConfig(name, workers=1))).federation.method
+        nestling.run(
+            small(quick(mu=0.1), **gentle, engine=EngineConfig(name, workers=1))
+        ).federation.method
         for name in ("inline", "cohort")
     )
     for part, state in plain.state().items():
-        assert all(torch.allclose(t, stacked.state()[part][name], atol=1e-4) for name, t in state.items())
+        assert all(
+            torch.allclose(t, stacked.state()[part][name], atol=1e-4) for name, t in state.items()
+        )
     for client in range(4):
         one, other = (m.model_for(m.world.device(client)).state for m in (plain, stacked))
         assert all(torch.allclose(one[name], t, atol=1e-4) for name, t in other.items())
@@ -220,16 +269,37 @@ def test_a_stack_of_clients_gives_the_same() -> None:
 
 def test_a_round_without_replies_changes_nothing_and_a_broken_one_leaves_no_trace() -> None:
     federation = federation_of(quick())
-    method, before = federation.method, {part: dict(state) for part, state in federation.method.state().items()}
+    method, before = (
+        federation.method,
+        {part: dict(state) for part, state in federation.method.state().items()},
+    )
     method.merge([], 1)
-    assert all(method.state()[part][name] is t for part, state in before.items() for name, t in state.items())
+    assert all(
+        method.state()[part][name] is t
+        for part, state in before.items()
+        for name, t in state.items()
+    )
     replies = replies_of(federation, [0, 3])
     bad = {name: t * float("nan") for name, t in replies[0].message["weights"].items()}
     federation.world.store.begin(1)
-    method.merge([Reply(replies[0].device, replies[0].piece, replies[0].sent, Message({"weights": bad}, {"samples": 1}))], 1)
+    method.merge(
+        [
+            Reply(
+                replies[0].device,
+                replies[0].piece,
+                replies[0].sent,
+                Message({"weights": bad}, {"samples": 1}),
+            )
+        ],
+        1,
+    )
     federation.roll_back(1, before)
     assert not method.records.get(0)
-    assert all(torch.equal(method.state()[part][name], t) for part, state in before.items() for name, t in state.items())
+    assert all(
+        torch.equal(method.state()[part][name], t)
+        for part, state in before.items()
+        for name, t in state.items()
+    )
 
 
 def test_networks_with_running_statistics_take_part() -> None:
@@ -237,7 +307,9 @@ def test_networks_with_running_statistics_take_part() -> None:
     result = nestling.run(small(quick(), fleet=UNLIKE, model=tracked, rounds=1, participants=4))
     method, world = result.federation.method, result.federation.world
     kept = [method.records.get(client) for client in range(4) if world.device(client).tier != "mlp"]
-    assert result.summary["refused"] == 0 and all(model.keys() == method.weights.keys() for model in kept)
+    assert result.summary["refused"] == 0 and all(
+        model.keys() == method.weights.keys() for model in kept
+    )
     assert all(bool(t.isfinite().all()) for t in method.weights.values())
 
 
@@ -263,10 +335,19 @@ def test_bad_settings_are_named(options: dict[str, Any], field: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "model"), [((6, 20), "cnn1d"), ((9,), "mlp")])
-def test_sequences_and_vectors_can_be_made_too(tmp_path: Path, shape: tuple[int, ...], model: str) -> None:
+def test_sequences_and_vectors_can_be_made_too(
+    tmp_path: Path, shape: tuple[int, ...], model: str
+) -> None:
     chance = np.random.default_rng(0)
-    np.savez(tmp_path / "own.npz", x=chance.normal(size=(200, *shape)).astype(np.float32), y=np.arange(200) % 3)
-    tiers = (Tier(name="own", model="mlp", model_options={"hidden": [8]}, count=2), Tier(name="main", ratio=1.0, count=2))
+    np.savez(
+        tmp_path / "own.npz",
+        x=chance.normal(size=(200, *shape)).astype(np.float32),
+        y=np.arange(200) % 3,
+    )
+    tiers = (
+        Tier(name="own", model="mlp", model_options={"hidden": [8]}, count=2),
+        Tier(name="main", ratio=1.0, count=2),
+    )
     result = nestling.run(
         small(
             quick(),
@@ -281,17 +362,22 @@ def test_sequences_and_vectors_can_be_made_too(tmp_path: Path, shape: tuple[int,
     assert all(bool(t.isfinite().all()) for t in result.federation.method.weights.values())
 
 
-# -- learning ------------------------------------------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_f_learns_without_data_and_nobody_is_worse_for_it() -> None:
-    """F never sees a digit. It ends far above chance, and above what the devices' models reach alone on all classes by more than the
-    seeds' spread; on their own classes devices stay as good as alone (a point above, of which a rounding may take some)."""
+    """F never sees a digit. It ends far above chance, and above what the devices' models reach
+    alone on all classes by more than the seeds' spread; on their own classes devices stay as good
+    as alone (a point above, of which a rounding may take some)."""
     method, settings = FedZKT(), {**SETTING, "rounds": 5}
-    ours, local = ([nestling.run(experiment(m, seed, **settings)).summary for seed in SEEDS] for m in (method, "local"))
+    ours, local = (
+        [nestling.run(experiment(m, seed, **settings)).summary for seed in SEEDS]
+        for m in (method, "local")
+    )
     found = {
-        kind: [[run[kind]["last"] for run in runs] for runs in (ours, local)] for kind in ("global_accuracy", "personal_accuracy")
+        kind: [[run[kind]["last"] for run in runs] for runs in (ours, local)]
+        for kind in ("global_accuracy", "personal_accuracy")
     }
     together, alone = found["global_accuracy"]
     assert min(together) > 0.3  # chance is 0.1

@@ -1,4 +1,5 @@
-"""FML: two networks a client, where it is training alone and FedAvg at once, the loss by hand, traps, and learning."""
+"""FML: two networks a client, where it is training alone and FedAvg at once, the loss by hand,
+traps, and learning."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from nestling.runs.assemble import assemble
 from nestling.training.objectives import Batch, Net
 from nestling.views import Reference
 from nestling.world import Piece
-from tests.methods.by_class import MIXED, SHOTS, few_shots_alone, one_round, resumes, same_on_every_engine
+from tests.methods.by_class import (
+    MIXED,
+    SHOTS,
+    few_shots_alone,
+    one_round,
+    resumes,
+    same_on_every_engine,
+)
 from tests.methods.learning import mean
 from tests.methods.mixed import unlike
 from tests.small import small
@@ -36,7 +44,8 @@ RUN: dict[str, Any] = {"participants": 4, "rounds": 3, "split": UNEVEN}
 
 def pair() -> Pair:
     own, meme = (
-        build(name, shape=(1, 28, 28), classes=10, **options) for name, options in (("mlp", {"hidden": [16]}), ("tinycnn", {}))
+        build(name, shape=(1, 28, 28), classes=10, **options)
+        for name, options in (("mlp", {"hidden": [16]}), ("tinycnn", {}))
     )
     return Pair(own, find_taps(own, (1, 28, 28)), meme, find_taps(meme, (1, 28, 28)).head)
 
@@ -50,44 +59,70 @@ def test_without_teaching_it_is_training_alone_beside_fedavg() -> None:
     for client in range(4):
         kept = {name.replace("/own.", "/"): t for name, t in ours.world.store.get(client).items()}
         alone = local.world.store.get(client)
-        assert kept.keys() == alone.keys() and all(torch.equal(t, alone[name]) for name, t in kept.items())
+        assert kept.keys() == alone.keys() and all(
+            torch.equal(t, alone[name]) for name, t in kept.items()
+        )
     assert ours.method.weights.keys() == averaged.method.weights.keys()
-    assert all(torch.equal(t, averaged.method.weights[name]) for name, t in ours.method.weights.items())
+    assert all(
+        torch.equal(t, averaged.method.weights[name]) for name, t in ours.method.weights.items()
+    )
 
 
 def test_teaching_changes_both() -> None:
-    taught, plain = (nestling.run(small(FML(alpha=a, beta=a), fleet=OWN, **RUN)).federation for a in (0.5, 1.0))
-    assert not torch.equal(taught.method.weights["head.weight"], plain.method.weights["head.weight"])
+    taught, plain = (
+        nestling.run(small(FML(alpha=a, beta=a), fleet=OWN, **RUN)).federation for a in (0.5, 1.0)
+    )
+    assert not torch.equal(
+        taught.method.weights["head.weight"], plain.method.weights["head.weight"]
+    )
     one, other = (f.world.store.get(0) for f in (taught, plain))
-    assert one.keys() == other.keys() and not all(torch.equal(t, other[name]) for name, t in one.items())
+    assert one.keys() == other.keys() and not all(
+        torch.equal(t, other[name]) for name, t in one.items()
+    )
 
 
 def test_the_loss_by_hand_and_teachers_held_still() -> None:
     module = pair().train()
     x, y = torch.randn(6, 1, 28, 28), torch.randint(0, 10, (6,))
-    loss = partial(_mutual, Net(module, dict(module.named_parameters())), given={}, alpha=0.3, beta=0.8)
+    loss = partial(
+        _mutual, Net(module, dict(module.named_parameters())), given={}, alpha=0.3, beta=0.8
+    )
     own, meme = module.own(x), module.meme(x)
     p, q = own.softmax(-1), meme.softmax(-1)
-    mine = 0.3 * F.cross_entropy(own, y) + 0.7 * (q.detach() * (q.detach() / p).log()).sum(-1).mean()
-    common = 0.8 * F.cross_entropy(meme, y) + 0.2 * (p.detach() * (p.detach() / q).log()).sum(-1).mean()
+    mine = (
+        0.3 * F.cross_entropy(own, y) + 0.7 * (q.detach() * (q.detach() / p).log()).sum(-1).mean()
+    )
+    common = (
+        0.8 * F.cross_entropy(meme, y) + 0.2 * (p.detach() * (p.detach() / q).log()).sum(-1).mean()
+    )
     found = loss(batch=Batch(x, y, torch.arange(6)))
     assert torch.allclose(found, mine + common, rtol=1e-5)
     for part, alone in ((module.own, mine), (module.meme, common)):
-        ours, theirs = (torch.autograd.grad(v, list(part.parameters()), retain_graph=True) for v in (found, alone))
+        ours, theirs = (
+            torch.autograd.grad(v, list(part.parameters()), retain_graph=True)
+            for v in (found, alone)
+        )
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
     mask = torch.arange(6) < 4
     filled = Batch(torch.where(mask[:, None, None, None], x, 3.0), y, torch.arange(6), mask=mask)
-    assert torch.allclose(loss(batch=filled), loss(batch=Batch(x[:4], y[:4], torch.arange(4))), rtol=1e-5)
+    assert torch.allclose(
+        loss(batch=filled), loss(batch=Batch(x[:4], y[:4], torch.arange(4))), rtol=1e-5
+    )
 
 
 def test_in_training_a_pair_says_both_and_else_its_own() -> None:
     module, x = pair(), torch.randn(3, 1, 28, 28)
     both, own = module.train()(x), module.eval()(x)
-    assert both.shape == (2, 3, 10) and torch.equal(own, module.own(x)) and torch.equal(both[1], module.meme.train()(x))
+    assert (
+        both.shape == (2, 3, 10)
+        and torch.equal(own, module.own(x))
+        and torch.equal(both[1], module.meme.train()(x))
+    )
 
 
 def test_a_device_has_room_for_both() -> None:
-    """The meme network is at most half of the smallest tier's, and tiers of the main network shrink their own."""
+    """The meme network is at most half of the smallest tier's, and tiers of the main network shrink
+    their own."""
     federation = assemble(small(FML(), model=Named("tinycnn", {"channels": [32, 64, 64]})))[1]
     method, world = federation.method, federation.world
     least = min(plan.cost.params for plan in world.plans.values())
@@ -96,8 +131,16 @@ def test_a_device_has_room_for_both() -> None:
     for tier, piece in method.pieces.items():
         cost = world.cost(piece)
         own = Reference("own", piece.reference.module.own, world.main.shape)
-        assert cost.params == world.cost(Piece(own, own.full)).params + size <= world.plans[tier].cost.params
-        assert cost.macs == world.cost(Piece(own, own.full)).macs + world.cost(Piece(method.shared, method.shared.full)).macs
+        assert (
+            cost.params
+            == world.cost(Piece(own, own.full)).params + size
+            <= world.plans[tier].cost.params
+        )
+        assert (
+            cost.macs
+            == world.cost(Piece(own, own.full)).macs
+            + world.cost(Piece(method.shared, method.shared.full)).macs
+        )
 
 
 def test_only_the_meme_network_travels_and_is_not_kept() -> None:
@@ -118,7 +161,9 @@ def test_the_merge_is_the_mean_and_a_round_without_replies_changes_nothing(weigh
     method.merge(replies, 2)
     shares = [r.samples if weighting == "samples" else 1 for r in replies]
     for name, tensor in method.weights.items():
-        expected = sum(r.message[MEME][name].double() * s for r, s in zip(replies, shares, strict=True)) / sum(shares)
+        expected = sum(
+            r.message[MEME][name].double() * s for r, s in zip(replies, shares, strict=True)
+        ) / sum(shares)
         assert torch.allclose(tensor.double(), expected, atol=1e-7)
 
 
@@ -157,7 +202,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"alpha": 1.5}, "alpha"), ({"beta": -0.1}, "beta"), ({"ratio": 2.0}, "ratio"), ({"weighting": "x"}, "weighting")],
+    [
+        ({"alpha": 1.5}, "alpha"),
+        ({"beta": -0.1}, "beta"),
+        ({"ratio": 2.0}, "ratio"),
+        ({"weighting": "x"}, "weighting"),
+    ],
 )
 def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(InputError, match=f"method.{field}"):
@@ -166,6 +216,7 @@ def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
 
 @pytest.mark.slow
 def test_a_shared_network_helps_unlike_networks_learn() -> None:
-    """With three classes and twenty rows a client the mean of the seeds is above the same networks alone (not every seed is)."""
+    """With three classes and twenty rows a client the mean of the seeds is above the same networks
+    alone (not every seed is)."""
     ours, local = unlike(FML(), **SHOTS), few_shots_alone()
     assert mean(ours) > mean(local) + 0.01

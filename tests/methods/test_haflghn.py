@@ -1,4 +1,5 @@
-"""HAFL-GHN: any architectures, one φ; bytes, engines, learning, and what it does with devices that cannot train φ."""
+"""HAFL-GHN: any architectures, one φ; bytes, engines, learning, and what it does with devices that
+cannot train φ."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import pytest
 import torch
 
 import nestling
-from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    FleetConfig,
+    InputError,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.methods.lowrank.haflghn import HAFLGHN, weights_of
 from nestling.models.hypernetwork import Generated
 from nestling.runs.assemble import assemble
@@ -41,7 +51,11 @@ def test_what_travels_is_phi_whatever_the_client_trains() -> None:
     visits = sum(len(row["clients"]) for row in result.metrics)
     generator = next(iter(result.federation.method.pieces.values())).reference.module.generator
     assert size_of(result.federation) == sum(p.numel() for p in generator.parameters())
-    assert result.summary["bytes_up"] == result.summary["bytes_down"] == 4 * visits * size_of(result.federation)
+    assert (
+        result.summary["bytes_up"]
+        == result.summary["bytes_down"]
+        == 4 * visits * size_of(result.federation)
+    )
     tuned = nestling.run(small(HAFLGHN(**LITTLE, fine_tune=1), fleet=MIXED))
     assert tuned.summary["bytes_up"] == result.summary["bytes_up"]
 
@@ -59,7 +73,8 @@ def test_equal_pieces_share_a_network_and_unequal_ones_share_phi() -> None:
 
 
 def test_a_client_trains_phi_through_its_own_network() -> None:
-    """The model a device uses is the plain network with the weights that φ makes: it says what the trained form says."""
+    """The model a device uses is the plain network with the weights that φ makes: it says what the
+    trained form says."""
     result = nestling.run(small(HAFLGHN(**LITTLE), fleet=MIXED))
     federation, x = result.federation, result.federation.bench.x_test[:20]
     for client in range(4):
@@ -80,7 +95,11 @@ def test_networks_with_running_statistics_use_those_of_the_batch() -> None:
 
 
 def test_every_engine_gives_the_same() -> None:
-    gentle = {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.0), "participants": 4, "rounds": 1}
+    gentle = {
+        "train": Train(epochs=1, batch=20, lr=0.01, momentum=0.0),
+        "participants": 4,
+        "rounds": 1,
+    }
     for method in (HAFLGHN(**LITTLE), HAFLGHN(**LITTLE, fine_tune=1)):
         plain, stacked, pool = (
             nestling.run(small(method, **gentle, engine=EngineConfig(name, workers=1))).federation
@@ -100,24 +119,36 @@ def test_fine_tuned_networks_stay_with_their_clients() -> None:
     asked = result.metrics[0]["clients"]
     assert federation.world.store.clients() == asked
     plain = nestling.run(small(HAFLGHN(**LITTLE), participants=2, rounds=1)).federation
-    assert all(torch.equal(t, federation.method.weights[n]) for n, t in plain.method.weights.items())  # φ does not see it
+    # φ does not see it
+    assert all(
+        torch.equal(t, federation.method.weights[n]) for n, t in plain.method.weights.items()
+    )
     kept = federation.method.model_for(federation.world.device(asked[0])).state
     made = plain.method.model_for(plain.world.device(asked[0])).state
     assert any(not torch.equal(kept[name], made[name]) for name in made)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    method = Named("nestling.methods.lowrank.haflghn:HAFLGHN", {**LITTLE, "max_shape": [16, 16, 5], "fine_tune": 1})
+    method = Named(
+        "nestling.methods.lowrank.haflghn:HAFLGHN",
+        {**LITTLE, "max_shape": [16, 16, 5], "fine_tune": 1},
+    )
     whole = nestling.run(small(method, rounds=3))
     nestling.run(small(method, rounds=2), out=tmp_path / "a")
     resumed = nestling.resume(tmp_path / "a", overrides=("rounds=3",))
-    assert all(torch.equal(t, whole.federation.method.weights[n]) for n, t in resumed.federation.method.weights.items())
-    assert resumed.summary["personal_accuracy"]["last"] == whole.summary["personal_accuracy"]["last"]
+    assert all(
+        torch.equal(t, whole.federation.method.weights[n])
+        for n, t in resumed.federation.method.weights.items()
+    )
+    assert (
+        resumed.summary["personal_accuracy"]["last"] == whole.summary["personal_accuracy"]["last"]
+    )
 
 
 @pytest.mark.slow
 def test_unlike_networks_learn_together() -> None:
-    """Far above chance, but slowly: with so few rounds each would still do better alone, and the deepest one has hardly begun."""
+    """Far above chance, but slowly: with so few rounds each would still do better alone, and the
+    deepest one has hardly begun."""
     settings = {
         "rounds": 8,
         "participants": 0,
@@ -127,7 +158,10 @@ def test_unlike_networks_learn_together() -> None:
         "engine": EngineConfig("cohort", workers=1),
     }
     method = HAFLGHN(max_shape=(16, 16, 5))
-    found = [nestling.run(small(method, fleet=MIXED, seed=seed, **settings)).summary for seed in (0, 1, 2)]
+    found = [
+        nestling.run(small(method, fleet=MIXED, seed=seed, **settings)).summary
+        for seed in (0, 1, 2)
+    ]
     assert sum(s["personal_accuracy"]["last"] for s in found) / 3 > 0.3
     for tier in ("mlp", "tinycnn"):
         assert sum(s["by_tier"][tier]["personal_accuracy"]["last"] for s in found) / 3 > 0.35
@@ -135,7 +169,8 @@ def test_unlike_networks_learn_together() -> None:
 
 @pytest.mark.slow
 def test_with_hardly_any_data_it_beats_training_alone() -> None:
-    """Twenty rows a client and many rounds: the only kind of setting found in which φ is worth more than weights of one's own."""
+    """Twenty rows a client and many rounds: the only kind of setting found in which φ is worth more
+    than weights of one's own."""
     settings: dict[str, Any] = {
         "rounds": 24,
         "split": SplitConfig(kind="iid", size=20),
@@ -148,8 +183,16 @@ def test_with_hardly_any_data_it_beats_training_alone() -> None:
 
 
 def test_devices_that_cannot_train_phi_get_what_it_makes() -> None:
-    tiers = (Tier(name="tiny", device="lm3s6965", count=3), Tier(name="pi", device="raspberry-pi-zero-2w", count=3))
-    settings = {"fleet": FleetConfig(tiers=tiers), "model": Named("tinycnn", {}), "participants": 3, "rounds": 1}
+    tiers = (
+        Tier(name="tiny", device="lm3s6965", count=3),
+        Tier(name="pi", device="raspberry-pi-zero-2w", count=3),
+    )
+    settings = {
+        "fleet": FleetConfig(tiers=tiers),
+        "model": Named("tinycnn", {}),
+        "participants": 3,
+        "rounds": 1,
+    }
     result = nestling.run(small(HAFLGHN(), **settings))
     fleet, by_tier = result.federation.world.fleet, result.summary["by_tier"]
     assert [fleet.tier_of(c).name for c in result.metrics[0]["clients"]] == ["pi"] * 3

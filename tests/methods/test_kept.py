@@ -1,4 +1,5 @@
-"""Kept state is written and read back by its fields' types; what a method is, its docstring and settings say."""
+"""Kept state is written and read back by its fields' types; what a method is, its docstring and
+settings say."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def test_every_method_takes_its_own_state_back(name: str) -> None:
     for part, state in before.items():
         assert state.keys() == after[part].keys()
         assert all(
-            torch.equal(tensor, after[part][key]) and tensor.dtype == after[part][key].dtype for key, tensor in state.items()
+            torch.equal(tensor, after[part][key]) and tensor.dtype == after[part][key].dtype
+            for key, tensor in state.items()
         )
 
 
@@ -90,10 +92,22 @@ def test_every_method_has_a_title_and_a_paper(name: str) -> None:
 @pytest.mark.parametrize(
     ("docstring", "title", "paper"),
     [
-        ('FedProto (Tan et al., "FedProto: Federated Prototype Learning", AAAI 2022).', "FedProto", "Tan et al., AAAI 2022"),
-        ('FedMD (Li, Wang, "FedMD: Heterogenous", NeurIPS 2019 workshop).', "FedMD", "Li & Wang, NeurIPS 2019 workshop"),
+        (
+            'FedProto (Tan et al., "FedProto: Federated Prototype Learning", AAAI 2022).',
+            "FedProto",
+            "Tan et al., AAAI 2022",
+        ),
+        (
+            'FedMD (Li, Wang, "FedMD: Heterogenous", NeurIPS 2019 workshop).',
+            "FedMD",
+            "Li & Wang, NeurIPS 2019 workshop",
+        ),
         ('DepthFL (Kim, Yu, Kim, Moon, "DepthFL", ICLR 2023).', "DepthFL", "Kim et al., ICLR 2023"),
-        ('FD, federated distillation (Jeong et al., "Communication", 2018).', "FD", "Jeong et al., 2018"),
+        (
+            'FD, federated distillation (Jeong et al., "Communication", 2018).',
+            "FD",
+            "Jeong et al., 2018",
+        ),
         ("A method of one's own.", "", ""),
     ],
 )

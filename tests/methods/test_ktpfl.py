@@ -35,7 +35,8 @@ ALIGN = 50
 
 
 def opinions(clients: int, seed: int = 0, sharp: float = 4.0) -> Tensor:
-    """What some clients say of the public rows; those with numbers of the same parity say nearly the same."""
+    """What some clients say of the public rows; those with numbers of the same parity say nearly
+    the same."""
     made = torch.Generator().manual_seed(seed)
     common = torch.randn(2, ALIGN, CLASSES, generator=made)
     own = torch.randn(clients, ALIGN, CLASSES, generator=made)
@@ -60,7 +61,11 @@ def matrix(federation: Federation) -> Tensor:
 def test_predictions_travel_both_ways() -> None:
     rows = nestling.run(few(KTpFL(align=ALIGN), rounds=3)).metrics
     assert [row["bytes_up"] for row in rows] == [5 * ALIGN * CLASSES * 4] * 3
-    assert [row["bytes_down"] for row in rows] == [0, 5 * ALIGN * CLASSES * 4, 5 * ALIGN * CLASSES * 4]
+    assert [row["bytes_down"] for row in rows] == [
+        0,
+        5 * ALIGN * CLASSES * 4,
+        5 * ALIGN * CLASSES * 4,
+    ]
 
 
 def test_rows_begin_equal_and_stay_on_the_simplex() -> None:
@@ -93,7 +98,8 @@ def test_without_a_step_nothing_moves() -> None:
 
 
 def test_the_released_way_makes_rows_equal_by_repetition() -> None:
-    """For more than five clients: nine that all say the same, so that only the softmax moves the rows."""
+    """For more than five clients: nine that all say the same, so that only the softmax moves the
+    rows."""
     rows = torch.full((9, 9), 0.1, dtype=torch.float64) + 0.1 * torch.eye(9, dtype=torch.float64)
     same = opinions(1).expand(9, -1, -1)
     method = federation_of(KTpFL(align=ALIGN, rho=0.0, compat="code")).method
@@ -118,7 +124,9 @@ def test_the_released_step_has_a_mean_of_about_a_hundredth() -> None:
 def test_the_servers_loss_is_the_published_one() -> None:
     """Minimised to the end, no other row of the simplex is better."""
     said, rho = opinions(4), 0.7
-    method = federation_of(KTpFL(align=ALIGN, rho=rho, coefficient_steps=3000, coefficient_lr=0.02)).method
+    method = federation_of(
+        KTpFL(align=ALIGN, rho=rho, coefficient_steps=3000, coefficient_lr=0.02)
+    ).method
     found = method.learn(torch.full((4, 4), 0.25, dtype=torch.float64), said)
 
     def loss(k: int, row: Tensor) -> float:
@@ -127,7 +135,9 @@ def test_the_servers_loss_is_the_published_one() -> None:
 
     draws = torch.distributions.Dirichlet(torch.ones(4, dtype=torch.float64)).sample((300,))
     for k in range(4):
-        assert all(loss(k, found[k]) <= loss(k, 0.9 * found[k] + 0.1 * other) + 1e-7 for other in draws)
+        assert all(
+            loss(k, found[k]) <= loss(k, 0.9 * found[k] + 0.1 * other) + 1e-7 for other in draws
+        )
         assert loss(k, found[k]) < loss(k, torch.full((4,), 0.25, dtype=torch.float64))
 
 
@@ -153,7 +163,9 @@ def test_a_target_is_the_clients_own_mixture_of_who_answered() -> None:
     for client in range(5):  # also of those who were not there
         row = matrix(federation)[client, [1, 3]]
         target = client_at(federation, client, 3)[1]["target"]["target"]
-        assert torch.allclose(target, torch.tensordot((row / row.sum()).float(), said, 1), atol=1e-6)
+        assert torch.allclose(
+            target, torch.tensordot((row / row.sum()).float(), said, 1), atol=1e-6
+        )
         assert torch.allclose(target.sum(1), torch.ones(ALIGN))
     federation.method.merge([], 3)
     assert torch.equal(client_at(federation, 4, 4)[1]["target"]["target"], target)
@@ -161,18 +173,23 @@ def test_a_target_is_the_clients_own_mixture_of_who_answered() -> None:
 
 @pytest.mark.parametrize("compat", ["paper", "code"])
 def test_what_a_client_minimises(compat: str) -> None:
-    federation = nestling.run(few(KTpFL(align=ALIGN, compat=compat, weight=0.01), rounds=1)).federation
+    federation = nestling.run(
+        few(KTpFL(align=ALIGN, compat=compat, weight=0.01), rounds=1)
+    ).federation
     client, sent = client_at(federation, 4, 2)
     client.weights = federation.method.start(client, sent)
     learn, usual = federation.method.phases(client, sent)
     x, target = inputs_of(federation, sent.facts["rows"])[:16], sent["target"]["target"][:16]
     module = client.reference.network(client.view, client.weights)
     log_q = F.log_softmax(module(x) / 10, -1)
-    # The released loss is the mean over all elements of a softmax of the target; the paper's a plain KL.
+    # The released loss is the mean over all elements of a softmax of the target; the paper's a
+    # plain KL.
     aim = target.softmax(-1) if compat == "code" else target
     each = F.kl_div(log_q, aim, reduction="none").detach()
     by_hand = each.mean() if compat == "code" else each.sum(1).mean()
-    got = learn.objective(Net(module, {}), Batch(x, torch.zeros(16, dtype=torch.int64), torch.arange(16)), learn.given)
+    got = learn.objective(
+        Net(module, {}), Batch(x, torch.zeros(16, dtype=torch.int64), torch.arange(16)), learn.given
+    )
     assert float(got.detach()) == pytest.approx(float(by_hand), rel=1e-3, abs=1e-8)
     assert learn.source == "public" and learn.batch == 16 and usual.source == "private"
 
@@ -217,7 +234,8 @@ def test_a_stack_gives_the_same() -> None:
 
 @pytest.mark.slow
 def test_it_learns_more_than_clients_alone() -> None:
-    """With 40 rows a client, in every seed. At the paper's plain KL there is no difference to being alone."""
+    """With 40 rows a client, in every seed. At the paper's plain KL there is no difference to being
+    alone."""
     ours, alone = reached(KTpFL()), reached_alone()
     assert all(a > b for a, b in zip(ours, alone, strict=True)) and mean(ours) > mean(alone) + 0.005
     assert abs(mean(reached(KTpFL(weight=0.01))) - mean(alone)) < 0.01

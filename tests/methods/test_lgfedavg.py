@@ -1,4 +1,5 @@
-"""LG-FedAvg: the common classifier, the bodies that stay, where it is FedAvg or training alone, and learning."""
+"""LG-FedAvg: the common classifier, the bodies that stay, where it is FedAvg or training alone, and
+learning."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from nestling.methods.representation.common_head import HEAD
 from nestling.methods.representation.lgfedavg import LGFedAvg
 from nestling.views import Reference
 from nestling.world import Piece
-from tests.methods.by_class import MIXED, SHOTS, few_shots_alone, one_round, resumes, same_on_every_engine
+from tests.methods.by_class import (
+    MIXED,
+    SHOTS,
+    few_shots_alone,
+    one_round,
+    resumes,
+    same_on_every_engine,
+)
 from tests.methods.exchange import reached
 from tests.methods.learning import mean
 from tests.methods.mixed import unlike
@@ -32,17 +40,23 @@ UNEVEN = SplitConfig(kind="quantity", alpha=2.0, min_size=20)
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_the_first_rounds_classifier_is_fedavgs(dropout: float) -> None:
-    """Equal networks begin alike, so that after one round the classifier is FedAvg's bit for bit, unequal sizes and all."""
+    """Equal networks begin alike, so that after one round the classifier is FedAvg's bit for bit,
+    unequal sizes and all."""
     fleet = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=6, dropout=dropout),))
     run = {"fleet": fleet, "participants": 6, "rounds": 1, "split": UNEVEN}
-    ours, whole = (nestling.run(small(method, **run)).federation for method in (LGFedAvg(), FedAvg()))
+    ours, whole = (
+        nestling.run(small(method, **run)).federation for method in (LGFedAvg(), FedAvg())
+    )
     assert (0 < len(ours.world.store.clients()) < 6) == bool(dropout)
     for name, tensor in head_of(whole.method.weights, "head").items():
         assert torch.equal(ours.method.head[name], tensor)
 
 
 def test_one_client_is_training_alone() -> None:
-    ours, local = (nestling.run(small(m, fleet=ALONE, participants=1, rounds=3)).federation for m in (LGFedAvg(), Local()))
+    ours, local = (
+        nestling.run(small(m, fleet=ALONE, participants=1, rounds=3)).federation
+        for m in (LGFedAvg(), Local())
+    )
     a, b = (f.world.store.get(0) for f in (ours, local))
     assert a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
     models = [f.method.model_for(f.world.device(0)).state for f in (ours, local)]
@@ -56,14 +70,20 @@ def test_the_merge_is_the_mean_of_classifiers_and_bodies_stay(weighting: str) ->
     shares = [r.samples if weighting == "samples" else 1 for r in replies]
     assert len({r.samples for r in replies}) > 1
     for name, tensor in federation.method.head.items():
-        expected = sum(r.message[HEAD][name].double() * s for r, s in zip(replies, shares, strict=True)) / sum(shares)
+        expected = sum(
+            r.message[HEAD][name].double() * s for r, s in zip(replies, shares, strict=True)
+        ) / sum(shares)
         assert torch.allclose(tensor.double(), expected, atol=1e-7)
     for reply, client in zip(replies, clients, strict=True):
         assert set(reply.message.parts) == {HEAD}
         start = federation.method.start(client, Message({HEAD: federation.method.head}))
         head = client.reference.taps.head
         for name, tensor in start.items():
-            common = federation.method.head[name.removeprefix(f"{head}.")] if name.startswith(f"{head}.") else None
+            common = (
+                federation.method.head[name.removeprefix(f"{head}.")]
+                if name.startswith(f"{head}.")
+                else None
+            )
             assert torch.equal(tensor, client.weights[name] if common is None else common)
 
 
@@ -81,9 +101,12 @@ def test_bytes_are_those_of_classifiers() -> None:
 
 
 def test_what_a_client_decides_with() -> None:
-    """The common classifier as it is now, also for who has not been asked yet; its own, for who has one."""
+    """The common classifier as it is now, also for who has not been asked yet; its own, for who has
+    one."""
     run = {"fleet": MIXED, "participants": 2, "rounds": 1}
-    by_common, by_own = (nestling.run(small(LGFedAvg(predict=way), **run)) for way in ("common", "own"))
+    by_common, by_own = (
+        nestling.run(small(LGFedAvg(predict=way), **run)) for way in ("common", "own")
+    )
     for result, way in ((by_common, "common"), (by_own, "own")):
         federation = result.federation
         asked = federation.world.store.clients()
@@ -104,7 +127,11 @@ def test_what_a_client_decides_with() -> None:
 
 def test_classifiers_of_more_than_one_form_are_refused() -> None:
     with_bias, without = (
-        Reference(name, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10, bias=bias)), (1, 28, 28))
+        Reference(
+            name,
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10, bias=bias)),
+            (1, 28, 28),
+        )
         for name, bias in (("a", True), ("b", False))
     )
     with pytest.raises(InputError, match="more than one form"):
@@ -129,7 +156,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "field"), [({"size": -1}, "size"), ({"weighting": "x"}, "weighting"), ({"predict": "x"}, "predict")]
+    ("options", "field"),
+    [({"size": -1}, "size"), ({"weighting": "x"}, "weighting"), ({"predict": "x"}, "predict")],
 )
 def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(InputError, match=f"method.{field}"):
@@ -138,12 +166,14 @@ def test_bad_settings_are_named(options: dict[str, object], field: str) -> None:
 
 @pytest.mark.slow
 def test_a_common_classifier_helps_unlike_networks_learn() -> None:
-    """With three classes and twenty rows a client the mean of the seeds is above the same networks alone (not every seed is)."""
+    """With three classes and twenty rows a client the mean of the seeds is above the same networks
+    alone (not every seed is)."""
     ours, local = unlike(LGFedAvg(), **SHOTS), few_shots_alone()
     assert mean(ours) > mean(local) + 0.005
 
 
 @pytest.mark.slow
 def test_a_common_classifier_does_not_suit_bodies_of_every_kind() -> None:
-    """An MLP, a CNN and a depth-wise CNN: the same networks alone, pooled to as many features, are better."""
+    """An MLP, a CNN and a depth-wise CNN: the same networks alone, pooled to as many features, are
+    better."""
     assert mean(reached(LGFedAvg())) < mean(reached(Local(size=16)))

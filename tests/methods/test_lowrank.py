@@ -1,4 +1,5 @@
-"""FedHM and PriSM: what they equal in the limit, the known traps, bytes, learning, and that nothing depends on the engine."""
+"""FedHM and PriSM: what they equal in the limit, the known traps, bytes, learning, and that nothing
+depends on the engine."""
 
 from __future__ import annotations
 
@@ -48,16 +49,20 @@ def replies_of(federation: Federation, clients: list[int]) -> list[Reply]:
         piece = federation.method.piece(device, 1)
         sent = federation.method.send(device, piece, 1)
         moved = {name: t * (1.1 + 0.1 * client) for name, t in sent["weights"].items()}
-        replies.append(Reply(device, piece, sent, Message({"weights": moved}, {"samples": 10 * (client + 1)})))
+        replies.append(
+            Reply(device, piece, sent, Message({"weights": moved}, {"samples": 10 * (client + 1)}))
+        )
     return replies
 
 
-# -- FedHM ---------------------------------------------------------------------------------------------------------------------
+# -- FedHM -----------------------------------------------------------------------------------------
 
 
 def test_fedhm_of_dense_clients_is_fedavg() -> None:
     """ρ = 1 is the network itself: bit for bit, uniform weights being n_k on equal shares."""
-    dense, average = (weights_after(method, fleet=ONE_TIER) for method in (FedHM(ratios=(1.0,)), "fedavg"))
+    dense, average = (
+        weights_after(method, fleet=ONE_TIER) for method in (FedHM(ratios=(1.0,)), "fedavg")
+    )
     assert all(torch.equal(dense[name], average[name]) for name in average)
 
 
@@ -66,13 +71,27 @@ def test_a_dense_client_returns_exactly_and_a_factorised_one_up_to_its_rank() ->
     method, before = federation.method, dict(federation.method.weights)
     large = federation.world.fleet.member("large", 0)
     reply = replies_of(federation, [large])[0]
-    method.merge([Reply(reply.device, reply.piece, reply.sent, Message(reply.sent.parts, {"samples": 5}))], 1)
+    method.merge(
+        [Reply(reply.device, reply.piece, reply.sent, Message(reply.sent.parts, {"samples": 5}))], 1
+    )
     assert all(torch.equal(method.weights[name], before[name]) for name in before)
     small_one = replies_of(federation, [federation.world.fleet.member("small", 0)])[0]
-    method.merge([Reply(small_one.device, small_one.piece, small_one.sent, Message(small_one.sent.parts, {"samples": 5}))], 1)
+    method.merge(
+        [
+            Reply(
+                small_one.device,
+                small_one.piece,
+                small_one.sent,
+                Message(small_one.sent.parts, {"samples": 5}),
+            )
+        ],
+        1,
+    )
     layer = "stages.1.conv.weight"
     matrix = method.weights[layer].permute(0, 2, 1, 3).reshape(16 * 3, -1)
-    assert torch.linalg.matrix_rank(matrix, rtol=1e-4) == 2 and not torch.allclose(method.weights[layer], before[layer])
+    assert torch.linalg.matrix_rank(matrix, rtol=1e-4) == 2 and not torch.allclose(
+        method.weights[layer], before[layer]
+    )
     assert torch.equal(method.weights["stages.0.conv.weight"], before["stages.0.conv.weight"])
 
 
@@ -85,9 +104,13 @@ def test_fedhm_averages_products_and_not_factors() -> None:
     layers = layers_of(federation.method.factors)
     states = [reply.message["weights"] for reply in replies]
     products = [to_dense(state, layers) for state in states]
-    factors = to_dense({name: (states[0][name] + states[1][name]) / 2 for name in states[0]}, layers)
+    factors = to_dense(
+        {name: (states[0][name] + states[1][name]) / 2 for name in states[0]}, layers
+    )
     name = "stages.1.conv.weight"
-    assert torch.allclose(federation.method.weights[name], (products[0][name] + products[1][name]) / 2, atol=1e-6)
+    assert torch.allclose(
+        federation.method.weights[name], (products[0][name] + products[1][name]) / 2, atol=1e-6
+    )
     assert not torch.allclose(federation.method.weights[name], factors[name], rtol=1e-3)
 
 
@@ -107,7 +130,8 @@ def test_fedhm_weights_and_the_virtual_client() -> None:
     w8, w1 = np.exp(-8 / 5), np.exp(-1 / 5)
     assert got == pytest.approx((w8 * a + w1 * b) / (w8 + w1), rel=1e-5)
     got, (a, b) = merged([low, low2])
-    assert got == pytest.approx((a + b + 1) / 3, rel=1e-5)  # nobody had the whole network: its last value counts once
+    # nobody had the whole network: its last value counts once
+    assert got == pytest.approx((a + b + 1) / 3, rel=1e-5)
     got, (a, b) = merged([low, low2], virtual=False)
     assert got == pytest.approx((a + b) / 2, rel=1e-5)
     got, (a, b) = merged([low, low2], dynamic=True)
@@ -126,24 +150,41 @@ def test_the_released_code_shrinks_rows_of_classes_that_some_lack() -> None:
     assert bool((rows[torch.from_numpy(~nobody)] > 0).all())
 
 
-# -- PriSM ---------------------------------------------------------------------------------------------------------------------
+# -- PriSM -----------------------------------------------------------------------------------------
 
 
 def test_prism_of_whole_clients_is_fedavg_up_to_rounding_for_a_small_step() -> None:
-    """All components and nothing trained: the same weights back. A tiny step: the update is that of the factors, to first order a
-    linear map of FedAvg's, and exactly FedAvg's for the tensors that stay dense."""
-    frozen = {"fleet": ONE_TIER, "train": Train(epochs=1, batch=60, lr=1e-7, momentum=0.0), "rounds": 1}
+    """All components and nothing trained: the same weights back. A tiny step: the update is that of
+    the factors, to first order a linear map of FedAvg's, and exactly FedAvg's for the tensors that
+    stay dense."""
+    frozen = {
+        "fleet": ONE_TIER,
+        "train": Train(epochs=1, batch=60, lr=1e-7, momentum=0.0),
+        "rounds": 1,
+    }
     method = PriSM(keeps=(1.0,), decay=0.0)
     start = dict(federation_of(method, **frozen).world.main.initial)
-    assert all(torch.allclose(t, start[name], atol=1e-5) for name, t in weights_after(method, **frozen).items())
-    step = {"fleet": ONE_TIER, "train": Train(epochs=1, batch=60, lr=1e-3, momentum=0.0, augment="none"), "rounds": 1}
-    low, average = (weights_after(m, **step) for m in (PriSM(keeps=(1.0,), decay=0.0, clip=0.0), "all-large"))
+    assert all(
+        torch.allclose(t, start[name], atol=1e-5)
+        for name, t in weights_after(method, **frozen).items()
+    )
+    step = {
+        "fleet": ONE_TIER,
+        "train": Train(epochs=1, batch=60, lr=1e-3, momentum=0.0, augment="none"),
+        "rounds": 1,
+    }
+    low, average = (
+        weights_after(m, **step) for m in (PriSM(keeps=(1.0,), decay=0.0, clip=0.0), "all-large")
+    )
     for name in ("head.weight", "stages.0.conv.weight"):
         want, got = average[name] - start[name], low[name] - start[name]
         assert float((got - want).norm()) < 2e-3 * float(want.norm())
     # The step of w = u·v is lr·(g·vᵀ·v + u·uᵀ·g) to first order.
     name = "stages.1.conv.weight"
-    w, g = start[name].reshape(16, -1).double(), (start[name] - average[name]).reshape(16, -1).double()
+    w, g = (
+        start[name].reshape(16, -1).double(),
+        (start[name] - average[name]).reshape(16, -1).double(),
+    )
     u, s, v = torch.linalg.svd(w, full_matrices=False)
     want = g @ (v.T * s) @ v + (u * s) @ u.T @ g
     got = (start[name] - low[name]).reshape(16, -1).double()
@@ -155,23 +196,29 @@ def test_prism_draws_by_the_power_of_the_singular_values() -> None:
     chance = np.random.default_rng(0)
     share = values**2.5 / (values**2.5).sum()
     counts = np.bincount([method.draw(values, 1, chance)[0] for _ in range(4000)], minlength=5)
-    assert float(((counts - 4000 * share) ** 2 / (4000 * share)).sum()) < 18.5  # χ² with 4 degrees of freedom, one in a thousand
+    # χ² with 4 degrees of freedom, one in a thousand
+    assert float(((counts - 4000 * share) ** 2 / (4000 * share)).sum()) < 18.5
     # Without replacement: the second is drawn from what the first left.
     pairs = [tuple(method.draw(values, 2, chance)) for _ in range(4000)]
     assert all(a < b for a, b in pairs)
     want = share[0] + sum(share[k] * share[0] / (1 - share[k]) for k in range(1, 5))
     assert np.mean([0 in pair for pair in pairs]) == pytest.approx(want, abs=0.03)
     assert PriSM(sampling="top").draw(values, 2, chance) == [0, 1]
-    flat = np.bincount([PriSM(sampling="uniform").draw(values, 1, chance)[0] for _ in range(4000)], minlength=5)
+    flat = np.bincount(
+        [PriSM(sampling="uniform").draw(values, 1, chance)[0] for _ in range(4000)], minlength=5
+    )
     assert float(((flat - 800) ** 2 / 800).sum()) < 18.5
-    assert PriSM().draw(np.array([1.0, 0.0, 0.0]), 2, chance)[0] == 0  # what has vanished can still fill up
+    # what has vanished can still fill up
+    assert PriSM().draw(np.array([1.0, 0.0, 0.0]), 2, chance)[0] == 0
 
 
 def test_prism_draws_anew_for_every_client_and_round_and_again_the_same() -> None:
     def drawn(client: int, round: int) -> Any:
         federation = federation_of(PriSM(keeps=(0.4,)))
         device = federation.world.device(client)
-        return federation.method.send(device, federation.method.piece(device, round), round).facts["components"]
+        return federation.method.send(device, federation.method.piece(device, round), round).facts[
+            "components"
+        ]
 
     assert drawn(0, 1) == drawn(0, 1) and drawn(0, 1) != drawn(1, 1) and drawn(0, 1) != drawn(0, 2)
 
@@ -202,7 +249,7 @@ def test_prism_averages_each_component_over_its_holders() -> None:
     assert torch.allclose(method.weights["head.weight"], head, atol=1e-6)
 
 
-# -- both ----------------------------------------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", BOTH, ids=lambda m: m.info.title)
@@ -210,7 +257,9 @@ def test_bytes_equal_the_closed_formula(method: Any) -> None:
     result = nestling.run(small(method))
     world, made, total = result.federation.world, result.federation.method, 0
     convolutions = {"stages.1.conv": (16, 8), "stages.2.conv": (16, 16)}
-    rest = sum(t.numel() for n, t in world.main.initial.items() if n.rpartition(".")[0] not in convolutions)
+    rest = sum(
+        t.numel() for n, t in world.main.initial.items() if n.rpartition(".")[0] not in convolutions
+    )
     dense = sum(t.numel() for t in world.main.initial.values())
     for row in result.metrics:
         for client in row["clients"]:
@@ -220,10 +269,14 @@ def test_bytes_equal_the_closed_formula(method: Any) -> None:
                 continue
             ranks = {layer: piece.view.shape(f"{layer}.v.weight")[0] for layer in convolutions}
             if isinstance(method, FedHM):
-                total += rest + sum(ranks[layer] * (o * 3 + i * 3) for layer, (o, i) in convolutions.items())
+                total += rest + sum(
+                    ranks[layer] * (o * 3 + i * 3) for layer, (o, i) in convolutions.items()
+                )
                 assert ranks == {"stages.1.conv": 2, "stages.2.conv": 2}  # max(round(16/8), 1)
             else:
-                total += rest + sum(ranks[layer] * (o + i * 9) for layer, (o, i) in convolutions.items())
+                total += rest + sum(
+                    ranks[layer] * (o + i * 9) for layer, (o, i) in convolutions.items()
+                )
     assert result.summary["bytes_down"] == result.summary["bytes_up"] == 4 * total
 
 
@@ -238,7 +291,10 @@ def test_sharing_beats_training_alone(method: Any) -> None:
 @pytest.mark.parametrize("method", BOTH, ids=lambda m: m.info.title)
 def test_stacks_give_the_same(method: Any) -> None:
     gentle = {"train": Train(epochs=1, batch=20, lr=0.01, momentum=0.0), "participants": 4}
-    plain, stacked = (weights_after(method, **gentle, engine=EngineConfig(name, workers=1)) for name in ("inline", "cohort"))
+    plain, stacked = (
+        weights_after(method, **gentle, engine=EngineConfig(name, workers=1))
+        for name in ("inline", "cohort")
+    )
     assert distance(stacked, plain) < 1e-4
 
 
@@ -248,7 +304,9 @@ def test_the_pool_gives_the_same(method: Any) -> None:
     assert all(torch.equal(t, pool[n]) for n, t in weights_after(method, rounds=1).items())
 
 
-@pytest.mark.parametrize("method", ["nestling.methods.lowrank.fedhm:FedHM", "nestling.methods.lowrank.prism:PriSM"])
+@pytest.mark.parametrize(
+    "method", ["nestling.methods.lowrank.fedhm:FedHM", "nestling.methods.lowrank.prism:PriSM"]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(method: str, tmp_path: Path) -> None:
     whole = weights_after(method, rounds=3)
     nestling.run(small(method, rounds=2), out=tmp_path / "a")
@@ -257,15 +315,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(method: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", BOTH, ids=lambda m: m.info.title)
-@pytest.mark.parametrize("model", [Named("resnet8", {}), Named("cnn", {"channels": [8, 8, 16, 16], "norm": "tracked"})])
+@pytest.mark.parametrize(
+    "model", [Named("resnet8", {}), Named("cnn", {"channels": [8, 8, 16, 16], "norm": "tracked"})]
+)
 def test_other_networks_work(method: Any, model: Named) -> None:
-    result = nestling.run(small(method, model=model, rounds=1, participants=2, split=SplitConfig(size=20)))
+    result = nestling.run(
+        small(method, model=model, rounds=1, participants=2, split=SplitConfig(size=20))
+    )
     assert result.summary["refused"] == 0 and FACTORS in result.federation.world.references
 
 
 def test_devices_that_are_too_small_are_left_out_or_an_error() -> None:
-    tiers = (Tier(name="tiny", device="lm3s6965", count=3), Tier(name="pi", device="raspberry-pi-zero-2w", count=3))
-    settings = {"fleet": FleetConfig(tiers=tiers), "model": Named("tinycnn", {}), "participants": 3, "rounds": 1}
+    tiers = (
+        Tier(name="tiny", device="lm3s6965", count=3),
+        Tier(name="pi", device="raspberry-pi-zero-2w", count=3),
+    )
+    settings = {
+        "fleet": FleetConfig(tiers=tiers),
+        "model": Named("tinycnn", {}),
+        "participants": 3,
+        "rounds": 1,
+    }
     result = nestling.run(small(FedHM(), **settings))
     fleet = result.federation.world.fleet
     assert [fleet.tier_of(c).name for c in result.metrics[0]["clients"]] == ["pi"] * 3
@@ -278,7 +348,12 @@ def test_devices_that_are_too_small_are_left_out_or_an_error() -> None:
 def test_a_network_without_anything_to_factorise_is_refused() -> None:
     with pytest.raises(InputError, match=r"model.name.*no layer to factorise"):
         nestling.run(small(FedHM(), model=Named("mlp", {"hidden": [8]})))
-    assert nestling.run(small(FedHM(dense=0, linear=True), model=Named("mlp", {"hidden": [8]}), rounds=1)).summary["refused"] == 0
+    assert (
+        nestling.run(
+            small(FedHM(dense=0, linear=True), model=Named("mlp", {"hidden": [8]}), rounds=1)
+        ).summary["refused"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(

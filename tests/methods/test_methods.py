@@ -40,16 +40,23 @@ ONE_TIER = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
 PLAIN_AVERAGE = Named("shared-average", {"nested": False, "inner": 0.0})
 
 
-@pytest.mark.parametrize("method", ["shared-average", "fedavg", "all-large", "decoupled", Named("shared-distill", {"steps": 0})])
+@pytest.mark.parametrize(
+    "method",
+    ["shared-average", "fedavg", "all-large", "decoupled", Named("shared-distill", {"steps": 0})],
+)
 def test_equal_devices_make_every_weight_method_fedavg(method: str | Named) -> None:
     """With one tier at full width they are all the same algorithm, bit for bit."""
-    assert equal(weights_after(small(method, fleet=ONE_TIER)), weights_after(small("fedavg", fleet=ONE_TIER)))
+    assert equal(
+        weights_after(small(method, fleet=ONE_TIER)), weights_after(small("fedavg", fleet=ONE_TIER))
+    )
 
 
 def test_heterofl_without_its_extras_on_equal_sizes_is_fedavg() -> None:
     """Uniform weights equal n_k weights when every client has as many samples."""
     plain = Named("heterofl", {"mask_labels": False, "scaler": False})
-    assert equal(weights_after(small(plain, fleet=ONE_TIER)), weights_after(small("fedavg", fleet=ONE_TIER)))
+    assert equal(
+        weights_after(small(plain, fleet=ONE_TIER)), weights_after(small("fedavg", fleet=ONE_TIER))
+    )
 
 
 def test_heterofl_without_its_extras_is_shared_average_on_equal_sizes() -> None:
@@ -58,8 +65,11 @@ def test_heterofl_without_its_extras_is_shared_average_on_equal_sizes() -> None:
 
 
 def test_a_nested_part_computes_the_same_alone_and_inside_a_larger_one() -> None:
-    """After rounds of training, the features of the small part are bit for bit a prefix of the whole network's."""
-    result = nestling.run(small("shared-average", model=Named("tinycnn", {"channels": [8, 16, 16], "norm": "group"})))
+    """After rounds of training, the features of the small part are bit for bit a prefix of the
+    whole network's."""
+    result = nestling.run(
+        small("shared-average", model=Named("tinycnn", {"channels": [8, 16, 16], "norm": "group"}))
+    )
     method, world = result.federation.method, result.federation.world
     piece = world.plans["small"].piece
     whole = world.main.network(world.main.full, method.weights).eval()
@@ -67,7 +77,10 @@ def test_a_nested_part_computes_the_same_alone_and_inside_a_larger_one() -> None
         features = whole.features(result.federation.bench.x_test[:50])
         part = world.main.network(piece.view, piece.view.extract(method.weights)).eval()
         own = part.features(result.federation.bench.x_test[:50])
-    assert torch.allclose(own, features[:, : own.shape[1]], atol=1e-5) and own.shape[1] < features.shape[1]
+    assert (
+        torch.allclose(own, features[:, : own.shape[1]], atol=1e-5)
+        and own.shape[1] < features.shape[1]
+    )
     for name, mask in method.masks.items():
         assert bool((method.weights[name][~mask] == 0).all()) and bool((~mask).any())
 
@@ -78,7 +91,9 @@ def test_plain_averaging_does_not_nest() -> None:
 
 
 def test_all_large_ignores_the_tiers() -> None:
-    assert equal(weights_after(small("all-large")), weights_after(small("all-large", fleet=ONE_TIER)))
+    assert equal(
+        weights_after(small("all-large")), weights_after(small("all-large", fleet=ONE_TIER))
+    )
 
 
 def test_fedavg_trains_what_fits_the_smallest() -> None:
@@ -86,7 +101,9 @@ def test_fedavg_trains_what_fits_the_smallest() -> None:
     assert equal(weights_after(small("fedavg")), weights_after(small("fedavg", fleet=only_small)))
 
 
-def one_round(experiment: nestling.Experiment, clients: list[int]) -> tuple[Federation, list[Reply]]:
+def one_round(
+    experiment: nestling.Experiment, clients: list[int]
+) -> tuple[Federation, list[Reply]]:
     """Sends, trains and collects by hand, so that the merge can be looked at."""
     from nestling.runs.assemble import site_of
     from nestling.training.client import Task, work
@@ -97,7 +114,11 @@ def one_round(experiment: nestling.Experiment, clients: list[int]) -> tuple[Fede
         device = world.device(client)
         piece = method.piece(device, 1)
         sent = method.send(device, piece, 1)
-        done = work(settled.make_method(), Task(client, 1, piece.reference.name, piece.spec(), sent), site_of(federation))
+        done = work(
+            settled.make_method(),
+            Task(client, 1, piece.reference.name, piece.spec(), sent),
+            site_of(federation),
+        )
         replies.append(Reply(device, piece, sent, done.reply))
     return federation, replies
 
@@ -126,24 +147,34 @@ def test_heterofl_rows_of_absent_classes_do_not_move() -> None:
     after = federation.method.weights["head.weight"]
     columns = replies[0].piece.view.where("head.weight")[1]
     assert int(held.sum()) == 2
-    assert torch.equal(after[~held], before[~held]) and not torch.equal(after[held][:, columns], before[held][:, columns])
+    assert torch.equal(after[~held], before[~held]) and not torch.equal(
+        after[held][:, columns], before[held][:, columns]
+    )
 
 
 def test_heterofl_masks_with_zero_not_minus_infinity() -> None:
     logits, label = torch.tensor([[2.0, 1.0, 0.5, -3.0]]), torch.tensor([0])
     present = torch.tensor([1.0, 1.0, 0.0, 0.0])
     net = Net(torch.nn.Identity(), {})
-    zero_filled = present_cross_entropy(net, Batch(logits, label, torch.tensor([0])), {"present": present})
+    zero_filled = present_cross_entropy(
+        net, Batch(logits, label, torch.tensor([0])), {"present": present}
+    )
     assert float(zero_filled) == pytest.approx(0.494, abs=5e-4)
-    assert float(F.cross_entropy(logits.masked_fill(present == 0, -torch.inf), label)) == pytest.approx(0.313, abs=5e-4)
+    assert float(
+        F.cross_entropy(logits.masked_fill(present == 0, -torch.inf), label)
+    ) == pytest.approx(0.313, abs=5e-4)
 
 
 def test_heterofl_dynamic_levels_follow_the_shares() -> None:
     federation, _ = one_round(small(HeteroFL(dynamic=True)), [])
     method, world = federation.method, federation.world
     drawn = [method.piece(world.device(0, r), r).view.key() for r in range(1, 400)]
-    shares = {name: drawn.count(plan.piece.view.key()) / len(drawn) for name, plan in world.plans.items()}
-    assert shares["small"] == pytest.approx(0.5, abs=0.1) and shares["large"] == pytest.approx(0.25, abs=0.1)
+    shares = {
+        name: drawn.count(plan.piece.view.key()) / len(drawn) for name, plan in world.plans.items()
+    }
+    assert shares["small"] == pytest.approx(0.5, abs=0.1) and shares["large"] == pytest.approx(
+        0.25, abs=0.1
+    )
     assert method.piece(world.device(0, 7), 7).view.key() == drawn[6]
 
 
@@ -156,7 +187,10 @@ def test_alone_means_everybody_in_every_round() -> None:
 
 
 LEVELS = FleetConfig(
-    tiers=tuple(Tier(name=n, ratio=r, count=6) for n, r in (("small", 0.25), ("middle", 0.5), ("large", 1.0))),
+    tiers=tuple(
+        Tier(name=n, ratio=r, count=6)
+        for n, r in (("small", 0.25), ("middle", 0.5), ("large", 1.0))
+    ),
 )
 
 
@@ -185,11 +219,21 @@ def test_a_level_is_trained_by_those_who_can_hold_it(holders: str) -> None:
 
 def test_larger_devices_teach_the_small_level_too() -> None:
     settings = {"fleet": LEVELS, "participants": 18, "rounds": 1}
-    able, own = (nestling.run(small(Named("decoupled", {"holders": h}), **settings)).federation for h in ("able", "own"))
-    same = {tier: equal(able.method.weights[tier], own.method.weights[tier]) for tier in ("small", "middle", "large")}
-    assert same == {"small": True, "middle": True, "large": True}  # six of each: everybody trains its own
+    able, own = (
+        nestling.run(small(Named("decoupled", {"holders": h}), **settings)).federation
+        for h in ("able", "own")
+    )
+    same = {
+        tier: equal(able.method.weights[tier], own.method.weights[tier])
+        for tier in ("small", "middle", "large")
+    }
+    # six of each: everybody trains its own
+    assert same == {"small": True, "middle": True, "large": True}
     few = {"fleet": LEVELS, "participants": 3, "rounds": 6, "seed": 3}
-    able, own = (nestling.run(small(Named("decoupled", {"holders": h}), **few)).federation for h in ("able", "own"))
+    able, own = (
+        nestling.run(small(Named("decoupled", {"holders": h}), **few)).federation
+        for h in ("able", "own")
+    )
     assert not equal(able.method.weights["small"], own.method.weights["small"])
 
 
@@ -207,7 +251,9 @@ def test_decoupled_tiers_never_meet() -> None:
 
 def mixed(own: str = "mlp", **options: object) -> FleetConfig:
     """A fleet whose smallest tier brings a network of its own."""
-    return FleetConfig(tiers=(Tier(name="small", model=own, model_options=options, count=2), *TIERS[1:]))
+    return FleetConfig(
+        tiers=(Tier(name="small", model=own, model_options=options, count=2), *TIERS[1:])
+    )
 
 
 MIXED = mixed(hidden=[16])
@@ -226,7 +272,8 @@ def test_networks_that_share_nothing_are_taken_or_refused(method: str) -> None:
 
 
 def test_distillation_reaches_networks_that_share_nothing() -> None:
-    """The compact networks of clients that were not asked this round change too: knowledge comes back to them."""
+    """The compact networks of clients that were not asked this round change too: knowledge comes
+    back to them."""
     federation, _ = one_round(small("shared-distill", fleet=MIXED), [])
     large = [c for c in range(4) if federation.world.fleet.tier_of(c).name != "small"]
     federation, replies = one_round(small("shared-distill", fleet=MIXED), large)
@@ -248,7 +295,9 @@ MODES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "options"), MODES, ids=str)
 def test_a_method_has_a_global_model_if_it_says_so(name: str, options: dict[str, Any]) -> None:
-    method = assemble(small(Named(name, {**QUICK.get(name, {}), **options}), model=small(name).model))[1].method
+    method = assemble(
+        small(Named(name, {**QUICK.get(name, {}), **options}), model=small(name).model)
+    )[1].method
     assert method.as_set.global_model == (method.global_model() is not None)
 
 
@@ -257,10 +306,19 @@ def test_what_data_a_method_needs_depends_on_how_it_is_set() -> None:
         return method_class(name)(**options).as_set.auxiliary
 
     assert says("fedmd", pretrain=0) == "public inputs on every client, unlabelled"
-    assert says("feddf") == method_class("feddf").info.auxiliary and says("feddf", source="noise") == "a labelled validation set"
+    assert (
+        says("feddf") == method_class("feddf").info.auxiliary
+        and says("feddf", source="noise") == "a labelled validation set"
+    )
     assert says("feddf", source="noise", validation=0.0) == "none (noise)"
-    without = [says("distreal", pareto=((0.0,),)), says("flexfl", ratios="uniform"), says("prunefl", stage_one=0)]
-    assert without == ["none"] * 3 and "none" not in {says(name) for name in ("distreal", "flexfl", "prunefl")}
+    without = [
+        says("distreal", pareto=((0.0,),)),
+        says("flexfl", ratios="uniform"),
+        says("prunefl", stage_one=0),
+    ]
+    assert without == ["none"] * 3 and "none" not in {
+        says(name) for name in ("distreal", "flexfl", "prunefl")
+    }
 
 
 def test_distillation_moves_the_student_towards_its_teachers() -> None:
@@ -268,22 +326,33 @@ def test_distillation_moves_the_student_towards_its_teachers() -> None:
     from nestling.training.objectives import distillation
 
     def gap(steps: int) -> float:
-        federation, replies = one_round(small(Named("shared-distill", {"steps": steps})), [0, 1, 2, 3])
+        federation, replies = one_round(
+            small(Named("shared-distill", {"steps": steps})), [0, 1, 2, 3]
+        )
         world = federation.world
         assert world.public is not None
-        said = [logits_of(r.piece.reference.network(r.piece.view, r.message["weights"]), world.public) for r in replies]
+        said = [
+            logits_of(r.piece.reference.network(r.piece.view, r.message["weights"]), world.public)
+            for r in replies
+        ]
         target = combine(said, [r.samples for r in replies])
         federation.method.merge(replies, 1)
         model = federation.method.global_model()
         assert model is not None
-        return float(distillation(target, logits_of(world.main.network(model.view, model.state), world.public), 3.0))
+        return float(
+            distillation(
+                target, logits_of(world.main.network(model.view, model.state), world.public), 3.0
+            )
+        )
 
     assert gap(60) < 0.5 * gap(0)
 
 
 def test_without_public_data_noise_stands_in() -> None:
     result = nestling.run(small("shared-distill", split=SplitConfig(size=60, public=0.0)))
-    assert result.federation.world.public is None and result.summary["global_accuracy"]["last"] > 0.1
+    assert (
+        result.federation.world.public is None and result.summary["global_accuracy"]["last"] > 0.1
+    )
 
 
 def closed_formula(federation: Federation, method: str, clients: list[int]) -> tuple[int, int]:
@@ -292,7 +361,9 @@ def closed_formula(federation: Federation, method: str, clients: list[int]) -> t
     sizes = []
     for client in clients:
         piece = federation.method.piece(world.device(client), 1)
-        sizes.append(4 * sum(t.numel() for t in piece.reference.network(piece.view).state_dict().values()))
+        sizes.append(
+            4 * sum(t.numel() for t in piece.reference.network(piece.view).state_dict().values())
+        )
     if method == "local":
         return 0, 0
     classes = -(-world.classes // 8) * len(clients) if method in ("heterofl", "fedrolex") else 0
@@ -317,7 +388,8 @@ SEND_VIEWS = [
         "fedhm",
     )
 ]
-"""Methods of which nothing but a view's weights travels; the formulas of the others stand beside their other tests."""
+"""Methods of which nothing but a view's weights travels; the formulas of the others stand beside
+their other tests."""
 
 
 @pytest.mark.parametrize("method", SEND_VIEWS)
@@ -343,7 +415,10 @@ LEARNING = {
 def test_sharing_beats_training_alone(seed: int) -> None:
     """Same budget for all: every method that shares is above Local, and far above chance."""
     sharing = ("fedavg", "all-large", "heterofl", "shared-average", "shared-distill")
-    accuracy = {m: nestling.run(small(m, seed=seed, **LEARNING)).summary["global_accuracy"]["last"] for m in ("local", *sharing)}
+    accuracy = {
+        m: nestling.run(small(m, seed=seed, **LEARNING)).summary["global_accuracy"]["last"]
+        for m in ("local", *sharing)
+    }
     assert accuracy["local"] > 0.4
     for method in sharing:
         assert accuracy[method] > accuracy["local"], accuracy
@@ -351,11 +426,15 @@ def test_sharing_beats_training_alone(seed: int) -> None:
 
 def test_replies_that_are_not_finite_are_refused_and_counted() -> None:
     told: list[tuple[int, int, str]] = []
-    watcher = nestling.Watcher(refusal=lambda client, round, reason: told.append((client, round, reason)))
+    watcher = nestling.Watcher(
+        refusal=lambda client, round, reason: told.append((client, round, reason))
+    )
     exploding = small(PLAIN_AVERAGE, train=Train(epochs=3, batch=5, lr=1e8, momentum=0.0), rounds=1)
     result = nestling.run(exploding, watcher=watcher)
     assert result.summary["refused"] == len(told) == 3 and "not finite" in told[0][2]
-    assert equal(result.federation.method.state()["weights"], dict(result.federation.world.main.initial))
+    assert equal(
+        result.federation.method.state()["weights"], dict(result.federation.world.main.initial)
+    )
 
 
 @pytest.mark.parametrize("samples", [0, -5, 2**41, "12", None, True, 3.5])
@@ -380,14 +459,18 @@ def test_an_own_network_runs() -> None:
     class Mine(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 5, stride=4), torch.nn.ReLU(), torch.nn.Flatten())
+            self.body = torch.nn.Sequential(
+                torch.nn.Conv2d(1, 8, 5, stride=4), torch.nn.ReLU(), torch.nn.Flatten()
+            )
             self.out = torch.nn.Linear(8 * 36, 10)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.body(x))
 
     result = nestling.run(small("heterofl", model=Mine()))
-    assert isinstance(result.model, Mine) and result.model_for(0)(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
+    assert isinstance(result.model, Mine) and result.model_for(0)(
+        torch.zeros(1, 1, 28, 28)
+    ).shape == (1, 10)
 
 
 @pytest.mark.parametrize("method", ["shared-average", "heterofl"])
@@ -398,24 +481,44 @@ def test_parameters_that_are_always_zero_are_counted(method: str) -> None:
     said = describe(small(method), result.federation)["tiers"]
     for tier, plan in zip(said, world.plans.values(), strict=True):
         state = made.model_for(world.device(world.fleet.member(plan.tier.name, 0))).state
-        weights = torch.cat([t.reshape(-1) for name, t in state.items() if name in world.main.parameters and t.dim() > 1])
+        weights = torch.cat(
+            [
+                t.reshape(-1)
+                for name, t in state.items()
+                if name in world.main.parameters and t.dim() > 1
+            ]
+        )
         assert tier["zeros"] == int((weights == 0).sum())
     assert (max(tier["zeros"] for tier in said) > 0) == (method == "shared-average")
 
 
 def test_shared_distill_trains_smaller_parts_inside_larger_ones() -> None:
-    """With `inner` the part of the smallest device, cut out of a larger device's reply, is better than without."""
+    """With `inner` the part of the smallest device, cut out of a larger device's reply, is better
+    than without."""
 
     def loss(inner: float) -> float:
-        experiment = small(Named("shared-distill", {"inner": inner}), train=Train(epochs=12, batch=16, lr=0.05))
+        experiment = small(
+            Named("shared-distill", {"inner": inner}), train=Train(epochs=12, batch=16, lr=0.05)
+        )
         federation, _ = one_round(experiment, [])
         world, site = federation.world, site_of(federation)
-        largest = max(range(len(world.fleet)), key=lambda c: int(world.device(c).piece.view.keep.sum()))
+        largest = max(
+            range(len(world.fleet)), key=lambda c: int(world.device(c).piece.view.keep.sum())
+        )
         federation, (reply,) = one_round(experiment, [largest])
-        smallest = min((plan.piece.view for plan in world.plans.values()), key=lambda view: int(view.keep.sum()))
+        smallest = min(
+            (plan.piece.view for plan in world.plans.values()),
+            key=lambda view: int(view.keep.sum()),
+        )
         assert reply.piece.view.contains(smallest) and reply.piece.view.key() != smallest.key()
         rows = site.split.indices(largest)
-        logits = forward(reply.piece.reference, smallest, reply.message["weights"], site.x[rows], inside=reply.piece.view)
+        logits = forward(
+            reply.piece.reference,
+            smallest,
+            reply.message["weights"],
+            site.x[rows],
+            inside=reply.piece.view,
+        )
         return float(F.cross_entropy(logits, site.y[rows]))
 
     assert loss(1.0) < 0.8 * loss(0.0)

@@ -1,4 +1,5 @@
-"""The server's optimiser and its mean of last models: the published formulas, partial ownership, state, refusals."""
+"""The server's optimiser and its mean of last models: the published formulas, partial ownership,
+state, refusals."""
 
 from __future__ import annotations
 
@@ -66,7 +67,12 @@ def fedadagrad(x: Tensor, d: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tens
     return x - 0.5 * d / (v**0.5 + 0.01), m, v
 
 
-PAPERS: dict[str, Update] = {"momentum": fedavgm, "adam": fedadam, "yogi": fedyogi, "adagrad": fedadagrad}
+PAPERS: dict[str, Update] = {
+    "momentum": fedavgm,
+    "adam": fedadam,
+    "yogi": fedyogi,
+    "adagrad": fedadagrad,
+}
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -81,7 +87,9 @@ def test_on_whole_networks_it_is_the_papers_formula(name: str, seen: Seen) -> No
     for (old, merged), new in zip(seen, after, strict=True):
         for n, x in old.items():
             if n in trained:
-                expected, m[n], v[n] = PAPERS[name](x.double(), x.double() - merged[n].double(), m[n], v[n])
+                expected, m[n], v[n] = PAPERS[name](
+                    x.double(), x.double() - merged[n].double(), m[n], v[n]
+                )
                 assert torch.allclose(new[n].double(), expected, rtol=1e-6, atol=2e-7)
                 assert not torch.equal(new[n], merged[n])
             else:
@@ -90,7 +98,8 @@ def test_on_whole_networks_it_is_the_papers_formula(name: str, seen: Seen) -> No
 
 def test_momentum_without_any_and_with_rate_one_is_fedavg() -> None:
     plain, stepped = (
-        nestling.run(small("fedavg", server=s)).federation.method for s in (Server(), Server("momentum", momentum=0))
+        nestling.run(small("fedavg", server=s)).federation.method
+        for s in (Server(), Server("momentum", momentum=0))
     )
     assert all(torch.allclose(stepped.weights[n], t, atol=1e-6) for n, t in plain.weights.items())
 
@@ -100,11 +109,14 @@ def test_without_optimiser_the_server_adds_nothing() -> None:
     plain = nestling.run(small(PLAIN, rounds=3)).federation
     for server in (Server(lr=0.3, momentum=0.5, tau=0.1), Server(average=1)):
         other = nestling.run(small(PLAIN, rounds=3, server=server)).federation
-        assert other.shown is other.method and other.state().keys() == plain.method.state().keys() == {"weights"}
+        assert (
+            other.shown is other.method
+            and other.state().keys() == plain.method.state().keys() == {"weights"}
+        )
         assert equal(other.method.weights, plain.method.weights)
 
 
-# -- partial ownership -----------------------------------------------------------------------------------------------------------
+# -- partial ownership -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RATES)
@@ -128,7 +140,8 @@ def test_what_nobody_held_stays_with_its_moments(method: Any, name: str) -> None
 
 
 def test_momentum_carries_what_is_held_even_without_a_gradient() -> None:
-    """As in the paper: held entries move on by their momentum, though the clients send back what they got."""
+    """As in the paper: held entries move on by their momentum, though the clients send back what
+    they got."""
     table, server = Table(PLAIN), Server("momentum")
     replies = table.play(table.tier("small"))
     kept = merge_round(server, table.method, replies, 1, {})
@@ -139,13 +152,19 @@ def test_momentum_carries_what_is_held_even_without_a_gradient() -> None:
     kept = merge_round(server, table.method, replies, 2, kept)
     name = "stages.1.conv.weight"
     gone = before[name] - table.method.weights[name]
-    assert torch.allclose(gone, kept["server:first:"][name], atol=1e-7) and bool((gone[view.where(name)] != 0).any())
+    assert torch.allclose(gone, kept["server:first:"][name], atol=1e-7) and bool(
+        (gone[view.where(name)] != 0).any()
+    )
     assert kept["server:first:"][name].count_nonzero() == gone.count_nonzero()
 
 
 def test_classes_that_nobody_has_keep_their_rows() -> None:
-    """HeteroFL's masked output layer: a row counts by the clients that hold its class, not by the view."""
-    table, server = Table("heterofl", split=nestling.SplitConfig(kind="classes", classes=2, size=60)), Server("momentum")
+    """HeteroFL's masked output layer: a row counts by the clients that hold its class, not by the
+    view."""
+    table, server = (
+        Table("heterofl", split=nestling.SplitConfig(kind="classes", classes=2, size=60)),
+        Server("momentum"),
+    )
     kept = merge_round(server, table.method, table.play(range(4)), 1, {})
     before, replies = table.method.weights, table.play([3], 2)
     merge_round(server, table.method, replies, 2, kept)
@@ -171,11 +190,13 @@ def test_what_is_pruned_stays_pruned() -> None:
     assert all((method.weights[n][flags] == 0).all() for n, flags in pruned.items())
 
 
-# -- the mean of last models -----------------------------------------------------------------------------------------------------
+# -- the mean of last models -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])
-def test_the_mean_of_the_last_models_is_shown_and_training_goes_on_from_the_last(count: int) -> None:
+def test_the_mean_of_the_last_models_is_shown_and_training_goes_on_from_the_last(
+    count: int,
+) -> None:
     runs = {k: nestling.run(small("fedavg", rounds=k, model=TRACKED)) for k in (1, 2, 3, 4)}
     result = nestling.run(small("fedavg", rounds=4, model=TRACKED, server=Server(average=count)))
     assert equal(result.federation.method.weights, runs[4].federation.method.weights)
@@ -185,7 +206,9 @@ def test_the_mean_of_the_last_models_is_shown_and_training_goes_on_from_the_last
     assert model is not None
     for n, t in model.state.items():
         mean = sum(m.state[n].double() for m in last) / len(last)
-        assert torch.allclose(t.double(), mean if t.is_floating_point() else last[0].state[n].double(), atol=1e-7)
+        assert torch.allclose(
+            t.double(), mean if t.is_floating_point() else last[0].state[n].double(), atol=1e-7
+        )
     assert result.model is not None and equal(dict(result.model.state_dict()), dict(model.state))
 
 
@@ -196,20 +219,30 @@ def test_what_is_tested_and_saved_is_the_mean(tmp_path: Path) -> None:
 
     result = nestling.run(small(PLAIN, rounds=3, server=Server(average=3)), out=tmp_path / "run")
     federation = result.federation
-    saved, model = load_file(tmp_path / "run" / "global.safetensors"), federation.shown.global_model()
-    assert model is not None and equal(saved, dict(model.state)) and not equal(saved, federation.method.weights)
+    saved, model = (
+        load_file(tmp_path / "run" / "global.safetensors"),
+        federation.shown.global_model(),
+    )
+    assert (
+        model is not None
+        and equal(saved, dict(model.state))
+        and not equal(saved, federation.method.weights)
+    )
     tested = evaluate(federation.shown, federation.world, federation.bench)
     assert result.metrics[-1]["global_accuracy"] == tested["global_accuracy"]
     with opened(tmp_path / "run") as again:
         assert again.model is not None and equal(dict(again.model.state_dict()), saved)
 
 
-# -- every method ----------------------------------------------------------------------------------------------------------------
+# -- every method ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", SHARING)
-def test_every_method_with_shared_weights_goes_on_where_it_stood(method: str, tmp_path: Path) -> None:
-    """Stopped after two rounds and gone on to four, against four in one go: the same bits, moments and last models included."""
+def test_every_method_with_shared_weights_goes_on_where_it_stood(
+    method: str, tmp_path: Path
+) -> None:
+    """Stopped after two rounds and gone on to four, against four in one go: the same bits, moments
+    and last models included."""
     settings = {"server": Server("yogi", average=3)}
     nestling.run(small(method, rounds=2, **settings), out=tmp_path / "parts")
     parts = nestling.resume(tmp_path / "parts", overrides=("rounds=4",)).federation
@@ -226,18 +259,28 @@ def equal_groups(a: dict[str, State], b: dict[str, State]) -> bool:
 
 @pytest.mark.parametrize("method", ["heteroavg", "scaffold"])
 def test_groups_have_moments_and_means_of_their_own(method: str) -> None:
-    made = small(Named(method, {"averaging": "group"}), rounds=3, participants=4, server=Server("adam", average=2))
+    made = small(
+        Named(method, {"averaging": "group"}),
+        rounds=3,
+        participants=4,
+        server=Server("adam", average=2),
+    )
     federation = nestling.run(made).federation
     groups = federation.method.weights.keys()
     assert len(groups) == 3
-    assert set(federation.kept) == {f"server:{k}:{g}" for k in ("first", "second", "0", "1") for g in groups}
+    assert set(federation.kept) == {
+        f"server:{k}:{g}" for k in ("first", "second", "0", "1") for g in groups
+    }
 
 
 def test_a_round_that_is_played_again_takes_its_moments_back() -> None:
-    """A reply that is not finite, found out a round late: the same as if it had been refused at once."""
+    """A reply that is not finite, found out a round late: the same as if it had been refused at
+    once."""
 
     def played(lookahead: int) -> dict[str, State]:
-        made, federation = assemble(small("all-large", rounds=4, participants=4, server=Server("adam", average=2)))
+        made, federation = assemble(
+            small("all-large", rounds=4, participants=4, server=Server("adam", average=2))
+        )
         federation.engine = engine = Ahead({2: 1})
         engine.lookahead = lookahead
         engine.open(made.make_method(), site_of(federation))
@@ -250,35 +293,59 @@ def test_a_round_that_is_played_again_takes_its_moments_back() -> None:
 @pytest.mark.parametrize("engine", ["pool", "cohort"])
 def test_the_engine_does_not_matter(engine: str) -> None:
     a, b = (
-        nestling.run(small(PLAIN, rounds=3, engine=EngineConfig(e, 1), server=Server("adam"))).federation.state()
+        nestling.run(
+            small(PLAIN, rounds=3, engine=EngineConfig(e, 1), server=Server("adam"))
+        ).federation.state()
         for e in ("inline", engine)
     )
-    assert all(torch.allclose(a[k][n], t, atol=1e-5) for k, part in b.items() for n, t in part.items())
+    assert all(
+        torch.allclose(a[k][n], t, atol=1e-5) for k, part in b.items() for n, t in part.items()
+    )
     assert engine == "cohort" or equal_groups(a, b)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in SHARING])
-@pytest.mark.parametrize(("server", "said"), [(Server("adam"), "optimizer"), (Server(average=2), "average")])
+@pytest.mark.parametrize(
+    ("server", "said"), [(Server("adam"), "optimizer"), (Server(average=2), "average")]
+)
 def test_methods_without_shared_weights_refuse(method: str, server: Server, said: str) -> None:
-    with pytest.raises(InputError, match=rf"server.{said}: .*keeps no shared weights.*set server.{said} ="):
+    with pytest.raises(
+        InputError, match=rf"server.{said}: .*keeps no shared weights.*set server.{said} ="
+    ):
         Experiment(method=method, server=server)
 
 
 def test_the_methods_with_shared_weights() -> None:
-    assert {"fedavg", "heterofl", "shared-average", "scaffold", "fedhm", "prism", "prunefl", "lotteryfl"} <= set(SHARING)
+    assert {
+        "fedavg",
+        "heterofl",
+        "shared-average",
+        "scaffold",
+        "fedhm",
+        "prism",
+        "prunefl",
+        "lotteryfl",
+    } <= set(SHARING)
     assert not {"hermes", "local", "fedmd", "decoupled", "fedzkt"} & set(SHARING)
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("server.optimizer=sgd", "server.optimizer: unknown optimiser 'sgd' (allowed: none, momentum, adam, yogi, adagrad)"),
+        (
+            "server.optimizer=sgd",
+            "server.optimizer: unknown optimiser 'sgd' (allowed: none, momentum, adam, yogi, "
+            "adagrad)",
+        ),
         ("server.lr=-1", "server.lr: must not be negative"),
         ("server.momentum=1", "server.momentum: must be in [0, 1)"),
         ("server.betas=[0.9, 1.0]", "server.betas: must be in [0, 1)"),
         ("server.tau=0", "server.tau: must be above 0"),
         ("server.average=-1", "server.average: must not be negative"),
-        ("server.optimiser=adam", "server.optimiser: unknown field 'optimiser' (did you mean 'optimizer'?"),
+        (
+            "server.optimiser=adam",
+            "server.optimiser: unknown field 'optimiser' (did you mean 'optimizer'?",
+        ),
     ],
 )
 def test_bad_settings_are_named(override: str, said: str) -> None:
@@ -302,5 +369,12 @@ def test_nothing_is_shown_before_there_is_anything() -> None:
 def test_it_learns(name: str) -> None:
     """Ten classes; with each optimiser's own rate, whole networks and parts alike."""
     for method in ("fedavg", "shared-average"):
-        result = nestling.run(experiment(method, 0, rounds=10, evaluate=nestling.Evaluation(every=10), server=Server(name)))
-        assert result.summary["global_accuracy"]["last"] > 0.4, (method, result.summary["global_accuracy"])
+        result = nestling.run(
+            experiment(
+                method, 0, rounds=10, evaluate=nestling.Evaluation(every=10), server=Server(name)
+            )
+        )
+        assert result.summary["global_accuracy"]["last"] > 0.4, (
+            method,
+            result.summary["global_accuracy"],
+        )

@@ -1,4 +1,5 @@
-"""LotteryFL, Hermes and PruneFL: what each promises, checked on federations of a few small clients."""
+"""LotteryFL, Hermes and PruneFL: what each promises, checked on federations of a few small
+clients."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor
 
 import nestling
-from nestling import EngineConfig, Evaluation, FleetConfig, InputError, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    FleetConfig,
+    InputError,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.methods.baselines.fedavg import FedAvg
 from nestling.methods.method import Reply
 from nestling.methods.sparse.adjust import adjust, squared_gradients, weight_seconds, weight_uses
@@ -58,7 +68,9 @@ class EagerHermes(Hermes):
         return self.may_prune(prunings)
 
 
-def one_round(method: Any, round: int = 1, **changes: Any) -> tuple[Federation, list[Reply], list[Outcome]]:
+def one_round(
+    method: Any, round: int = 1, **changes: Any
+) -> tuple[Federation, list[Reply], list[Outcome]]:
     """A federation and its clients' replies of one round, which are not merged yet."""
     settled, federation = assemble(small(method, **{"fleet": ONE, **changes}))
     replies, outcomes = [], []
@@ -78,7 +90,7 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# -- LotteryFL -----------------------------------------------------------------------------------------------------------------
+# -- LotteryFL -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -88,7 +100,10 @@ class UniformFedAvg(FedAvg):
 
 
 def test_lottery_that_never_prunes_is_uniform_fedavg_bit_for_bit() -> None:
-    runs = [nestling.run(small(m, fleet=ONE, rounds=3)) for m in (LotteryFL(acc_thr=1.0), UniformFedAvg())]
+    runs = [
+        nestling.run(small(m, fleet=ONE, rounds=3))
+        for m in (LotteryFL(acc_thr=1.0), UniformFedAvg())
+    ]
     assert equal(*(run.federation.method.state()["weights"] for run in runs))
     assert runs[0].summary["bytes_up"] == runs[1].summary["bytes_up"]
 
@@ -98,7 +113,8 @@ def test_lottery_rewinds_to_the_initial_weights_and_pruned_ones_stay_zero(compat
     decaying = Train(epochs=2, batch=20, lr=0.02, momentum=0.9, weight_decay=0.01)
     federation, replies, _ = one_round(EagerLottery(compat=compat), train=decaying)
     world = federation.world
-    moved = {name: t + 1.0 for name, t in world.main.initial.items()}  # a global model far from the initial one
+    # a global model far from the initial one
+    moved = {name: t + 1.0 for name, t in world.main.initial.items()}
     federation.method.weights = moved
     device = world.device(0)
     piece = federation.method.piece(device, 2)
@@ -108,7 +124,9 @@ def test_lottery_rewinds_to_the_initial_weights_and_pruned_ones_stay_zero(compat
     masks = prune_lowest(world.main.full, moved, prunable(world.main), 0.2)
     for name, tensor in weights.items():
         mask = masks.get(name, torch.ones_like(tensor, dtype=torch.bool))
-        assert torch.equal(tensor[mask], world.main.initial[name][mask]) and (tensor[~mask] == 0).all()
+        assert (
+            torch.equal(tensor[mask], world.main.initial[name][mask]) and (tensor[~mask] == 0).all()
+        )
     for reply in replies:
         view, trained = reply.piece.view, restored(reply.piece.view, reply.message["weights"])
         for name, mask in reply.message["mask"].items():
@@ -119,7 +137,10 @@ def test_lottery_rewinds_to_the_initial_weights_and_pruned_ones_stay_zero(compat
 @pytest.mark.parametrize(("recover", "epochs"), [(10, 10), (1, 2), (0, 2)])
 def test_lottery_trains_longer_after_a_rewind_and_only_then(recover: int, epochs: int) -> None:
     brief = Train(epochs=2, batch=20, lr=0.02)
-    for made, expected in ((EagerLottery(recover=recover), epochs), (LotteryFL(acc_thr=1.0, recover=recover), 2)):
+    for made, expected in (
+        (EagerLottery(recover=recover), epochs),
+        (LotteryFL(acc_thr=1.0, recover=recover), 2),
+    ):
         federation, _, _ = one_round(made, train=brief)
         device = federation.world.device(0)
         piece = federation.method.piece(device, 1)
@@ -134,7 +155,9 @@ def test_lottery_means_over_holders_and_leaves_alone_what_nobody_keeps() -> None
     method, name = federation.method, "head.weight"
     before = method.weights[name].clone()
     # Two clients with masks of their own, made so that all four cases occur.
-    one, other = (torch.rand(before.shape, generator=torch.Generator().manual_seed(k)) < 0.5 for k in (1, 2))
+    one, other = (
+        torch.rand(before.shape, generator=torch.Generator().manual_seed(k)) < 0.5 for k in (1, 2)
+    )
     pair = []
     for reply, mask, samples in zip(replies, (one, other), (10, 1000), strict=False):
         view = masked(federation.world.main.full, {name: mask})
@@ -144,7 +167,11 @@ def test_lottery_means_over_holders_and_leaves_alone_what_nobody_keeps() -> None
             replace(
                 reply,
                 piece=replace(reply.piece, view=view),
-                message=replace(reply.message, parts={"weights": values}, facts={**reply.message.facts, "samples": samples}),
+                message=replace(
+                    reply.message,
+                    parts={"weights": values},
+                    facts={**reply.message.facts, "samples": samples},
+                ),
             )
         )
     a, b = (method.contribution(reply).state for reply in pair)
@@ -172,9 +199,12 @@ def test_lottery_passes_the_target_by_less_than_one_step() -> None:
 
 @pytest.mark.parametrize("kind", [LotteryFL, Hermes])
 def test_the_gate_uses_held_out_training_rows_and_no_others(kind: Any) -> None:
-    """Training never sees the held-out rows; the gate sees only them; test rows are not even at hand."""
+    """Training never sees the held-out rows; the gate sees only them; test rows are not even at
+    hand."""
     method = kind(acc_thr=0.99, validation=0.2)
-    settled, federation = assemble(small(method, fleet=ONE, split=SplitConfig(kind="iid", size=60, holdout=0.2)))
+    settled, federation = assemble(
+        small(method, fleet=ONE, split=SplitConfig(kind="iid", size=60, holdout=0.2))
+    )
     site, world = site_of(federation), federation.world
     rows = world.split.indices(0)
     assert not set(rows.tolist()) & set(world.split.holdout(0).tolist())
@@ -184,7 +214,9 @@ def test_the_gate_uses_held_out_training_rows_and_no_others(kind: Any) -> None:
         labels = site.y.clone()
         labels[torch.from_numpy(changed)] = (labels[torch.from_numpy(changed)] + 1) % 10
         spec = federation.method.piece(world.device(0), 1).spec()
-        return work(settled.make_method(), Task(0, 1, "main", spec, sent), replace(site, y=labels)).reply["weights"]
+        return work(
+            settled.make_method(), Task(0, 1, "main", spec, sent), replace(site, y=labels)
+        ).reply["weights"]
 
     held = int(0.2 * len(rows))
     nothing = np.zeros(0, dtype=np.int64)
@@ -198,8 +230,12 @@ def test_the_gate_uses_held_out_training_rows_and_no_others(kind: Any) -> None:
     right[torch.from_numpy(rows)] = (said + 1) % 10
     right[torch.from_numpy(rows[:held])] = said[:held]
     good = Client(0, 1, world.main, world.main.full, replace(site, y=right), {}, {})
-    assert federation.method.opens(good, weights, 0) and not federation.method.opens(client, weights, 0)
-    assert not replace(method, acc_thr=1.0).opens(good, weights, 0) and not method.opens(good, weights, 40)
+    assert federation.method.opens(good, weights, 0) and not federation.method.opens(
+        client, weights, 0
+    )
+    assert not replace(method, acc_thr=1.0).opens(good, weights, 0) and not method.opens(
+        good, weights, 40
+    )
 
 
 def test_a_client_whose_reply_was_lost_goes_back_to_the_mask_the_server_knows() -> None:
@@ -211,12 +247,18 @@ def test_a_client_whose_reply_was_lost_goes_back_to_the_mask_the_server_knows() 
     lost = work(settled.make_method(), Task(0, 1, "main", piece.spec(), sent), site)
     again = work(settled.make_method(), Task(0, 1, "main", piece.spec(), sent, lost.memory), site)
     assert again.reply.facts["prunings"] == 1 and equal(again.reply["mask"], lost.reply["mask"])
-    method.merge([Reply(device, method.returned(piece, sent, again.reply.facts), sent, again.reply)], 1)
+    method.merge(
+        [Reply(device, method.returned(piece, sent, again.reply.facts), sent, again.reply)], 1
+    )
     piece = method.piece(device, 2)
     sent = method.send(device, piece, 2)
-    further = work(settled.make_method(), Task(0, 2, "main", piece.spec(), sent, again.memory), site)
+    further = work(
+        settled.make_method(), Task(0, 2, "main", piece.spec(), sent, again.memory), site
+    )
     assert further.reply.facts["prunings"] == 2
-    relapsed = work(settled.make_method(), Task(0, 2, "main", piece.spec(), sent, further.memory), site)
+    relapsed = work(
+        settled.make_method(), Task(0, 2, "main", piece.spec(), sent, further.memory), site
+    )
     assert equal(relapsed.reply["weights"], further.reply["weights"])
 
 
@@ -234,7 +276,9 @@ def kept_after(size: int, prunings: int, step: float) -> int:
 
 
 def test_lottery_bytes_equal_the_closed_formula() -> None:
-    result = nestling.run(small(EagerLottery(prune_step=0.3, r_target=0.5), fleet=ONE, rounds=4, participants=0))
+    result = nestling.run(
+        small(EagerLottery(prune_step=0.3, r_target=0.5), fleet=ONE, rounds=4, participants=0)
+    )
     world = result.federation.world
     sizes = {name: t.numel() for name, t in world.main.initial.items()}
     weights = {name: n for name, n in sizes.items() if name in prunable(world.main)}
@@ -245,24 +289,40 @@ def test_lottery_bytes_equal_the_closed_formula() -> None:
 
     bits = sum(math.ceil(n / 8) for n in weights.values())
     for row, (down, up) in zip(result.metrics, [(0, 1), (1, 2), (2, 2), (2, 2)], strict=True):
-        assert row["bytes_down"] == 4 * payload(down) and row["bytes_up"] == 4 * (payload(up) + bits)
-    silent = nestling.run(small(EagerLottery(prune_step=0.3, r_target=0.5, send_mask=False), fleet=ONE, rounds=1, participants=0))
+        assert row["bytes_down"] == 4 * payload(down) and row["bytes_up"] == 4 * (
+            payload(up) + bits
+        )
+    silent = nestling.run(
+        small(
+            EagerLottery(prune_step=0.3, r_target=0.5, send_mask=False),
+            fleet=ONE,
+            rounds=1,
+            participants=0,
+        )
+    )
     assert silent.metrics[0]["bytes_up"] == 4 * payload(1)
 
 
 @pytest.mark.parametrize("personal", ["shared", "trained"])
 def test_lottery_personal_models_are_masked(personal: str) -> None:
-    changing = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4, memory_mean=70, memory_std=(20, 20)),))
-    result = nestling.run(small(EagerLottery(personal=personal), fleet=changing, rounds=3, participants=0))
+    changing = FleetConfig(
+        tiers=(Tier(name="all", ratio=1.0, count=4, memory_mean=70, memory_std=(20, 20)),)
+    )
+    result = nestling.run(
+        small(EagerLottery(personal=personal), fleet=changing, rounds=3, participants=0)
+    )
     method, world = result.federation.method, result.federation.world
     own = [method.model_for(world.device(client)) for client in range(4)]
     assert all((m.state["head.weight"] == 0).any() for m in own)
     if personal == "shared":
         mask = method.records.get(1)["mask/head.weight"]
-        assert torch.equal(own[1].state["head.weight"] != 0, mask) or own[1].view.key() != world.main.full.key()
+        assert (
+            torch.equal(own[1].state["head.weight"] != 0, mask)
+            or own[1].view.key() != world.main.full.key()
+        )
 
 
-# -- Hermes --------------------------------------------------------------------------------------------------------------------
+# -- Hermes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", ["all", "holders"])
@@ -283,13 +343,20 @@ def test_hermes_averages_the_overlap_and_leaves_the_rest_personal(overlap: str) 
     models = [method.model_for(reply.device) for reply in replies]
     whole = [
         m.view.scatter(
-            {n: torch.full_like(t, torch.nan) if t.is_floating_point() else t for n, t in world.main.initial.items()}, m.state
+            {
+                n: torch.full_like(t, torch.nan) if t.is_floating_point() else t
+                for n, t in world.main.initial.items()
+            },
+            m.state,
         )[name]
         for m in models
     ]
     sent = [
         r.piece.view.scatter(
-            {n: torch.full_like(t, torch.nan) if t.is_floating_point() else t for n, t in world.main.initial.items()},
+            {
+                n: torch.full_like(t, torch.nan) if t.is_floating_point() else t
+                for n, t in world.main.initial.items()
+            },
             r.message["weights"],
         )[name]
         for r in replies
@@ -301,28 +368,51 @@ def test_hermes_averages_the_overlap_and_leaves_the_rest_personal(overlap: str) 
     pair = ~common & ~torch.isnan(whole[0]) & ~torch.isnan(whole[1])
     assert bool(pair.any())
     if overlap == "all":
-        assert torch.equal(whole[0][pair], sent[0][pair]) and not torch.equal(whole[0][pair], whole[1][pair])
+        assert torch.equal(whole[0][pair], sent[0][pair]) and not torch.equal(
+            whole[0][pair], whole[1][pair]
+        )
     else:
-        assert torch.equal(whole[0][pair], whole[1][pair]) and not torch.equal(whole[0][pair], sent[0][pair])
-    assert equal(method.send(replies[0].device, method.piece(replies[0].device, 2), 2)["weights"], models[0].state)
+        assert torch.equal(whole[0][pair], whole[1][pair]) and not torch.equal(
+            whole[0][pair], sent[0][pair]
+        )
+    assert equal(
+        method.send(replies[0].device, method.piece(replies[0].device, 2), 2)["weights"],
+        models[0].state,
+    )
 
 
 def test_hermes_drops_the_weakest_channels_down_to_the_target() -> None:
     result = nestling.run(
-        small(EagerHermes(), fleet=ONE, rounds=6, participants=0, model=Named("tinycnn", {"channels": [8, 16, 32]}))
+        small(
+            EagerHermes(),
+            fleet=ONE,
+            rounds=6,
+            participants=0,
+            model=Named("tinycnn", {"channels": [8, 16, 32]}),
+        )
     )
     method, world = result.federation.method, result.federation.world
     for client in range(4):
         view = method.piece(world.device(client), 7).view
         # 0.8⁴ ≈ 0.41 is the first power below 0.5, and groups of four channels are rounded up.
-        assert [len(view.indices(a)) for a in range(3)] == [4, 8, 16] and int(method.records.get(client)["prunings"]) == 4
-        assert {n: tuple(t.shape) for n, t in method.model_for(world.device(client)).state.items()} == view.shapes
+        assert [len(view.indices(a)) for a in range(3)] == [4, 8, 16] and int(
+            method.records.get(client)["prunings"]
+        ) == 4
+        assert {
+            n: tuple(t.shape) for n, t in method.model_for(world.device(client)).state.items()
+        } == view.shapes
     assert result.federation.method.global_model() is None and world.store.clients() == []
 
 
 def test_hermes_bytes_equal_the_closed_formula() -> None:
     result = nestling.run(
-        small(EagerHermes(), fleet=ONE, rounds=5, participants=0, model=Named("tinycnn", {"channels": [8, 16, 32]}))
+        small(
+            EagerHermes(),
+            fleet=ONE,
+            rounds=5,
+            participants=0,
+            model=Named("tinycnn", {"channels": [8, 16, 32]}),
+        )
     )
 
     def payload(a: int, b: int, c: int) -> int:
@@ -330,23 +420,39 @@ def test_hermes_bytes_equal_the_closed_formula() -> None:
 
     widths = [(8, 16, 32), (8, 16, 28), (8, 12, 24), (8, 12, 20), (4, 8, 16), (4, 8, 16)]
     for number, row in enumerate(result.metrics):
-        assert row["bytes_down"] == 4 * payload(*widths[number]) and row["bytes_up"] == 4 * payload(*widths[number + 1])
+        assert row["bytes_down"] == 4 * payload(*widths[number]) and row["bytes_up"] == 4 * payload(
+            *widths[number + 1]
+        )
 
 
 def test_hermes_rewinds_only_on_request() -> None:
     for rewind in (False, True):
         federation, _, _ = one_round(EagerHermes(rewind=rewind, prune_step=0.4))
         world, method = federation.world, federation.method
-        method.weights = {name: t + 1.0 if t.is_floating_point() else t for name, t in world.main.initial.items()}
+        method.weights = {
+            name: t + 1.0 if t.is_floating_point() else t for name, t in world.main.initial.items()
+        }
         sent = method.send(world.device(0), world.device(0).piece, 1)
         client = Client(0, 1, world.main, world.main.full, site_of(federation), {}, {})
         weights = method.start(client, sent)
         source = world.main.initial if rewind else method.weights
-        assert equal(dict(weights), dict(client.view.extract(source))) and client.view.numel() < world.main.full.numel()
+        assert (
+            equal(dict(weights), dict(client.view.extract(source)))
+            and client.view.numel() < world.main.full.numel()
+        )
 
 
 @pytest.mark.parametrize(
-    "index", [None, {}, {"nowhere": 3}, {"stages.0.conv": 10**15}, {"stages.0.conv": "all"}, {"stages.0.conv": [99]}, 5]
+    "index",
+    [
+        None,
+        {},
+        {"nowhere": 3},
+        {"stages.0.conv": 10**15},
+        {"stages.0.conv": "all"},
+        {"stages.0.conv": [99]},
+        5,
+    ],
 )
 def test_a_lie_about_channels_is_refused(index: object) -> None:
     federation, replies, _ = one_round(EagerHermes(prune_step=0.4))
@@ -355,10 +461,13 @@ def test_a_lie_about_channels_is_refused(index: object) -> None:
     with pytest.raises(InputError, match="channels"):
         federation.method.returned(piece, sent, {"prunings": 1, "index": index})
     good = to_spec(replies[0].piece.view)["index"]
-    assert federation.method.returned(piece, sent, {"prunings": 1, "index": good}).view.key() == replies[0].piece.view.key()
+    assert (
+        federation.method.returned(piece, sent, {"prunings": 1, "index": good}).view.key()
+        == replies[0].piece.view.key()
+    )
 
 
-# -- PruneFL -------------------------------------------------------------------------------------------------------------------
+# -- PruneFL ---------------------------------------------------------------------------------------
 
 
 def greedy(w: Any, m: Any, g: Any, t: Any, c: float, rho: float) -> dict[str, list[bool]]:
@@ -370,7 +479,10 @@ def greedy(w: Any, m: Any, g: Any, t: Any, c: float, rho: float) -> dict[str, li
             kept[n][i] = False
     num = sum(g[n][i] for n in w for i in range(len(w[n])) if kept[n][i]) + sum(g.get("bias", []))
     den = c + sum(t[n] * sum(kept[n]) for n in w)
-    left = sorted(((-g[n][i] / t[n], n, i) for n in w for i in range(len(w[n])) if not kept[n][i]), key=lambda x: x[0])
+    left = sorted(
+        ((-g[n][i] / t[n], n, i) for n in w for i in range(len(w[n])) if not kept[n][i]),
+        key=lambda x: x[0],
+    )
     for ratio, n, i in left:
         if not -ratio > num / den:
             break
@@ -398,7 +510,9 @@ def test_prunefl_size_is_constant_without_dropping_and_gradients() -> None:
     squares = {name: torch.zeros_like(t) for name, t in weights.items()}
     assert equal(adjust(weights, masks, squares, {"a": 1.0}, 0.0, 0.0), masks)
     assert equal(adjust(weights, masks, squares, {"a": 1.0}, 2.0, 0.0), masks)
-    assert int(adjust(weights, masks, squares, {"a": 1.0}, 2.0, 0.5)["a"].sum()) == math.ceil(int(masks["a"].sum()) / 2)
+    assert int(adjust(weights, masks, squares, {"a": 1.0}, 2.0, 0.5)["a"].sum()) == math.ceil(
+        int(masks["a"].sum()) / 2
+    )
 
 
 def test_prunefl_regrown_weights_start_at_zero_and_pruned_ones_are_zero() -> None:
@@ -408,7 +522,9 @@ def test_prunefl_regrown_weights_start_at_zero_and_pruned_ones_are_zero() -> Non
     first = {name: mask.clone() for name, mask in method.masks.items()}
     squares = {name: torch.zeros_like(t) for name, t in method.weights.items()}
     method._adjust(squares, 1)
-    assert all(int(mask.sum()) < mask.numel() for mask in method.masks.values()) and all(m.all() for m in first.values())
+    assert all(int(mask.sum()) < mask.numel() for mask in method.masks.values()) and all(
+        m.all() for m in first.values()
+    )
     assert all((method.weights[name][~mask] == 0).all() for name, mask in method.masks.items())
     before, kept = dict(method.masks), {name: t.clone() for name, t in method.weights.items()}
     squares["head.weight"][~before["head.weight"]] = 1e6
@@ -428,7 +544,9 @@ def test_prunefl_gradients_are_dense_and_squared_after_the_sum() -> None:
     sent = method.send(world.device(0), piece, 1)
     done = work(settled.make_method(), Task(0, 1, "main", piece.spec(), sent), site)
     assert done.steps == 2 and set(done.reply["squares"]) == set(world.main.parameters)
-    assert all((done.reply["squares"][name][~mask] > 0).any() for name, mask in method.masks.items())
+    assert all(
+        (done.reply["squares"][name][~mask] > 0).any() for name, mask in method.masks.items()
+    )
     client = Client(0, 1, world.main, piece.view, site, {}, {})
     phase = method.phases(client, sent)[0]
     module = world.main.network(piece.view, restored(piece.view, sent["weights"])).train()
@@ -438,8 +556,15 @@ def test_prunefl_gradients_are_dense_and_squared_after_the_sum() -> None:
     for rows in batches(client.samples, phase, module, site.seed, 0, 1):
         module.zero_grad()
         torch.nn.functional.cross_entropy(module(client.x[rows]), client.y[rows]).backward()
-        total = {n: total.get(n, 0) + p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-    assert all(torch.allclose(done.reply["squares"][n], g.square(), rtol=1e-3, atol=1e-9) for n, g in total.items())
+        total = {
+            n: total.get(n, 0) + p.grad.clone()
+            for n, p in module.named_parameters()
+            if p.grad is not None
+        }
+    assert all(
+        torch.allclose(done.reply["squares"][n], g.square(), rtol=1e-3, atol=1e-9)
+        for n, g in total.items()
+    )
     trained = restored(piece.view, done.reply["weights"])
     assert all((trained[name][~mask] == 0).all() for name, mask in method.masks.items())
     assert squared_gradients(module, replace(phase, steps=1), client.x, client.y, 0, 0, 1)
@@ -460,8 +585,18 @@ def test_prunefl_first_stage_prunes_on_the_servers_rows() -> None:
 def test_prunefl_seconds_follow_the_fleet_and_may_be_given() -> None:
     _, federation = assemble(small(PruneFL(seconds={"head.weight": 9.0})))
     uses, seconds = weight_uses(federation.world.main), weight_seconds(federation.world, 5)
-    assert uses == {"stages.0.conv.weight": 196, "stages.1.conv.weight": 196, "stages.2.conv.weight": 49, "head.weight": 1}
-    assert seconds["stages.0.conv.weight"] > seconds["stages.2.conv.weight"] > seconds["head.weight"] > 0
+    assert uses == {
+        "stages.0.conv.weight": 196,
+        "stages.1.conv.weight": 196,
+        "stages.2.conv.weight": 49,
+        "head.weight": 1,
+    }
+    assert (
+        seconds["stages.0.conv.weight"]
+        > seconds["stages.2.conv.weight"]
+        > seconds["head.weight"]
+        > 0
+    )
     assert federation.method._seconds["head.weight"] == 9.0
     with pytest.raises(InputError, match=r"method\.seconds"):
         assemble(small(PruneFL(seconds={"nothing": 1.0})))
@@ -477,19 +612,25 @@ def test_prunefl_bytes_equal_the_closed_formula() -> None:
     assert later < every
     down = [4 * (4 * kept + bits) for kept in (every, every, later)]
     up = [4 * 4 * every, 4 * 4 * 2 * every, 4 * 4 * later]
-    assert [(r["bytes_down"], r["bytes_up"]) for r in result.metrics] == list(zip(down, up, strict=True))
+    assert [(r["bytes_down"], r["bytes_up"]) for r in result.metrics] == list(
+        zip(down, up, strict=True)
+    )
 
 
 def test_prunefl_is_one_mask_also_on_unequal_devices() -> None:
     result = nestling.run(small(PruneFL(stage_one=0, every=1, steps=3), participants=0, rounds=2))
     method, world = result.federation.method, result.federation.world
     narrow = prefix(world.main.axes, 0.25)
-    model = next(method.model_for(world.device(c)) for c in range(4) if world.fleet.tier_of(c).name == "small")
+    model = next(
+        method.model_for(world.device(c))
+        for c in range(4)
+        if world.fleet.tier_of(c).name == "small"
+    )
     assert model.view.key() == narrow.key()
     assert equal(dict(model.state), dict(narrow.extract(method.weights)))
 
 
-# -- all three -----------------------------------------------------------------------------------------------------------------
+# -- all three -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -502,7 +643,9 @@ def test_a_resumed_run_equals_one_that_went_through(tmp_path: Path, name: str) -
     assert a.totals == b.totals and [r["personal_accuracy"] for r in parts.metrics] == [
         r["personal_accuracy"] for r in whole.metrics
     ]
-    assert all(equal(*(f.method.model_for(f.world.device(c)).state for f in (a, b))) for c in range(4))
+    assert all(
+        equal(*(f.method.model_for(f.world.device(c)).state for f in (a, b))) for c in range(4)
+    )
     assert all(equal(a.method.state()[part], b.method.state()[part]) for part in a.method.state())
     if name != "PruneFL":
         assert all(equal(a.method.records.get(c), b.method.records.get(c)) for c in range(4))
@@ -513,7 +656,10 @@ def test_a_resumed_run_equals_one_that_went_through(tmp_path: Path, name: str) -
 def test_stacks_give_what_one_by_one_gives(name: str) -> None:
     named = Named(NAMES[name], SHORT[name])
     engines = [EngineConfig("inline"), EngineConfig("cohort", workers=1)]
-    runs = [nestling.run(small(named, fleet=ONE, participants=0, rounds=3, engine=engine)).federation for engine in engines]
+    runs = [
+        nestling.run(small(named, fleet=ONE, participants=0, rounds=3, engine=engine)).federation
+        for engine in engines
+    ]
     for client in range(4):
         first, stacked = (run.method.model_for(run.world.device(client)) for run in runs)
         assert first.view.key() == stacked.view.key()
@@ -523,9 +669,15 @@ def test_stacks_give_what_one_by_one_gives(name: str) -> None:
 
 def test_other_processes_give_the_same_bits() -> None:
     named = Named(NAMES["LotteryFL"], SHORT["LotteryFL"])
-    runs = [nestling.run(small(named, rounds=2, engine=engine)) for engine in (EngineConfig("inline"), EngineConfig("pool", 2))]
+    runs = [
+        nestling.run(small(named, rounds=2, engine=engine))
+        for engine in (EngineConfig("inline"), EngineConfig("pool", 2))
+    ]
     one, other = (run.federation.method for run in runs)
-    assert equal(one.weights, other.weights) and runs[0].summary["bytes_up"] == runs[1].summary["bytes_up"]
+    assert (
+        equal(one.weights, other.weights)
+        and runs[0].summary["bytes_up"] == runs[1].summary["bytes_up"]
+    )
     assert all(equal(one.records.get(c), other.records.get(c)) for c in range(4))
 
 
@@ -563,9 +715,12 @@ PERSONAL: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [LotteryFL(acc_thr=0.6, r_target=0.7), Hermes(acc_thr=0.6, r_target=0.7)])
+@pytest.mark.parametrize(
+    "method", [LotteryFL(acc_thr=0.6, r_target=0.7), Hermes(acc_thr=0.6, r_target=0.7)]
+)
 def test_sharing_masked_models_beats_training_alone(method: Any) -> None:
-    """Little data a client and a pruning that ends early; each rewinding costs LotteryFL a round of training."""
+    """Little data a client and a pruning that ends early; each rewinding costs LotteryFL a round of
+    training."""
     accuracies = learned(method, "personal_accuracy", **PERSONAL)
     assert mean(accuracies) > alone("personal_accuracy", **PERSONAL) > 0.5, accuracies
 
@@ -579,4 +734,6 @@ def test_one_sparse_model_for_all_learns() -> None:
 def test_adjustments_come_as_often_in_short_runs_as_in_long_ones() -> None:
     for every, rounds, expected in ((0.05, 1000, 20), (0.05, 40, 20), (0.05, 4, 4), (50, 200, 4)):
         _, federation = assemble(small(PruneFL(stage_one=0, every=every), rounds=rounds))
-        assert sum(federation.method._adjusts(number) for number in range(1, rounds + 1)) == expected
+        assert (
+            sum(federation.method._adjusts(number) for number in range(1, rounds + 1)) == expected
+        )

@@ -43,11 +43,15 @@ def stacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(widths, "_stacks_pay", lambda client: True)
 
 
-MANY = FleetConfig(tiers=(Tier(name="small", ratio=0.25, count=3), Tier(name="large", ratio=1.0, count=3)))
+MANY = FleetConfig(
+    tiers=(Tier(name="small", ratio=0.25, count=3), Tier(name="large", ratio=1.0, count=3))
+)
 PLAIN = {"mask_labels": False, "scaler": False}
 ALL_FULL = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=4),))
 ALL_HALF = FleetConfig(tiers=(Tier(name="all", ratio=0.5, count=4),))
-NO_FULL = FleetConfig(tiers=(Tier(name="small", ratio=0.25, count=2), Tier(name="middle", ratio=0.5, count=2)))
+NO_FULL = FleetConfig(
+    tiers=(Tier(name="small", ratio=0.25, count=2), Tier(name="middle", ratio=0.5, count=2))
+)
 PER_WIDTH = Named("tinycnn", {"channels": [8, 16, 16], "norm": "per-width"})
 DEEP = Train(epochs=1, batch=20, lr=0.02, weight_decay=0.1)
 
@@ -60,7 +64,9 @@ def weights_after(experiment: nestling.Experiment) -> State:
     return nestling.run(experiment).federation.method.state()["weights"]
 
 
-def one_round(experiment: nestling.Experiment, clients: list[int], round: int = 1) -> tuple[Federation, list[Reply]]:
+def one_round(
+    experiment: nestling.Experiment, clients: list[int], round: int = 1
+) -> tuple[Federation, list[Reply]]:
     """Sends, trains and collects by hand, so that the merge can be looked at."""
     settled, federation = assemble(experiment)
     method, world, replies = federation.method, federation.world, []
@@ -68,13 +74,21 @@ def one_round(experiment: nestling.Experiment, clients: list[int], round: int = 
         device = world.device(client)
         piece = method.piece(device, round)
         sent = method.send(device, piece, round)
-        done = work(settled.make_method(), Task(client, round, piece.reference.name, piece.spec(), sent), site_of(federation))
+        done = work(
+            settled.make_method(),
+            Task(client, round, piece.reference.name, piece.spec(), sent),
+            site_of(federation),
+        )
         replies.append(Reply(device, piece, sent, done.reply))
     return federation, replies
 
 
 def clients_of(federation: Federation, tier: str) -> list[int]:
-    return [c for c in range(federation.world.fleet.size) if federation.world.fleet.tier_of(c).name == tier]
+    return [
+        c
+        for c in range(federation.world.fleet.size)
+        if federation.world.fleet.tier_of(c).name == tier
+    ]
 
 
 def drawn(client: Client, views: tuple[View, ...]) -> tuple[int, ...]:
@@ -85,16 +99,23 @@ def drawn(client: Client, views: tuple[View, ...]) -> tuple[int, ...]:
 
 def inside(view: View, name: str, tensor: Tensor) -> Tensor:
     flags = torch.zeros_like(tensor, dtype=torch.bool)
-    flags[np.ix_(*(np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in view.where(name)))] = True
+    flags[
+        np.ix_(
+            *(np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in view.where(name))
+        )
+    ] = True
     return flags
 
 
-# -- identities ------------------------------------------------------------------------------------------------------------------
+# -- identities ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compat", ["paper", "code"])
 def test_fedrolex_begins_as_heterofl(compat: str) -> None:
-    assert equal(weights_after(small(FedRolex(compat=compat), rounds=1)), weights_after(small("heterofl", rounds=1)))
+    assert equal(
+        weights_after(small(FedRolex(compat=compat), rounds=1)),
+        weights_after(small("heterofl", rounds=1)),
+    )
 
 
 def test_fedrolex_leaves_heterofl_with_its_second_round() -> None:
@@ -102,13 +123,20 @@ def test_fedrolex_leaves_heterofl_with_its_second_round() -> None:
 
 
 def test_fedrolex_at_full_width_is_heterofl_forever() -> None:
-    assert equal(weights_after(small(FedRolex(), fleet=ALL_FULL)), weights_after(small("heterofl", fleet=ALL_FULL)))
+    assert equal(
+        weights_after(small(FedRolex(), fleet=ALL_FULL)),
+        weights_after(small("heterofl", fleet=ALL_FULL)),
+    )
 
 
 @pytest.mark.parametrize("distil", [False, True])
 @pytest.mark.parametrize(("level", "fleet"), [(1.0, ALL_FULL), (0.5, ALL_HALF)])
-def test_fjord_with_one_width_is_fedavg_at_that_width(level: float, fleet: FleetConfig, distil: bool) -> None:
-    method = nestling.run(small(FjORD(levels=(level,), distil=distil), fleet=fleet)).federation.method
+def test_fjord_with_one_width_is_fedavg_at_that_width(
+    level: float, fleet: FleetConfig, distil: bool
+) -> None:
+    method = nestling.run(
+        small(FjORD(levels=(level,), distil=distil), fleet=fleet)
+    ).federation.method
     plain = nestling.run(small("fedavg", fleet=fleet)).federation.method
     assert equal(dict(method.global_model().state), dict(plain.global_model().state))
 
@@ -122,7 +150,7 @@ def test_fjord_whose_draws_are_all_the_widest_is_heterofl_without_extras() -> No
         assert torch.allclose(tensor, expected[name], atol=1e-5)
 
 
-# -- the rolling window ------------------------------------------------------------------------------------------------------------
+# -- the rolling window ----------------------------------------------------------------------------
 
 
 def selected(axes: Any, ratio: float, steps: int) -> np.ndarray:
@@ -132,9 +160,13 @@ def selected(axes: Any, ratio: float, steps: int) -> np.ndarray:
 @pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 0.7])
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_every_channel_is_selected_equally_often(norm: str, ratio: float) -> None:
-    axes = trace(build("tinycnn", shape=(1, 12, 12), classes=3, channels=(8, 12, 24), norm=norm), (1, 12, 12))
+    axes = trace(
+        build("tinycnn", shape=(1, 12, 12), classes=3, channels=(8, 12, 24), norm=norm), (1, 12, 12)
+    )
     for number, (size, grain) in enumerate(zip(axes.sizes, axes.grains, strict=True)):
-        counts = selected(axes, ratio, size // grain)[axes.offsets[number] : axes.offsets[number] + size]
+        counts = selected(axes, ratio, size // grain)[
+            axes.offsets[number] : axes.offsets[number] + size
+        ]
         assert grain == (4 if norm == "group" else 1)
         assert (counts == len(prefix(axes, ratio).indices(number)) // grain).all()
 
@@ -160,15 +192,18 @@ def test_windows_hold_whole_groups_of_a_group_norm() -> None:
 
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_residual_groups_stay_aligned(step: int) -> None:
-    """The window's network computes what the whole one does when everything outside the window is zero, across identity and
-    projected shortcuts: were the two sides of an add cut at different channels, it could not."""
+    """The window's network computes what the whole one does when everything outside the window is
+    zero, across identity and projected shortcuts: were the two sides of an add cut at different
+    channels, it could not."""
     with torch.random.fork_rng():
         torch.manual_seed(step)
         net = build("resnet8", shape=(1, 16, 16), classes=3, norm="batch").train()
         x = torch.randn(6, 1, 16, 16)
     axes = trace(net, (1, 16, 16))
     view, state = rolling(axes, 0.4, step), net.state_dict()
-    assert view.indices(0)[0] != 0 and all(len(view.indices(n)) < size for n, size in enumerate(axes.sizes))
+    assert view.indices(0)[0] != 0 and all(
+        len(view.indices(n)) < size for n, size in enumerate(axes.sizes)
+    )
     zeros = {name: torch.zeros_like(t) for name, t in state.items()}
     alone_out = sub_module(net, view).train()(x)
     net.load_state_dict(view.scatter(zeros, view.extract(state)))
@@ -176,11 +211,17 @@ def test_residual_groups_stay_aligned(step: int) -> None:
 
 
 def test_tied_layers_of_a_residual_stage_share_their_window() -> None:
-    reference = Reference("main", build("preresnet18", shape=(1, 16, 16), classes=3, channels=(8, 12, 16, 20)), (1, 16, 16))
+    reference = Reference(
+        "main",
+        build("preresnet18", shape=(1, 16, 16), classes=3, channels=(8, 12, 16, 20)),
+        (1, 16, 16),
+    )
     view = rolling(reference.axes, 0.5, 3)
     one, other = (view.where(f"stages.1.{block}.conv2.weight")[0] for block in (0, 1))
     assert np.array_equal(np.arange(12)[one], np.arange(12)[other])
-    assert np.array_equal(np.arange(12)[one], np.arange(12)[view.where("stages.1.0.shortcut.weight")[0]])
+    assert np.array_equal(
+        np.arange(12)[one], np.arange(12)[view.where("stages.1.0.shortcut.weight")[0]]
+    )
 
 
 def test_compat_code_rolls_the_other_way() -> None:
@@ -189,13 +230,19 @@ def test_compat_code_rolls_the_other_way() -> None:
     device = federation.world.device(0)
     plain = device.piece.view
     assert federation.method.piece(device, 3).view.key() == rolled(plain, -2).key()
-    assert upwards.method.piece(upwards.world.device(0), 3).view.key() == rolled(upwards.world.device(0).piece.view, 2).key()
+    assert (
+        upwards.method.piece(upwards.world.device(0), 3).view.key()
+        == rolled(upwards.world.device(0).piece.view, 2).key()
+    )
 
 
 def test_a_server_larger_than_every_client_is_trained_everywhere() -> None:
     """HeteroFL leaves what no tier holds as it was; the window reaches all of it."""
     before = dict(assemble(small("heterofl", fleet=NO_FULL))[1].world.main.initial)
-    held, reached = (weights_after(small(m, fleet=NO_FULL, rounds=6, participants=4)) for m in ("heterofl", FedRolex()))
+    held, reached = (
+        weights_after(small(m, fleet=NO_FULL, rounds=6, participants=4))
+        for m in ("heterofl", FedRolex())
+    )
     biases = [name for name in before if name.endswith("norm.bias")]
     assert biases and all(bool((held[n] == before[n]).any()) for n in biases)
     assert all(bool((reached[n] != before[n]).all()) for n in biases)
@@ -212,7 +259,12 @@ def test_fedrolex_merges_only_the_window() -> None:
         flags = inside(view, name, tensor)
         assert torch.equal(tensor[~flags], before[name][~flags])
         assert not torch.equal(tensor[flags], before[name][flags])
-    assert federation.method.model_for(federation.world.device(clients_of(federation, "small")[0])).view.key() == view.key()
+    assert (
+        federation.method.model_for(
+            federation.world.device(clients_of(federation, "small")[0])
+        ).view.key()
+        == view.key()
+    )
 
 
 def test_fedrolex_state_goes_round() -> None:
@@ -221,7 +273,10 @@ def test_fedrolex_state_goes_round() -> None:
     again.method.restore(first.method.state())
     device = again.world.device(0)
     assert again.method.steps == 2
-    assert again.method.model_for(device).view.key() == first.method.model_for(first.world.device(0)).view.key()
+    assert (
+        again.method.model_for(device).view.key()
+        == first.method.model_for(first.world.device(0)).view.key()
+    )
     assert equal(again.method.weights, first.method.weights)
 
 
@@ -235,7 +290,7 @@ def test_a_resumed_run_is_the_run(method: Any, tmp_path: Any) -> None:
     assert whole.metrics[-1]["by_tier"] == resumed.metrics[-1]["by_tier"]
 
 
-# -- FjORD -------------------------------------------------------------------------------------------------------------------------
+# -- FjORD -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [Named("tinycnn", {"channels": [8, 16, 16]}), PER_WIDTH])
@@ -255,7 +310,8 @@ def test_weight_decay_moves_nothing_outside_the_widest_width(model: Named, disti
 
 
 def test_weight_decay_moves_what_a_batch_leaves_out() -> None:
-    """Entries of p_max outside the width drawn have no gradient, and decay still shrinks them: the optimiser holds all of p_max."""
+    """Entries of p_max outside the width drawn have no gradient, and decay still shrinks them: the
+    optimiser holds all of p_max."""
 
     def drift(decay: float) -> float:
         train = Train(epochs=1, batch=60, lr=0.1, momentum=0.0, weight_decay=decay, augment="none")
@@ -267,7 +323,9 @@ def test_weight_decay_moves_what_a_batch_leaves_out() -> None:
             if drawn(client, views)[0] == 0:
                 break
         task = replace(tasks_of(federation, 1)[0], round=round)
-        after = work(settled.make_method(), task, site_of(federation)).reply["weights"]["stages.2.conv.weight"]
+        after = work(settled.make_method(), task, site_of(federation)).reply["weights"][
+            "stages.2.conv.weight"
+        ]
         return float((after[-1] / task.message["weights"]["stages.2.conv.weight"][-1]).mean())
 
     assert drift(0.0) == 1.0
@@ -275,7 +333,9 @@ def test_weight_decay_moves_what_a_batch_leaves_out() -> None:
 
 
 def test_a_width_is_drawn_for_every_batch_of_every_client() -> None:
-    _, federation = assemble(small(FjORD(), train=Train(epochs=60, batch=20), split=SplitConfig(kind="iid", size=60)))
+    _, federation = assemble(
+        small(FjORD(), train=Train(epochs=60, batch=20), split=SplitConfig(kind="iid", size=60))
+    )
     views = tuple(level.view for level in federation.method.rungs.pieces)
     found = []
     for client in range(3):
@@ -300,7 +360,9 @@ def test_a_client_draws_no_width_above_its_own() -> None:
 
 
 def test_a_tier_below_the_smallest_width_adds_its_own() -> None:
-    tiny = FleetConfig(tiers=(Tier(name="tiny", ratio=0.25, count=2), Tier(name="large", ratio=1.0, count=2)))
+    tiny = FleetConfig(
+        tiers=(Tier(name="tiny", ratio=0.25, count=2), Tier(name="large", ratio=1.0, count=2))
+    )
     federation, replies = one_round(small(FjORD(levels=(0.5, 1.0)), fleet=tiny), [0, 1, 2, 3])
     assert [level.view.key() for level in federation.method.rungs.pieces] == [
         prefix(federation.world.main.axes, p).key() for p in (0.25, 0.5, 1.0)
@@ -311,20 +373,33 @@ def test_a_tier_below_the_smallest_width_adds_its_own() -> None:
 @pytest.mark.parametrize("method", [FjORD(), FedRolex()])
 def test_the_default_fleet_needs_no_options(method: Any) -> None:
     experiment = nestling.Experiment(
-        method=method, rounds=1, participants=2, split=SplitConfig(size=40), engine=EngineConfig("inline")
+        method=method,
+        rounds=1,
+        participants=2,
+        split=SplitConfig(size=40),
+        engine=EngineConfig("inline"),
     )
     assert nestling.run(experiment).metrics[-1]["refused"] == 0
 
 
 def test_rounding_is_the_same_on_tied_layers() -> None:
-    reference = Reference("main", build("resnet8", shape=(1, 16, 16), classes=3, norm="per-width"), (1, 16, 16))
+    reference = Reference(
+        "main", build("resnet8", shape=(1, 16, 16), classes=3, norm="per-width"), (1, 16, 16)
+    )
     for level in (0.2, 0.4, 0.6, 0.8):
         view = prefix(reference.axes, level)
-        assert all(len(view.indices(n)) == int(np.ceil(level * size - 1e-9)) for n, size in enumerate(reference.axes.sizes))
-        assert reference.network(view, view.extract(reference.initial))(torch.zeros(2, 1, 16, 16)).shape == (2, 3)
+        assert all(
+            len(view.indices(n)) == int(np.ceil(level * size - 1e-9))
+            for n, size in enumerate(reference.axes.sizes)
+        )
+        assert reference.network(view, view.extract(reference.initial))(
+            torch.zeros(2, 1, 16, 16)
+        ).shape == (2, 3)
 
 
-def by_hand(federation: Federation, task: Task, x: Tensor, y: Tensor, width: int, distil: bool) -> dict[str, Tensor]:
+def by_hand(
+    federation: Federation, task: Task, x: Tensor, y: Tensor, width: int, distil: bool
+) -> dict[str, Tensor]:
     """The gradients of one batch, from networks that are really cut out."""
     reference = federation.world.main
     view, own = federation.method.rungs.pieces[width].view, reference.view(task.spec)
@@ -342,11 +417,13 @@ def by_hand(federation: Federation, task: Task, x: Tensor, y: Tensor, width: int
 @pytest.mark.parametrize("distil", [False, True])
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_a_step_is_the_paper_s(norm: str, distil: bool) -> None:
-    """One step of plain gradient descent: cross-entropy at the width drawn, or cross-entropy at p_max plus the soft cross-entropy of
-    the width drawn against p_max's own detached softmax."""
+    """One step of plain gradient descent: cross-entropy at the width drawn, or cross-entropy at
+    p_max plus the soft cross-entropy of the width drawn against p_max's own detached softmax."""
     train = Train(epochs=1, batch=60, lr=0.1, momentum=0.0, augment="none")
     model = Named("tinycnn", {"channels": [8, 16, 16], "norm": norm})
-    settled, federation = assemble(small(FjORD(distil=distil), fleet=ALL_FULL, model=model, train=train))
+    settled, federation = assemble(
+        small(FjORD(distil=distil), fleet=ALL_FULL, model=model, train=train)
+    )
     task, site = tasks_of(federation, 1)[0], site_of(federation)
     client = client_of(task, site)
     width = drawn(client, tuple(level.view for level in federation.method.rungs.pieces))[0]
@@ -360,11 +437,18 @@ def test_a_step_is_the_paper_s(norm: str, distil: bool) -> None:
 @pytest.mark.parametrize("model", ["tinycnn", "resnet8", "dscnn"])
 def test_zeros_compute_what_cutting_does(model: str) -> None:
     """The way of stacks against the networks themselves; where it would differ it is not taken."""
-    reference = Reference("main", build(model, shape=(1, 16, 16), classes=3, norm="group"), (1, 16, 16))
+    reference = Reference(
+        "main", build(model, shape=(1, 16, 16), classes=3, norm="group"), (1, 16, 16)
+    )
     views = tuple(prefix(reference.axes, p) for p in (0.2, 0.4, 0.6, 0.8, 1.0))
     assert by_zeros(reference, reference.full, views)[1] is not None
-    tracked = Reference("main", build(model, shape=(1, 16, 16), classes=3, norm="tracked"), (1, 16, 16))
-    assert by_zeros(tracked, tracked.full, tuple(prefix(tracked.axes, p) for p in (0.5, 1.0)))[1] is None
+    tracked = Reference(
+        "main", build(model, shape=(1, 16, 16), classes=3, norm="tracked"), (1, 16, 16)
+    )
+    assert (
+        by_zeros(tracked, tracked.full, tuple(prefix(tracked.axes, p) for p in (0.5, 1.0)))[1]
+        is None
+    )
 
 
 class LayerNormed(nn.Module):
@@ -380,7 +464,10 @@ class LayerNormed(nn.Module):
 
 def test_a_layer_that_mixes_channels_is_cut_not_zeroed() -> None:
     reference = Reference("main", LayerNormed(), (1, 3, 3))
-    assert by_zeros(reference, reference.full, (prefix(reference.axes, 0.5), reference.full))[1] is None
+    assert (
+        by_zeros(reference, reference.full, (prefix(reference.axes, 0.5), reference.full))[1]
+        is None
+    )
 
 
 def in_stacks(method: Any, norm: str, way: str) -> None:
@@ -396,7 +483,9 @@ def in_stacks(method: Any, norm: str, way: str) -> None:
 
     together = work_together(made, tasks, site, train_groups)
     assert_same([work(made, task, site) for task in tasks], together)
-    assert sorted(sizes) == ([1, 1, 1, 3] if isinstance(method, FjORD) and norm == "per-width" else [3, 3])
+    assert sorted(sizes) == (
+        [1, 1, 1, 3] if isinstance(method, FjORD) and norm == "per-width" else [3, 3]
+    )
 
 
 @pytest.mark.parametrize("way", ["step by step", "stack", "streams"])
@@ -407,13 +496,17 @@ def test_fjord_in_a_stack_is_fjord_one_by_one(method: FjORD, way: str, stacking:
 
 @pytest.mark.parametrize("way", ["step by step", "stack", "streams"])
 @pytest.mark.parametrize("method", [FjORD(), FjORD(distil=True), FedRolex()])
-def test_statistics_by_width_move_in_a_stack_as_they_do_alone(method: Any, way: str, stacking: None) -> None:
+def test_statistics_by_width_move_in_a_stack_as_they_do_alone(
+    method: Any, way: str, stacking: None
+) -> None:
     """FjORD's own widths are then cut out, so that only the clients of one width are a stack."""
     in_stacks(method, "per-width", way)
 
 
 @pytest.mark.parametrize("distil", [False, True])
-def test_both_ways_to_run_a_width_train_the_same(distil: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_to_run_a_width_train_the_same(
+    distil: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settled, federation = assemble(small(FjORD(distil=distil)))
     tasks, found = tasks_of(federation, 4), []
     for zeros in (False, True):
@@ -425,19 +518,28 @@ def test_both_ways_to_run_a_width_train_the_same(distil: bool, monkeypatch: pyte
 @pytest.mark.parametrize("method", [FjORD(), FedRolex()])
 def test_engines_agree_over_rounds(method: Any) -> None:
     train = Train(epochs=1, batch=20, lr=0.01, momentum=0.0)
-    plain, stacked = (nestling.run(small(method, train=train, engine=EngineConfig(e, 1))) for e in ("inline", "cohort"))
+    plain, stacked = (
+        nestling.run(small(method, train=train, engine=EngineConfig(e, 1)))
+        for e in ("inline", "cohort")
+    )
     for kind, part in plain.federation.method.state().items():
         for name, tensor in part.items():
             other = stacked.federation.method.state()[kind][name]
-            assert float((tensor - other).double().norm()) <= 1e-4 * float(tensor.double().norm()) + 1e-7
+            assert (
+                float((tensor - other).double().norm())
+                <= 1e-4 * float(tensor.double().norm()) + 1e-7
+            )
 
 
-# -- statistics by width -----------------------------------------------------------------------------------------------------------
+# -- statistics by width ---------------------------------------------------------------------------
 
 
 def test_statistics_of_a_width_come_from_clients_that_reach_it() -> None:
-    """A row of the merged statistics is the n_k-weighted mean over the clients whose p_max is at least that width."""
-    experiment = small(FjORD(), model=PER_WIDTH, split=SplitConfig(kind="quantity", alpha=8.0, min_size=20))
+    """A row of the merged statistics is the n_k-weighted mean over the clients whose p_max is at
+    least that width."""
+    experiment = small(
+        FjORD(), model=PER_WIDTH, split=SplitConfig(kind="quantity", alpha=8.0, min_size=20)
+    )
     federation, replies = one_round(experiment, [0, 1, 2, 3])
     before = dict(federation.method.weights)
     federation.method.merge(replies, 1)
@@ -449,7 +551,9 @@ def test_statistics_of_a_width_come_from_clients_that_reach_it() -> None:
         wide = view.shape(name)[1]
         own = [r for r in replies if r.piece.view.contains(view)]
         total = sum(r.samples for r in own)
-        expected = sum(r.message["weights"][name][row, :wide].double() * r.samples for r in own) / total
+        expected = (
+            sum(r.message["weights"][name][row, :wide].double() * r.samples for r in own) / total
+        )
         assert torch.allclose(after[row, :wide].double(), expected, atol=1e-6)
         assert torch.equal(after[row, wide:], before[name][row, wide:])
         reached += not torch.equal(after[row], before[name][row])
@@ -457,7 +561,9 @@ def test_statistics_of_a_width_come_from_clients_that_reach_it() -> None:
 
 
 def test_a_client_moves_the_statistics_of_the_widths_it_drew_and_no_others() -> None:
-    experiment = small(FjORD(), model=PER_WIDTH, fleet=ALL_FULL, train=Train(epochs=1, batch=30, lr=0.02))
+    experiment = small(
+        FjORD(), model=PER_WIDTH, fleet=ALL_FULL, train=Train(epochs=1, batch=30, lr=0.02)
+    )
     _, replies = one_round(experiment, [0])
     draws = nestling.seeds.stream(0, "width", 0, 1).integers(5, size=2)
     moved = (replies[0].message["weights"]["stages.0.norm.means"] != 0).any(1)
@@ -465,10 +571,16 @@ def test_a_client_moves_the_statistics_of_the_widths_it_drew_and_no_others() -> 
 
 
 def test_used_rows_end_with_the_width_of_the_network() -> None:
-    reference = Reference("main", build("tinycnn", shape=(1, 8, 8), classes=3, channels=(8, 16), norm="per-width"), (1, 8, 8))
+    reference = Reference(
+        "main",
+        build("tinycnn", shape=(1, 8, 8), classes=3, channels=(8, 16), norm="per-width"),
+        (1, 8, 8),
+    )
     for number, level in enumerate((0.2, 0.4, 0.6, 0.8, 1.0)):
         flags = used_rows(reference.network(prefix(reference.axes, level)))
-        assert set(flags) == reference.by_width and all(f[:, 0].sum() == number + 1 for f in flags.values())
+        assert set(flags) == reference.by_width and all(
+            f[:, 0].sum() == number + 1 for f in flags.values()
+        )
 
 
 def test_networks_and_methods_must_mean_the_same_widths() -> None:
@@ -476,7 +588,12 @@ def test_networks_and_methods_must_mean_the_same_widths() -> None:
         nestling.run(small(FjORD(levels=(0.5, 1.0)), model=PER_WIDTH))
     assert caught.value.field == "model.norm"
     stated = Named("tinycnn", {"channels": [8, 16, 16], "norm": "per-width:0.5,1"})
-    assert nestling.run(small(FjORD(levels=(0.5, 1.0)), model=stated)).summary["global_accuracy"]["last"] > 0
+    assert (
+        nestling.run(small(FjORD(levels=(0.5, 1.0)), model=stated)).summary["global_accuracy"][
+            "last"
+        ]
+        > 0
+    )
 
 
 def test_the_global_model_is_the_widest_that_anybody_trains() -> None:
@@ -484,13 +601,16 @@ def test_the_global_model_is_the_widest_that_anybody_trains() -> None:
     assert model.view.key() == prefix(model.reference.axes, 0.4).key()
 
 
-# -- HeteroFL's traps --------------------------------------------------------------------------------------------------------------
+# -- HeteroFL's traps ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def test_the_scaler_before_batch_statistics_does_nothing() -> None:
     """Unless activations are so small that the norm's epsilon counts."""
-    norm, x = norm_layer("batch", 8).train(), torch.randn(16, 8, 5, 5, generator=torch.Generator().manual_seed(0))
+    norm, x = (
+        norm_layer("batch", 8).train(),
+        torch.randn(16, 8, 5, 5, generator=torch.Generator().manual_seed(0)),
+    )
     assert float((norm(x / 0.25) - norm(x)).abs().max()) < 1e-4
     assert float((norm(1e-3 * x / 0.25) - norm(1e-3 * x)).abs().max()) > 0.1
 
@@ -509,11 +629,25 @@ def phase_of(federation: Federation, member: int) -> tuple[Client, Phase]:
 def test_the_scaler_divides_after_convolutions_by_the_share_of_their_channels(method: str) -> None:
     _, federation = assemble(small(method, model=NO_NORM))
     client, phase = phase_of(federation, clients_of(federation, "small")[0])
-    shares = {name: by for hook in phase.hooks for name, by in zip(hook.names, [hook.change.keywords["by"]] * 9, strict=False)}
-    full = {n: m.out_channels for n, m in client.reference.module.named_modules() if isinstance(m, nn.Conv2d)}
-    cut = {n: m.out_channels for n, m in client.reference.network(client.view).named_modules() if isinstance(m, nn.Conv2d)}
+    shares = {
+        name: by
+        for hook in phase.hooks
+        for name, by in zip(hook.names, [hook.change.keywords["by"]] * 9, strict=False)
+    }
+    full = {
+        n: m.out_channels
+        for n, m in client.reference.module.named_modules()
+        if isinstance(m, nn.Conv2d)
+    }
+    cut = {
+        n: m.out_channels
+        for n, m in client.reference.network(client.view).named_modules()
+        if isinstance(m, nn.Conv2d)
+    }
     assert shares == {name: cut[name] / full[name] for name in full} and max(shares.values()) < 1
-    assert not any(layer._forward_hooks for layer in client.reference.network(client.view).modules())
+    assert not any(
+        layer._forward_hooks for layer in client.reference.network(client.view).modules()
+    )
     whole, plain = phase_of(federation, clients_of(federation, "large")[0])
     assert whole.view.keep.all() and plain.hooks == ()
 
@@ -521,18 +655,23 @@ def test_the_scaler_divides_after_convolutions_by_the_share_of_their_channels(me
 @torch.no_grad()
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
 def test_a_part_is_tested_with_the_scaler_it_was_trained_with(method: str) -> None:
-    """Its weights hold the division, so that a model that leaves the simulator computes the same."""
+    """Its weights hold the division, so that a model that leaves the simulator computes the
+    same."""
     _, federation = assemble(small(method, model=NO_NORM))
     member = clients_of(federation, "small")[0]
     client, phase = phase_of(federation, member)
     x = torch.rand(4, *client.reference.shape)
-    trained = client.reference.network(client.view, client.view.extract(federation.method.weights)).eval()
+    trained = client.reference.network(
+        client.view, client.view.extract(federation.method.weights)
+    ).eval()
     with hooked(trained, phase):
         wanted = trained(x)
     without = trained(x)
     model = federation.method.model_for(federation.world.device(member))
     found = model.reference.network(model.view, model.state).eval()(x)
-    assert torch.allclose(found, wanted, atol=1e-6) and not torch.allclose(found, without, atol=1e-3)
+    assert torch.allclose(found, wanted, atol=1e-6) and not torch.allclose(
+        found, without, atol=1e-3
+    )
     whole = federation.method.global_model()
     assert all(torch.equal(whole.state[name], t) for name, t in federation.method.weights.items())
 
@@ -546,16 +685,18 @@ def test_layers_that_keep_all_their_channels_are_not_divided() -> None:
 
 def test_without_the_label_mask_no_classes_travel() -> None:
     federation, replies = one_round(small(HeteroFL(mask_labels=False)), [0])
-    assert set(replies[0].message.parts) == {"weights"} and set(federation.method.expects(replies[0].piece, replies[0].sent)) == {
-        "weights"
-    }
+    assert set(replies[0].message.parts) == {"weights"} and set(
+        federation.method.expects(replies[0].piece, replies[0].sent)
+    ) == {"weights"}
     _, replies = one_round(small(FedRolex()), [0])
     assert replies[0].message["present"]["classes"].shape == (10,)
 
 
 @pytest.mark.parametrize("method", [HeteroFL(), FedRolex()])
 def test_rows_of_absent_classes_do_not_move(method: HeteroFL) -> None:
-    federation, replies = one_round(small(method, split=SplitConfig(kind="classes", classes=2, size=60)), [0], round=2)
+    federation, replies = one_round(
+        small(method, split=SplitConfig(kind="classes", classes=2, size=60)), [0], round=2
+    )
     before = federation.method.weights["head.weight"].clone()
     federation.method.merge(replies, 2)
     held, after = replies[0].message["present"]["classes"], federation.method.weights["head.weight"]
@@ -575,7 +716,9 @@ class Convolutional(nn.Module):
 
 
 def test_the_output_layer_may_be_a_convolution() -> None:
-    experiment = small("heterofl", model=Convolutional(), split=SplitConfig(kind="classes", classes=2, size=60))
+    experiment = small(
+        "heterofl", model=Convolutional(), split=SplitConfig(kind="classes", classes=2, size=60)
+    )
     federation, replies = one_round(experiment, [0])
     before = federation.method.weights["out.weight"].clone()
     federation.method.merge(replies, 1)
@@ -601,7 +744,7 @@ def test_a_label_mask_without_a_row_a_class_is_refused_at_once() -> None:
     assemble(small(HeteroFL(mask_labels=False), model=Eleven()))
 
 
-# -- settings, bytes, learning -----------------------------------------------------------------------------------------------------
+# -- settings, bytes, learning ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -622,12 +765,16 @@ def test_bad_settings_are_named(make: Any, field: str) -> None:
 
 
 @pytest.mark.parametrize("model", [Named("tinycnn", {"channels": [8, 16, 16]}), PER_WIDTH])
-@pytest.mark.parametrize("method", [FjORD(), FjORD(distil=True), FedRolex(), HeteroFL(), HeteroFL(**PLAIN)])
+@pytest.mark.parametrize(
+    "method", [FjORD(), FjORD(distil=True), FedRolex(), HeteroFL(), HeteroFL(**PLAIN)]
+)
 def test_bytes_equal_the_closed_formula(method: Any, model: Named) -> None:
     result = nestling.run(small(method, model=model))
     world, made = result.federation.world, result.federation.method
     for row in result.metrics:
-        down = sum(4 * made.piece(world.device(c), row["round"]).view.numel() for c in row["clients"])
+        down = sum(
+            4 * made.piece(world.device(c), row["round"]).view.numel() for c in row["clients"]
+        )
         flags = 2 * len(row["clients"]) if getattr(method, "mask_labels", False) else 0
         assert (row["bytes_down"], row["bytes_up"]) == (down, down + flags)
 
@@ -643,5 +790,7 @@ def test_dynamic_levels_roll_too() -> None:
     federation, _ = one_round(small(FedRolex(dynamic=True)), [])
     plain, _ = one_round(small(HeteroFL(dynamic=True)), [])
     for round in range(1, 20):
-        view, static = (f.method.piece(f.world.device(0, round), round).view for f in (federation, plain))
+        view, static = (
+            f.method.piece(f.world.device(0, round), round).view for f in (federation, plain)
+        )
         assert view.key() == rolled(replace(static, axes=view.axes), round - 1).key()

@@ -23,7 +23,10 @@ def test_any_shape_of_data_can_be_made(shape: tuple[int, ...]) -> None:
 def test_the_class_that_is_asked_for_makes_a_difference(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     network, z = generator(shape, nz=4, channels=4, classes=3), torch.randn(6, 4)
-    first, second = (network(codes(z, torch.tensor(labels), 3)) for labels in ([0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 0]))
+    first, second = (
+        network(codes(z, torch.tensor(labels), 3))
+        for labels in ([0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 0])
+    )
     assert not torch.allclose(first[5], second[5], atol=1e-3)
 
 
@@ -33,8 +36,8 @@ def test_codes_are_noise_and_one_flag() -> None:
 
 
 def test_diversity_by_hand() -> None:
-    """Two inputs: noise 1 apart in one of two places (mean square 0.5), inputs 3 apart in one of three (mean 1): half of the pairs are
-    the inputs themselves, so exp(−0.25)."""
+    """Two inputs: noise 1 apart in one of two places (mean square 0.5), inputs 3 apart in one of
+    three (mean 1): half of the pairs are the inputs themselves, so exp(−0.25)."""
     z, x = torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 0.0, 0.0], [0.0, 3.0, 0.0]])
     assert torch.isclose(diversity(z, x), torch.tensor(-0.25).exp())
     assert diversity(z, torch.zeros(2, 3)) == 1

@@ -1,4 +1,5 @@
-"""The graph hyper-network: which layers it sees, that it makes every tensor, and that weights have the right scale."""
+"""The graph hyper-network: which layers it sees, that it makes every tensor, and that weights have
+the right scale."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def hyper() -> HyperNetwork:
 
 
 def test_the_graph_follows_residual_paths() -> None:
-    graph = {layer.name: layer for layer in graph_of(build("resnet8", shape=(3, 16, 16), classes=5))}
+    graph = {
+        layer.name: layer for layer in graph_of(build("resnet8", shape=(3, 16, 16), classes=5))
+    }
     names = list(graph)
     after = graph["stages.2.0.conv1"]
     assert sorted(names[k] for k in after.reads) == ["stages.1.0.norm2", "stages.1.0.shortcut"]
@@ -40,19 +43,33 @@ def test_what_cannot_be_traced_is_a_chain() -> None:
 
 @pytest.mark.parametrize(
     ("model", "shape"),
-    [("tinycnn", (1, 20, 20)), ("resnet8", (3, 16, 16)), ("dscnn", (1, 20, 20)), ("mlp", (7,)), ("cnn1d", (2, 40))],
+    [
+        ("tinycnn", (1, 20, 20)),
+        ("resnet8", (3, 16, 16)),
+        ("dscnn", (1, 20, 20)),
+        ("mlp", (7,)),
+        ("cnn1d", (2, 40)),
+    ],
 )
-def test_every_parameter_is_made_with_the_scale_of_its_fan_in(model: str, shape: tuple[int, ...]) -> None:
+def test_every_parameter_is_made_with_the_scale_of_its_fan_in(
+    model: str, shape: tuple[int, ...]
+) -> None:
     network = build(model, shape=shape, classes=5)
     made = Generated(hyper(), network)
     weights = made.weights()
-    assert {n: t.shape for n, t in weights.items()} == {n: p.shape for n, p in network.named_parameters()}
+    assert {n: t.shape for n, t in weights.items()} == {
+        n: p.shape for n, p in network.named_parameters()
+    }
     for name, weight in weights.items():
         if weight.dim() > 1:
             gain = 1.0 if name.startswith("head") else 2.0
-            assert float(weight.detach().square().mean() * weight[0].numel()) == pytest.approx(gain, rel=0.01)
+            assert float(weight.detach().square().mean() * weight[0].numel()) == pytest.approx(
+                gain, rel=0.01
+            )
     x = torch.randn(3, *shape)
-    assert made(x).shape == (3, 5) and set(made.state_dict()) == {f"generator.{n}" for n in hyper().state_dict()}
+    assert made(x).shape == (3, 5) and set(made.state_dict()) == {
+        f"generator.{n}" for n in hyper().state_dict()
+    }
     made(x).square().sum().backward()
     assert made.generator.kinds.grad is not None and bool(made.generator.kinds.grad.abs().sum() > 0)
 

@@ -14,7 +14,9 @@ from nestling.models import MODELS, build
 MNIST = (1, 28, 28)
 
 
-def refusal(name: str, *, shape: tuple[int, ...] = MNIST, classes: int = 10, **options: object) -> InputError:
+def refusal(
+    name: str, *, shape: tuple[int, ...] = MNIST, classes: int = 10, **options: object
+) -> InputError:
     with torch.device("meta"), pytest.raises(InputError) as caught:
         build(name, shape=shape, classes=classes, **options)
     assert caught.value.fix
@@ -72,7 +74,9 @@ def test_a_bad_value_names_its_option(name: str, option: str, value: object) -> 
     assert refusal(name, shape=(3, 32, 32), **{option: value}).field == f"model.{option}"
 
 
-@pytest.mark.parametrize("name", ["resnet8", "preresnet18", "resnet18", "resnet50", "exitcnn", "exitresnet"])
+@pytest.mark.parametrize(
+    "name", ["resnet8", "preresnet18", "resnet18", "resnet50", "exitcnn", "exitresnet"]
+)
 def test_no_channels_at_all_is_refused(name: str) -> None:
     refusal(name, channels=[])
 
@@ -99,7 +103,9 @@ def test_too_small_an_image_is_refused(name: str, size: int) -> None:
     assert "at least" in str(refusal(name, shape=(3, size, size)))
 
 
-@pytest.mark.parametrize("shape", [(), (0, 28, 28), (1, -1, 4), (1.0, 2, 3), "abc", 3, (True, 2, 2)])
+@pytest.mark.parametrize(
+    "shape", [(), (0, 28, 28), (1, -1, 4), (1.0, 2, 3), "abc", 3, (True, 2, 2)]
+)
 def test_a_shape_is_positive_whole_numbers(shape: object) -> None:
     assert refusal("mlp", shape=shape).field == "model.shape"
 
@@ -114,7 +120,8 @@ import torch
 from nestling.errors import InputError
 NUMBER = 3
 def net(*, shape, classes, hidden=4):
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(shape[0], hidden), torch.nn.Linear(hidden, classes))
+    first, last = torch.nn.Linear(shape[0], hidden), torch.nn.Linear(hidden, classes)
+    return torch.nn.Sequential(torch.nn.Flatten(), first, last)
 def wrong(*, shape, classes):
     return "network"
 def breaks(*, shape, classes):

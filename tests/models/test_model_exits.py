@@ -74,8 +74,12 @@ def test_all_exits_together_train_every_parameter(x: Tensor) -> None:
 def test_exits_of_a_residual_network_are_all_that_is_added_to_it(x: Tensor) -> None:
     """The last exit answers what the network without exits does with the same weights."""
     network = make("tinyresnet")
-    plain = build("tinyresnet", shape=(1, 16, 16), classes=3, **{**SMALL["tinyresnet"], "exits": ()})
-    trunk = [tensor for name, tensor in network.state_dict().items() if not name.startswith("heads")]
+    plain = build(
+        "tinyresnet", shape=(1, 16, 16), classes=3, **{**SMALL["tinyresnet"], "exits": ()}
+    )
+    trunk = [
+        tensor for name, tensor in network.state_dict().items() if not name.startswith("heads")
+    ]
     own = [*trunk, network.head.weight, network.head.bias]
     plain.load_state_dict(dict(zip(plain.state_dict(), own, strict=True)))
     assert torch.equal(plain(x), network(x))
@@ -96,4 +100,8 @@ def test_a_depth_outside_the_network_is_refused(depth: int) -> None:
 @pytest.mark.parametrize("heads", [0, 1])
 def test_every_stage_needs_a_head(heads: int) -> None:
     with pytest.raises(InputError, match=f"{heads} heads"):
-        ExitNet(nn.Identity(), nn.ModuleList([nn.Identity(), nn.Identity()]), nn.ModuleList([nn.Linear(1, 1)] * heads))
+        ExitNet(
+            nn.Identity(),
+            nn.ModuleList([nn.Identity(), nn.Identity()]),
+            nn.ModuleList([nn.Linear(1, 1)] * heads),
+        )

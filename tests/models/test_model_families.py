@@ -1,4 +1,5 @@
-"""Every family: builds, runs, learns at all widths, scales by the rule, and can be traced and batched over clients."""
+"""Every family: builds, runs, learns at all widths, scales by the rule, and can be traced and
+batched over clients."""
 
 from __future__ import annotations
 
@@ -42,9 +43,15 @@ def batch(*shape: int) -> Tensor:
 def run_and_check(network: nn.Module, x: Tensor) -> None:
     out = network(x)
     assert out.shape == (len(x), CLASSES)
-    nn.functional.cross_entropy(out, torch.zeros(len(x), dtype=torch.long, device=x.device)).backward()
+    nn.functional.cross_entropy(
+        out, torch.zeros(len(x), dtype=torch.long, device=x.device)
+    ).backward()
     # The exits before the last do not take part in the plain forward pass.
-    missing = [name for name, value in network.named_parameters() if value.grad is None and not name.startswith("heads.")]
+    missing = [
+        name
+        for name, value in network.named_parameters()
+        if value.grad is None and not name.startswith("heads.")
+    ]
     assert missing == []
 
 
@@ -53,7 +60,9 @@ def run_and_check(network: nn.Module, x: Tensor) -> None:
 def test_a_small_network_runs_forward_and_backward(name: str, width: float) -> None:
     network = make(name, width=width)
     run_and_check(network, batch(4, *shape_for(name)))
-    assert all(torch.isfinite(value.grad).all() for value in network.parameters() if value.grad is not None)
+    assert all(
+        torch.isfinite(value.grad).all() for value in network.parameters() if value.grad is not None
+    )
 
 
 @pytest.mark.parametrize("width", [1.0, 0.5, 0.25])
@@ -68,7 +77,11 @@ def test_every_network_takes_every_norm(name: str, norm: str) -> None:
     network = on_meta(name, norm=norm, width=0.25)
     run_and_check(network, torch.empty(4, *shape_for(name), device="meta"))
     kinds = {"group": nn.GroupNorm, "none": ()}.get(norm, nn.modules.batchnorm._BatchNorm)
-    layers = [part for part in network.modules() if isinstance(part, (nn.GroupNorm, nn.modules.batchnorm._BatchNorm))]
+    layers = [
+        part
+        for part in network.modules()
+        if isinstance(part, (nn.GroupNorm, nn.modules.batchnorm._BatchNorm))
+    ]
     assert bool(layers) == (norm != "none")
     assert all(isinstance(layer, kinds) for layer in layers)
 
@@ -88,7 +101,9 @@ def test_a_narrow_network_is_a_corner_of_the_wide_one(name: str, width: float) -
     wide, narrow = on_meta(name).state_dict(), on_meta(name, width=width).state_dict()
     assert wide.keys() == narrow.keys()
     for key in wide:
-        assert all(small <= large for small, large in zip(narrow[key].shape, wide[key].shape, strict=True)), key
+        assert all(
+            small <= large for small, large in zip(narrow[key].shape, wide[key].shape, strict=True)
+        ), key
     first = next(iter(wide))
     heads = [key for key in wide if key.startswith(("head.", "heads."))]
     assert narrow[first].shape[1] == wide[first].shape[1]
@@ -104,7 +119,14 @@ def test_a_projection_stays_where_both_its_ends_round_to_the_same_size(name: str
 
 
 # Sizes behind a flattened map or a concatenation are sums of scaled parts.
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("tinycnn", "tinyexits", "tinyresnet", "densenet121")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in FAMILIES
+        if name not in ("tinycnn", "tinyexits", "tinyresnet", "densenet121")
+    ],
+)
 def test_hidden_axes_follow_the_ceiling_rule(name: str) -> None:
     width = 0.3
     wide, narrow = on_meta(name).state_dict(), on_meta(name, width=width).state_dict()
@@ -113,20 +135,28 @@ def test_hidden_axes_follow_the_ceiling_rule(name: str) -> None:
             assert small in (large, max(1, math.ceil(width * large))), key
 
 
-@pytest.mark.parametrize(("full", "width", "expected"), [(100, 0.07, 7), (64, 1 / 16, 4), (3, 0.01, 1), (5, 0.5, 3), (8, 2, 16)])
+@pytest.mark.parametrize(
+    ("full", "width", "expected"),
+    [(100, 0.07, 7), (64, 1 / 16, 4), (3, 0.01, 1), (5, 0.5, 3), (8, 2, 16)],
+)
 def test_the_scaling_rule(full: int, width: float, expected: int) -> None:
     assert scaled(full, width) == expected
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (1, 8, 8), (2, 7, 11)])
-@pytest.mark.parametrize("name", ["tinycnn", "dscnn", "resnet8", "exitcnn", "tinyexits", "tinyresnet", "mlp"])
+@pytest.mark.parametrize(
+    "name", ["tinycnn", "dscnn", "resnet8", "exitcnn", "tinyexits", "tinyresnet", "mlp"]
+)
 def test_microcontroller_networks_take_any_image(name: str, shape: tuple[int, ...]) -> None:
     with torch_seeded(0, "test"):
         network = build(name, shape=shape, classes=CLASSES)
     assert network(batch(2, *shape)).shape == (2, CLASSES)
 
 
-@pytest.mark.parametrize(("name", "size"), [("vgg16", 28), ("vgg16", 16), ("cnn", 8), ("densenet121", 29), ("mobilenetv2", 28)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("vgg16", 28), ("vgg16", 16), ("cnn", 8), ("densenet121", 29), ("mobilenetv2", 28)],
+)
 def test_the_smallest_images_that_are_accepted_do_run(name: str, size: int) -> None:
     with torch.device("meta"):
         network = build(name, shape=(1, size, size), classes=CLASSES)
@@ -177,7 +207,11 @@ def test_signal_survives_without_normalisation(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_network_can_be_traced_symbolically(name: str, norm: str) -> None:
     graph = torch.fx.symbolic_trace(on_meta(name, width=0.25, norm=norm))
-    layers = [module for module in graph.modules() if isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._BatchNorm))]
+    layers = [
+        module
+        for module in graph.modules()
+        if isinstance(module, (nn.GroupNorm, nn.modules.batchnorm._BatchNorm))
+    ]
     assert layers
 
 
@@ -185,9 +219,13 @@ def test_every_network_can_be_traced_symbolically(name: str, norm: str) -> None:
 def test_channel_ties_can_be_traced(name: str) -> None:
     network = make(name, width=0.5, norm="batch")
     graph = torch_pruning.DependencyGraph().build_dependency(network, batch(2, *shape_for(name)))
-    first = next(part for part in network.modules() if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Linear)))
+    first = next(
+        part for part in network.modules() if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Linear))
+    )
     linear = isinstance(first, nn.Linear)
-    cut = torch_pruning.prune_linear_out_channels if linear else torch_pruning.prune_conv_out_channels
+    cut = (
+        torch_pruning.prune_linear_out_channels if linear else torch_pruning.prune_conv_out_channels
+    )
     before = parameters(network)
     graph.get_pruning_group(first, cut, idxs=[0]).prune()
     assert network(batch(2, *shape_for(name))).shape == (2, CLASSES)
@@ -220,7 +258,9 @@ def test_the_table_agrees_with_the_builders() -> None:
         options = inspect.signature(info.build).parameters
         assert info.norm == options["norm"].default, name
         assert info.input in ("image", "sequence", "vector", "any"), name
-        assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in options.values()), name
+        assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in options.values()), (
+            name
+        )
         assert {"shape", "classes", "width", "norm"} <= options.keys(), name
         assert info.title, name
         assert info.note, name

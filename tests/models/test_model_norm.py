@@ -28,7 +28,9 @@ def network(norm: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize(("dims", "shape"), [(1, (6, 8, 5)), (2, (6, 8, 5, 5)), (3, (6, 8, 3, 3, 3))])
+@pytest.mark.parametrize(
+    ("dims", "shape"), [(1, (6, 8, 5)), (2, (6, 8, 5, 5)), (3, (6, 8, 3, 3, 3))]
+)
 def test_every_kind_keeps_the_shape(kind: str, dims: int, shape: tuple[int, ...]) -> None:
     assert norm_layer(kind, 8, dims)(numbers(*shape)).shape == shape
 
@@ -144,7 +146,11 @@ def test_a_width_norm_keeps_one_affine_and_statistics_of_every_width() -> None:
 
 
 def test_a_width_norm_at_full_width_is_the_tracked_one() -> None:
-    plain, layer, x = norm_layer("tracked", 8), norm_layer("per-width", 8), 3 + 2 * numbers(32, 8, 4, 4)
+    plain, layer, x = (
+        norm_layer("tracked", 8),
+        norm_layer("per-width", 8),
+        3 + 2 * numbers(32, 8, 4, 4),
+    )
     torch.testing.assert_close(layer(x), plain(x))
     torch.testing.assert_close(layer.means[-1], plain.running_mean)
     torch.testing.assert_close(layer.variances[-1], plain.running_var)
@@ -186,7 +192,8 @@ def test_tracing_ties_the_statistics_of_all_widths_to_their_channels() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_cut_network_uses_the_statistics_of_its_width(width: float) -> None:
-    """Every row of the statistics holds its own number; what the small network computes shows which one it read."""
+    """Every row of the statistics holds its own number; what the small network computes shows which
+    one it read."""
     reference = width_network()
     view = prefix(reference.axes, width)
     state = view.extract(reference.initial)
@@ -197,12 +204,21 @@ def test_a_cut_network_uses_the_statistics_of_its_width(width: float) -> None:
     row = WIDTHS.index(width) + 1.0
     with torch.no_grad():
         into = network.stem.conv(x)
-        weight, bias = network.stem.norm.weight[:, None, None], network.stem.norm.bias[:, None, None]
-        torch.testing.assert_close(network.stem.norm(into), (into - row) / math.sqrt(row + 1e-5) * weight + bias)
+        weight, bias = (
+            network.stem.norm.weight[:, None, None],
+            network.stem.norm.bias[:, None, None],
+        )
+        torch.testing.assert_close(
+            network.stem.norm(into), (into - row) / math.sqrt(row + 1e-5) * weight + bias
+        )
     network.train()(x)
     moved = [bool((network.stem.norm.means[k] != k + 1).any()) for k in range(5)]
     assert moved == [level == width for level in WIDTHS]
-    assert all(layer.num_features == len(layer.weight) for layer in network.modules() if isinstance(layer, WidthNorm))
+    assert all(
+        layer.num_features == len(layer.weight)
+        for layer in network.modules()
+        if isinstance(layer, WidthNorm)
+    )
 
 
 def test_a_network_inside_another_moves_the_statistics_of_its_own_width() -> None:
@@ -216,8 +232,12 @@ def test_a_network_inside_another_moves_the_statistics_of_its_own_width() -> Non
     for name in reference.by_width:
         wide = inner.shape(name)[1]
         torch.testing.assert_close(state[name][1, :wide], alone.state_dict()[name][1])
-        assert torch.equal(state[name][:, wide:], outer.cut(name, reference.initial[name])[:, wide:])
-        assert torch.equal(state[name][[0, 2, 3, 4]], outer.cut(name, reference.initial[name])[[0, 2, 3, 4]])
+        assert torch.equal(
+            state[name][:, wide:], outer.cut(name, reference.initial[name])[:, wide:]
+        )
+        assert torch.equal(
+            state[name][[0, 2, 3, 4]], outer.cut(name, reference.initial[name])[[0, 2, 3, 4]]
+        )
 
 
 def test_a_network_that_is_only_asked_moves_no_statistics() -> None:

@@ -1,4 +1,5 @@
-"""Images with the channels of a pixel side by side: the same network, the same weights, only the order in memory differs."""
+"""Images with the channels of a pixel side by side: the same network, the same weights, only the
+order in memory differs."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_a_network_computes_the_same(model: str, channels: int) -> None:
     turned = by_pixel(module, x)
     assert turned.stride()[1] == 1 and torch.equal(turned, x)
     losses = [F.cross_entropy(module(given), torch.arange(5) % 3) for given in (x, turned)]
-    for one, other in zip(*(torch.autograd.grad(loss, list(module.parameters())) for loss in losses), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(loss, list(module.parameters())) for loss in losses), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     assert all(p.is_contiguous() for p in module.parameters())
 
@@ -59,4 +62,6 @@ def test_trying_leaves_the_network_alone() -> None:
     module = build("tinycnn", shape=(1, 8, 8), classes=3, norm="tracked").train()
     before = {name: t.clone() for name, t in module.state_dict().items()}
     assert takes_pixels(module, images())
-    assert module.training and all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+    assert module.training and all(
+        torch.equal(t, before[name]) for name, t in module.state_dict().items()
+    )

@@ -28,15 +28,19 @@ PICTURE = (3, 32, 32)
         ("preresnet18", 17, "stem", "stages.3.1.conv2", 512),
     ],
 )
-def test_taps_of_the_families(name: str, depth: int, first: str, last: str, features: int | None) -> None:
-    """Layers minus the classifier, without shortcuts; the norm that directly follows, and DenseNet's behind the last joining."""
+def test_taps_of_the_families(
+    name: str, depth: int, first: str, last: str, features: int | None
+) -> None:
+    """Layers minus the classifier, without shortcuts; the norm that directly follows, and
+    DenseNet's behind the last joining."""
     taps = find_taps(build(name, shape=PICTURE, classes=10), PICTURE)
     assert (taps.depth, taps.first, taps.last, taps.head) == (depth, first, last, "head")
     assert features in (None, taps.features)
 
 
 class Odd(nn.Module):
-    """A network of nobody's family: a shortcut of one convolution beside two, and in-place activation."""
+    """A network of nobody's family: a shortcut of one convolution beside two, and in-place
+    activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,12 +100,18 @@ def test_pooling_is_that_of_the_library_and_has_nothing_to_learn() -> None:
 
 
 def test_unlike_networks_get_features_of_one_size() -> None:
-    for module, shape in ((Odd(), (3, 8, 8)), (build("mlp", shape=(3, 8, 8), classes=5), (3, 8, 8))):
+    for module, shape in (
+        (Odd(), (3, 8, 8)),
+        (build("mlp", shape=(3, 8, 8), classes=5), (3, 8, 8)),
+    ):
         before = {name: t.clone() for name, t in module.state_dict().items()}
         made = with_features(module, find_taps(module, shape), 6, "sigmoid")
         taps = find_taps(made, shape)
         assert taps.features == 6 and taps.head.endswith(".out")
         with watching(made, (), taps.head) as seen:
             assert made(torch.randn(2, *shape)).shape == (2, 5)
-        assert float(seen["features"].detach().min()) >= 0 and float(seen["features"].detach().max()) <= 1
+        assert (
+            float(seen["features"].detach().min()) >= 0
+            and float(seen["features"].detach().max()) <= 1
+        )
         assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())

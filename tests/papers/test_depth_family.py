@@ -28,12 +28,17 @@ def reference() -> Reference:
 def test_the_views_are_the_published_family(reference: Reference) -> None:
     views = depth_views(reference)
     blocks = [tuple(kept(view, column) for column in columns(reference)) for view in views]
-    assert dict(zip(blocks, [parameters(reference.network(view)) for view in views], strict=True)) == FAMILY
+    assert (
+        dict(zip(blocks, [parameters(reference.network(view)) for view in views], strict=True))
+        == FAMILY
+    )
     assert round(sum(FAMILY.values()) / 5) == 12_288_023
 
 
 def test_the_views_have_the_stock_networks_tensors(reference: Reference) -> None:
     with torch.device("meta"):
-        stock = [build(name, shape=SHAPE, classes=10, norm="tracked").state_dict() for name in STOCK]
+        stock = [
+            build(name, shape=SHAPE, classes=10, norm="tracked").state_dict() for name in STOCK
+        ]
     for view, state in zip(depth_views(reference), stock, strict=True):
         assert view.shapes == {name: tuple(t.shape) for name, t in state.items()}

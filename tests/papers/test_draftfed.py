@@ -14,7 +14,8 @@ DENSENETS = {"densenet121": 5, "densenet161": 5, "densenet169": 5, "densenet201"
 
 
 @pytest.mark.parametrize(
-    ("fleet", "entries", "trained"), [(RESNETS, 762_925_852, 761_050_568), (DENSENETS, 323_815_780, 320_357_320)]
+    ("fleet", "entries", "trained"),
+    [(RESNETS, 762_925_852, 761_050_568), (DENSENETS, 323_815_780, 320_357_320)],
 )
 def test_the_published_traffic_of_averaging_is_every_entry_of_twenty_states(
     fleet: dict[str, int], entries: int, trained: int
@@ -28,7 +29,8 @@ def test_the_published_traffic_of_averaging_is_every_entry_of_twenty_states(
 
 
 def test_the_published_traffic_of_drafts_is_one_batch_of_one_densenet121() -> None:
-    """The norm behind the first convolution, the norm behind the last joining, and one number a row for the logits."""
+    """The norm behind the first convolution, the norm behind the last joining, and one number a row
+    for the logits."""
     module = build("densenet121", shape=SHAPE, classes=10, norm="tracked").eval()
     taps = find_taps(module, SHAPE)
     with torch.no_grad(), watching(module, (taps.first, taps.last)) as seen:

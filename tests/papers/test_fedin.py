@@ -1,4 +1,5 @@
-"""FedIN's published traffic: what the pairs of features add to a message (the networks' sizes are in test_depth_family)."""
+"""FedIN's published traffic: what the pairs of features add to a message (the networks' sizes are
+in test_depth_family)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_a_batch_of_pairs_is_the_published_overhead() -> None:
 
 
 def test_the_overhead_travels_up_and_down(tmp_path: Path) -> None:
-    """resnet10, here a part of resnet14, at 32x32 with the stock stem: real messages, against the same run without exchange."""
+    """resnet10, here a part of resnet14, at 32x32 with the stock stem: real messages, against the
+    same run without exchange."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (26, 32, 32, 3), dtype=np.uint8)
     np.savez(tmp_path / "noise.npz", x=x, y=np.arange(26) % 10, test=np.arange(26) >= 16)
@@ -49,12 +51,16 @@ def test_the_overhead_travels_up_and_down(tmp_path: Path) -> None:
         "participants": 1,
         "evaluate": Evaluation(every=2, clients=1),
     }
-    sent = [nestling.run(small(Named(FEDIN, {"exchange": on}), **setting)).metrics for on in (False, True)]
+    sent = [
+        nestling.run(small(Named(FEDIN, {"exchange": on}), **setting)).metrics
+        for on in (False, True)
+    ]
     plain, with_pairs = ([(row["bytes_down"], row["bytes_up"]) for row in rows] for rows in sent)
     extra = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(plain, with_pairs, strict=True)]
     # Four bytes a value; before the first round the server has none.
     assert extra == [(0, 4 * PAIRS), (4 * PAIRS, 4 * PAIRS)]
-    # Without pairs it is the network: 4 910 922 parameters and the running statistics of its normalisations.
+    # Without pairs it is the network: 4 910 922 parameters and the running statistics of its
+    # normalisations.
     with torch.device("meta"):
         state = build("resnet10", shape=SHAPE, classes=10, norm="tracked").state_dict()
     assert plain[0] == plain[1] == (sum(t.nbytes for t in state.values()),) * 2

@@ -23,8 +23,13 @@ def size(network: Reference, view: View) -> int:
     return sum(int(torch.Size(view.shape(name)).numel()) for name in network.parameters)
 
 
-@pytest.mark.parametrize(("name", "shape", "expected"), [("cnn", (1, 28, 28), MNIST), ("preresnet18", (3, 32, 32), CIFAR)])
-def test_views_of_the_five_levels(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [("cnn", (1, 28, 28), MNIST), ("preresnet18", (3, 32, 32), CIFAR)],
+)
+def test_views_of_the_five_levels(
+    name: str, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     network = reference(name, shape)
     assert tuple(size(network, prefix(network.axes, rate)) for rate in RATES) == expected
 
@@ -50,6 +55,13 @@ def test_bottleneck_networks_can_be_cut(rate: float) -> None:
         assert parameters(small) == size(network, view)
     assert parameters(network.network(prefix(network.axes, rate))) == parameters(
         build(
-            "resnet50", shape=(3, 32, 32), classes=10, norm="sbn", blocks=(1, 2), channels=(16, 16, 32), stem="cifar", width=rate
+            "resnet50",
+            shape=(3, 32, 32),
+            classes=10,
+            norm="sbn",
+            blocks=(1, 2),
+            channels=(16, 16, 32),
+            stem="cifar",
+            width=rate,
         )
     )

@@ -20,7 +20,14 @@ from nestling.errors import InputError
 from nestling.models import build
 from nestling.planning import descriptor, forecast
 from nestling.planning.arena import Buffer, aligned, floor_of, place
-from nestling.planning.descriptor import INPUT_GRADIENT, NONE, RELU, RELU6, TRAINED, DescriptorSettings
+from nestling.planning.descriptor import (
+    INPUT_GRADIENT,
+    NONE,
+    RELU,
+    RELU6,
+    TRAINED,
+    DescriptorSettings,
+)
 from nestling.planning.graph import Graph, Node, Unsupported, affine_of, lower
 from nestling.planning.plan import MemoryPlan, plan
 from nestling.runs.assemble import reference_network
@@ -72,7 +79,9 @@ def of(state: dict[str, Tensor], name: str | None) -> Tensor | None:
 def conv(node: Node, inputs: list[Tensor], state: dict[str, Tensor]) -> Tensor:
     weight = state[node.weight or ""]
     weight = weight.reshape(*weight.shape[:2], *node.kernel)
-    return F.conv2d(inputs[0], weight, of(state, node.bias), node.stride, node.padding, groups=node.groups)
+    return F.conv2d(
+        inputs[0], weight, of(state, node.bias), node.stride, node.padding, groups=node.groups
+    )
 
 
 def affine(node: Node, inputs: list[Tensor], state: dict[str, Tensor]) -> Tensor:
@@ -83,11 +92,15 @@ def affine(node: Node, inputs: list[Tensor], state: dict[str, Tensor]) -> Tensor
 OPERATIONS: dict[str, Callable[[Node, list[Tensor], dict[str, Tensor]], Tensor]] = {
     "conv": conv,
     "affine": affine,
-    "dense": lambda n, x, s: F.linear(x[0].flatten(1), s[n.weight or ""], of(s, n.bias))[..., None, None],
+    "dense": lambda n, x, s: F.linear(x[0].flatten(1), s[n.weight or ""], of(s, n.bias))[
+        ..., None, None
+    ],
     "max_pool": lambda n, x, s: F.max_pool2d(x[0], n.kernel, n.stride, n.padding),
     "avg_pool": lambda n, x, s: F.avg_pool2d(x[0], n.kernel, n.stride, n.padding),
     "add": lambda n, x, s: x[0] + x[1],
-    "group_norm": lambda n, x, s: F.group_norm(x[0], n.groups, of(s, n.weight), of(s, n.bias), n.eps),
+    "group_norm": lambda n, x, s: F.group_norm(
+        x[0], n.groups, of(s, n.weight), of(s, n.bias), n.eps
+    ),
     "activation": lambda n, x, s: x[0],
 }
 
@@ -105,7 +118,9 @@ def same(module: nn.Module, shape: tuple[int, ...], *, inference: bool = False) 
 
 
 @pytest.mark.parametrize(("name", "shape", "options"), NETWORKS)
-def test_a_graph_computes_what_its_network_computes(name: str, shape: tuple[int, ...], options: dict[str, object]) -> None:
+def test_a_graph_computes_what_its_network_computes(
+    name: str, shape: tuple[int, ...], options: dict[str, object]
+) -> None:
     module = network(name, shape, options)
     graph = same(module, shape)
     if name != "tinyexits":  # whose other exits no output depends on
@@ -135,7 +150,9 @@ def test_running_statistics_become_an_affine_for_inference(norm: str) -> None:
     assert frozen.header.output_grad == NONE
     entry = next(entry for entry in frozen.names if entry.name == graph.nodes[1].variance)
     scale, _ = affine_of(graph.nodes[1], module.state_dict())
-    assert np.array_equal(frozen.pack(module.state_dict())[entry.offset : entry.offset + entry.size], scale.numpy())
+    assert np.array_equal(
+        frozen.pack(module.state_dict())[entry.offset : entry.offset + entry.size], scale.numpy()
+    )
 
 
 class Functional(nn.Module):
@@ -143,8 +160,14 @@ class Functional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0)), nn.Parameter(torch.randn(5, 48) / 20)
-        self.scale, self.shift = nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(1, 4, 1, 1))
+        self.a, self.b = (
+            nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0)),
+            nn.Parameter(torch.randn(5, 48) / 20),
+        )
+        self.scale, self.shift = (
+            nn.Parameter(torch.randn(4, 1, 1)),
+            nn.Parameter(torch.randn(1, 4, 1, 1)),
+        )
         self.unused = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,7 +197,18 @@ class Sequence(nn.Module):
 def test_functional_code_and_values_read_twice() -> None:
     graph = same(Functional(), (2, 8, 7))
     kinds = [node.kind for node in graph.nodes]
-    assert kinds == ["conv", "activation", "activation", "add", "affine", "max_pool", "avg_pool", "add", "add", "dense"]
+    assert kinds == [
+        "conv",
+        "activation",
+        "activation",
+        "add",
+        "affine",
+        "max_pool",
+        "avg_pool",
+        "add",
+        "add",
+        "dense",
+    ]
     assert [node.activation for node in graph.nodes][1:5] == [RELU, RELU6, 0, RELU]
     assert graph.nodes[4].weight == "scale"
     assert graph.nodes[4].bias == "shift"
@@ -188,7 +222,15 @@ def test_sequences_have_height_one() -> None:
 
 
 def test_adaptive_pooling_that_divides() -> None:
-    same(nn.Sequential(nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d((4, 2)), nn.AdaptiveMaxPool2d((2, 2)), nn.Flatten()), (1, 8, 8))
+    same(
+        nn.Sequential(
+            nn.Conv2d(1, 2, 1),
+            nn.AdaptiveAvgPool2d((4, 2)),
+            nn.AdaptiveMaxPool2d((2, 2)),
+            nn.Flatten(),
+        ),
+        (1, 8, 8),
+    )
 
 
 class Odd(nn.Module):
@@ -212,9 +254,17 @@ def odd(what: Callable[[Tensor], Tensor]) -> nn.Module:
         (nn.Sequential(nn.Conv2d(1, 2, 3, dilation=2)), "0", "dilation"),
         (nn.Sequential(nn.ConvTranspose2d(1, 2, 3)), "0", "transposed"),
         (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(0.5)), "1", "dropout"),
-        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(4)), "1", "adaptive pooling of 6x6 to 4x4"),
+        (
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(4)),
+            "1",
+            "adaptive pooling of 6x6 to 4x4",
+        ),
         (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(6, 2)), "1", "several rows"),
-        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.LayerNorm(72)), "2", "layer normalisation"),
+        (
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.LayerNorm(72)),
+            "2",
+            "layer normalisation",
+        ),
         (nn.Sequential(nn.MaxPool2d(17, padding=8)), "0", "maximum over 289"),
         (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh()), "1", "-1"),
         (odd(lambda x: torch.cat([x, x], 1)), "", "concatenation"),
@@ -240,7 +290,9 @@ def test_what_the_runtime_lacks_is_named(module: nn.Module, layer: str, operatio
 
 
 @pytest.mark.parametrize(("name", "shape", "options"), NETWORKS)
-def test_a_plan_reaches_the_floor_and_loses_nothing(name: str, shape: tuple[int, ...], options: dict[str, object]) -> None:
+def test_a_plan_reaches_the_floor_and_loses_nothing(
+    name: str, shape: tuple[int, ...], options: dict[str, object]
+) -> None:
     made = plan(network(name, shape, options), shape, momentum=True, mask=True)
     assert made.parts["activations"] == made.floor
     assert sum(made.parts.values()) == made.arena
@@ -266,10 +318,15 @@ def test_the_descriptor_comes_back() -> None:
 
 
 def test_a_digit_network_by_hand() -> None:
-    """The ReLUs go behind the pools, so that the large maps are dead before the backward: it peaks at the first pool, both ways."""
+    """The ReLUs go behind the pools, so that the large maps are dead before the backward: it peaks
+    at the first pool, both ways."""
     made = plan(digits(1.0, 28), (1, 28, 28))
     image, large, pooled, winners = 4 * 28 * 28, 4 * 8 * 28 * 28, 4 * 8 * 14 * 14, 8 * 14 * 14
-    assert made.parts == {"weights": 4 * 9098, "gradients": 4 * 9098, "activations": image + large + pooled + winners}
+    assert made.parts == {
+        "weights": 4 * 9098,
+        "gradients": 4 * 9098,
+        "activations": image + large + pooled + winners,
+    }
     assert [op.activation for op in made.ops] == [0, RELU, 0, RELU, 0]
     both = TRAINED + INPUT_GRADIENT
     assert [op.flags for op in made.ops] == [TRAINED, INPUT_GRADIENT, both, INPUT_GRADIENT, both]
@@ -290,9 +347,14 @@ def test_the_keyword_network_against_the_feasibility_study() -> None:
 
 def test_blocks_come_only_when_asked_for() -> None:
     graph = lower(digits(), (1, 8, 8))
-    bare, full = plan(graph), plan(graph, momentum=True, anchor=True, mask=True, target=True, present=True)
+    bare, full = (
+        plan(graph),
+        plan(graph, momentum=True, anchor=True, mask=True, target=True, present=True),
+    )
     header = bare.header
-    assert (header.momentum, header.anchor, header.mask, header.target, header.present) == (NONE,) * 5
+    assert (header.momentum, header.anchor, header.mask, header.target, header.present) == (
+        NONE,
+    ) * 5
     assert full.parts["momentum"] == full.parts["anchor"] == 4 * 1898
     assert full.parts["mask"] == aligned(math.ceil(1898 / 8)) == 4 * math.ceil(1898 / 32)
     assert full.parts["target"] == full.parts["present"] == 40
@@ -302,7 +364,10 @@ def test_blocks_come_only_when_asked_for() -> None:
 
 def test_a_frozen_prefix_keeps_no_activations() -> None:
     module = network("resnet8", (3, 32, 32), {"width": 0.5})
-    whole, part = plan(module, (3, 32, 32)), plan(module, (3, 32, 32), freeze=("stem", "stages.0", "stages.1"))
+    whole, part = (
+        plan(module, (3, 32, 32)),
+        plan(module, (3, 32, 32), freeze=("stem", "stages.0", "stages.1")),
+    )
     head = plan(module, (3, 32, 32), freeze=("stem", "stages"))
     arena_run.run(part)
     arena_run.run(head)
@@ -312,9 +377,12 @@ def test_a_frozen_prefix_keeps_no_activations() -> None:
     assert head.ops[-1].flags == TRAINED
     assert whole.parts["activations"] > part.parts["activations"] >= head.parts["activations"]
     # The block of parameters begins with the trained ones.
-    assert [entry.trained for entry in part.names] == sorted((entry.trained for entry in part.names), reverse=True)
+    assert [entry.trained for entry in part.names] == sorted(
+        (entry.trained for entry in part.names), reverse=True
+    )
     frozen = next(node for node in part.graph.nodes if node.weight == "stages.2.0.conv1.weight")
-    assert part.ops[part.graph.nodes.index(frozen)].flags == TRAINED  # and no gradient for what comes before
+    # and no gradient for what comes before
+    assert part.ops[part.graph.nodes.index(frozen)].flags == TRAINED
 
 
 def test_a_layer_may_be_frozen_in_part() -> None:
@@ -346,7 +414,11 @@ def test_states_go_in_and_out() -> None:
 def test_a_mask_in_the_order_of_the_plan() -> None:
     module = digits()
     made = plan(module, (1, 8, 8), freeze=("0.weight",), mask=True)
-    flags = {name: torch.rand(tensor.shape) < 0.5 for name, tensor in module.state_dict().items() if name != "3.weight"}
+    flags = {
+        name: torch.rand(tensor.shape) < 0.5
+        for name, tensor in module.state_dict().items()
+        if name != "3.weight"
+    }
     found = made.mask(flags)
     for entry in made.names:
         if entry.trained:
@@ -373,7 +445,8 @@ def test_a_forecast_needs_no_second_plan() -> None:
 
 
 class Uneven(nn.Module):
-    """A pool over the edge, a group norm without weights, a value that an activation and a pool read, logits that end in a ReLU."""
+    """A pool over the edge, a group norm without weights, a value that an activation and a pool
+    read, logits that end in a ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,17 +460,28 @@ class Uneven(nn.Module):
 
 
 @pytest.mark.parametrize("freeze", [(), ("a.weight",), ("a",)])
-@pytest.mark.parametrize(("module", "shape"), [(Functional, (2, 8, 7)), (Uneven, (2, 7, 7)), (Sequence, (3, 12))])
-def test_a_plan_trains_as_torch_does(module: type[nn.Module], shape: tuple[int, ...], freeze: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("module", "shape"), [(Functional, (2, 8, 7)), (Uneven, (2, 7, 7)), (Sequence, (3, 12))]
+)
+def test_a_plan_trains_as_torch_does(
+    module: type[nn.Module], shape: tuple[int, ...], freeze: tuple[str, ...]
+) -> None:
     if toolchain.host_compiler() is None:
         pytest.skip("there is no C compiler: apt-get install gcc, or pip install nestling[tiny]")
     torch.manual_seed(5)
     net, x, y = module(), torch.randn(12, *shape), torch.arange(12) % 2
     made = plan(net, shape, freeze=freeze, momentum=True)
     steps = [Step(np.arange(4) + 4 * k) for k in range(3)]
-    done = native.run_job(Job(made, made.pack(net.state_dict()), DescriptorSettings(lr=0.02, momentum=0.9), steps), pack(x, y))
+    done = native.run_job(
+        Job(made, made.pack(net.state_dict()), DescriptorSettings(lr=0.02, momentum=0.9), steps),
+        pack(x, y),
+    )
     found = made.unpack(done.weights, net.state_dict())
-    trained = [p for n, p in net.named_parameters() if not any(n == f or n.startswith(f + ".") for f in freeze)]
+    trained = [
+        p
+        for n, p in net.named_parameters()
+        if not any(n == f or n.startswith(f + ".") for f in freeze)
+    ]
     optimiser = torch.optim.SGD(trained, lr=0.02, momentum=0.9)
     for step in steps:
         net.zero_grad()
@@ -415,12 +499,21 @@ def test_a_weight_under_two_names_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("tinycnn", (1, 28, 28)), ("dscnn", (1, 49, 10)), ("resnet8", (3, 32, 32)), ("cnn1d", (3, 32))]
+    ("name", "shape"),
+    [
+        ("tinycnn", (1, 28, 28)),
+        ("dscnn", (1, 49, 10)),
+        ("resnet8", (3, 32, 32)),
+        ("cnn1d", (3, 32)),
+    ],
 )
 def test_a_wider_piece_never_takes_less(name: str, shape: tuple[int, ...]) -> None:
     options = {"norm": "group"} if name == "dscnn" else {}
     reference = reference_network(name, options, shape, 10, 0, "main")
-    sizes = [sum(forecast.ram(plan(reference.network(ratio_view(reference, r)), shape)).values()) for r in RATIOS[::2]]
+    sizes = [
+        sum(forecast.ram(plan(reference.network(ratio_view(reference, r)), shape)).values())
+        for r in RATIOS[::2]
+    ]
     assert sizes == sorted(sizes)
 
 
@@ -443,44 +536,105 @@ def graphs(draw: st.DrawFn) -> Graph:
         shapes.append(shape)
         nodes.append(node)
     weights["head"] = (3, math.prod(shapes[-1]))
-    nodes.append(Node("dense", (len(shapes) - 1,), len(shapes), "head", activation=draw(st.sampled_from([0, 0, RELU]))))
+    nodes.append(
+        Node(
+            "dense",
+            (len(shapes) - 1,),
+            len(shapes),
+            "head",
+            activation=draw(st.sampled_from([0, 0, RELU])),
+        )
+    )
     return trimmed(nodes, [*shapes, (3, 1, 1)], weights)
 
 
 @st.composite
 def operations(
-    draw: st.DrawFn, index: int, source: int, shapes: list[tuple[int, int, int]], weights: dict[str, tuple[int, ...]]
+    draw: st.DrawFn,
+    index: int,
+    source: int,
+    shapes: list[tuple[int, int, int]],
+    weights: dict[str, tuple[int, ...]],
 ) -> tuple[Node, tuple[int, int, int]]:
     channels, high, wide = shapes[source]
-    kind = draw(st.sampled_from(["conv", "conv", "add", "add", "max_pool", "avg_pool", "group_norm", "affine", "activation"]))
-    node = Node(kind, (source,), len(shapes), activation=draw(st.sampled_from([0, RELU, RELU6])), layer=str(index))
+    kind = draw(
+        st.sampled_from(
+            [
+                "conv",
+                "conv",
+                "add",
+                "add",
+                "max_pool",
+                "avg_pool",
+                "group_norm",
+                "affine",
+                "activation",
+            ]
+        )
+    )
+    node = Node(
+        kind,
+        (source,),
+        len(shapes),
+        activation=draw(st.sampled_from([0, RELU, RELU6])),
+        layer=str(index),
+    )
     if kind == "conv":
         out = draw(st.integers(1, 4))
         weights |= {f"w{index}": (out, channels, 3, 3), f"b{index}": (out,)}
-        return replace(node, weight=f"w{index}", bias=f"b{index}", kernel=(3, 3), padding=(1, 1)), (out, high, wide)
+        return replace(node, weight=f"w{index}", bias=f"b{index}", kernel=(3, 3), padding=(1, 1)), (
+            out,
+            high,
+            wide,
+        )
     if kind in ("group_norm", "affine"):
         weights |= {f"w{index}": (channels,), f"b{index}": (channels,)}
-        return replace(node, weight=f"w{index}", bias=f"b{index}", groups=channels if kind == "group_norm" else 1), shapes[source]
+        return replace(
+            node,
+            weight=f"w{index}",
+            bias=f"b{index}",
+            groups=channels if kind == "group_norm" else 1,
+        ), shapes[source]
     if kind == "add":
-        other = draw(st.sampled_from([value for value, shape in enumerate(shapes) if shape == shapes[source]]))
+        other = draw(
+            st.sampled_from(
+                [value for value, shape in enumerate(shapes) if shape == shapes[source]]
+            )
+        )
         return replace(node, inputs=(source, other)), shapes[source]
     if kind == "activation":
         return replace(node, activation=RELU), shapes[source]
     kernel = (min(2, high), min(2, wide))
-    return replace(node, kernel=kernel, stride=kernel), (channels, high // kernel[0], wide // kernel[1])
+    return replace(node, kernel=kernel, stride=kernel), (
+        channels,
+        high // kernel[0],
+        wide // kernel[1],
+    )
 
 
-def trimmed(nodes: list[Node], shapes: list[tuple[int, int, int]], weights: dict[str, tuple[int, ...]]) -> Graph:
+def trimmed(
+    nodes: list[Node], shapes: list[tuple[int, int, int]], weights: dict[str, tuple[int, ...]]
+) -> Graph:
     """Without what the output does not depend on."""
     wanted = {nodes[-1].output}
     for node in reversed(nodes):
         wanted |= set(node.inputs) if node.output in wanted else set()
     kept = [node for node in nodes if node.output in wanted]
     number = {value: place for place, value in enumerate([0, *(node.output for node in kept)])}
-    kept = [replace(node, inputs=tuple(number[v] for v in node.inputs), output=number[node.output]) for node in kept]
+    kept = [
+        replace(node, inputs=tuple(number[v] for v in node.inputs), output=number[node.output])
+        for node in kept
+    ]
     used = {name for node in kept for name in (node.weight, node.bias) if name}
     left = {name: shape for name, shape in weights.items() if name in used}
-    return Graph(tuple(kept), tuple(shapes[value] for value in number), 0, len(number) - 1, left, frozenset(left))
+    return Graph(
+        tuple(kept),
+        tuple(shapes[value] for value in number),
+        0,
+        len(number) - 1,
+        left,
+        frozenset(left),
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -489,17 +643,29 @@ def test_no_buffer_of_any_plan_destroys_another(graph: Graph, data: st.DataObjec
     if 0 not in {value for node in graph.nodes for value in node.inputs}:
         return
     freeze = data.draw(st.sets(st.sampled_from(sorted(graph.weights))))
-    arena_run.run(plan(graph, freeze=tuple(freeze), momentum=data.draw(st.booleans()), mask=True, target=True))
+    arena_run.run(
+        plan(graph, freeze=tuple(freeze), momentum=data.draw(st.booleans()), mask=True, target=True)
+    )
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 10), st.integers(0, 6)), min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 10), st.integers(0, 6)),
+        min_size=1,
+        max_size=20,
+    )
+)
 def test_placed_buffers_are_apart_while_both_exist(drawn: list[tuple[int, int, int]]) -> None:
     buffers = [Buffer(size, start, start + length) for size, start, length in drawn]
     offsets, total = place(buffers)
     assert floor_of(buffers) <= total <= sum(aligned(buffer.size) for buffer in buffers)
     for step in range(17):
-        taken = sorted((at, at + b.size) for at, b in zip(offsets, buffers, strict=True) if b.start <= step <= b.end)
+        taken = sorted(
+            (at, at + b.size)
+            for at, b in zip(offsets, buffers, strict=True)
+            if b.start <= step <= b.end
+        )
         assert all(at % 4 == 0 and end <= total for at, end in taken)
         assert all(one[1] <= other[0] for one, other in pairwise(taken))
     assert place(buffers) == (offsets, total)

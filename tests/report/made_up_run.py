@@ -27,12 +27,18 @@ TIERS = [
         "binding": "ram",
         "reasons": [
             "RAM: needs 60 KB of 128 KB",
-            "of that RAM: weights 4.8 KB, gradients 4.8 KB, optimiser 0 B, activations 46 KB, runtime 4.4 KB",
+            "of that RAM: weights 4.8 KB, gradients 4.8 KB, optimiser 0 B, activations 46 KB, "
+            "runtime 4.4 KB",
             "flash: needs 40 KB of 512 KB",
             "time: 1.2 s a round, no limit set",
             "the next larger piece (0.25) is too much: RAM: needs 141 KB of 128 KB",
         ],
-        "sources": {"ram": "datasheet", "flash": "datasheet", "speed": "measured", "power": "estimate"},
+        "sources": {
+            "ram": "datasheet",
+            "flash": "datasheet",
+            "speed": "measured",
+            "power": "estimate",
+        },
     },
     {
         "name": "f746",
@@ -124,12 +130,18 @@ def write_run(
     """A run folder after `done` of `rounds` rounds; an unfinished one has no summary."""
     done = rounds if done is None else done
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "experiment.toml").write_text(CONFIG.format(rounds=rounds, seed=seed, method=method, rate=rate))
+    (folder / "experiment.toml").write_text(
+        CONFIG.format(rounds=rounds, seed=seed, method=method, rate=rate)
+    )
     records = _records(method, seed, done, gain, personal, global_model)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "federation.json").write_text(json.dumps(_federation(seed, clients, classes)))
     if done == rounds:
-        summary = {**_summary(records, method, title, seed, rounds, global_model), "group": group, "norm": norm}
+        summary = {
+            **_summary(records, method, title, seed, rounds, global_model),
+            "group": group,
+            "norm": norm,
+        }
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -140,18 +152,33 @@ def write_analysis(folder: Path, *, clients: int = 5, rows: int = 20, classes: i
     tiers = sorted(at % len(TIERS) for at in range(clients))
     draw = noise.uniform(0, 1, (3, clients, clients)).round(3)
     matrices = [
-        [[1.0 if a == b else float(m[min(a, b), max(a, b)]) for b in range(clients)] for a in range(clients)] for m in draw
+        [
+            [1.0 if a == b else float(m[min(a, b), max(a, b)]) for b in range(clients)]
+            for a in range(clients)
+        ]
+        for m in draw
     ]
-    gaps = [[None if 0 in (a, b) else value for b, value in enumerate(row)] for a, row in enumerate(matrices[0])]
+    gaps = [
+        [None if 0 in (a, b) else value for b, value in enumerate(row)]
+        for a, row in enumerate(matrices[0])
+    ]
     whole = list(range(clients))
     found = {
         "round": 20,
         "class_names": [f"c{c}" for c in range(classes)],
         "rows": [100 + row for row in range(rows)],
         "labels": [row * classes // rows for row in range(rows)],
-        "clients": [{"id": 10 + at, "tier": TIERS[tier]["name"], "params": 1000 + at} for at, tier in enumerate(tiers)],
+        "clients": [
+            {"id": 10 + at, "tier": TIERS[tier]["name"], "params": 1000 + at}
+            for at, tier in enumerate(tiers)
+        ],
         "cka": {"first": gaps, "features": matrices[1]},
-        "agreement": {"equal": matrices[0], "kl": matrices[1], "js": matrices[2], "right": [0.5] * clients},
+        "agreement": {
+            "equal": matrices[0],
+            "kl": matrices[1],
+            "js": matrices[2],
+            "right": [0.5] * clients,
+        },
         "maps": [
             {
                 "stage": stage,
@@ -173,13 +200,17 @@ def change(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def _records(method: str, seed: int, done: int, gain: float, personal: bool, global_model: bool) -> list[dict[str, Any]]:
+def _records(
+    method: str, seed: int, done: int, gain: float, personal: bool, global_model: bool
+) -> list[dict[str, Any]]:
     noise = stream(seed, "made-up", method)
     records = []
     for at in range(1, done + 1):
         evaluated = at % 2 == 0 or at in (1, done)
 
-        def accuracy(top: float, speed: float, on: bool, at: int = at, evaluated: bool = evaluated) -> float | None:
+        def accuracy(
+            top: float, speed: float, on: bool, at: int = at, evaluated: bool = evaluated
+        ) -> float | None:
             level = min(0.999, top + gain) - 0.85 * math.exp(-at / speed) + noise.normal(0, 0.006)
             return round(min(1.0, level), 4) if on and evaluated else None
 
@@ -187,7 +218,9 @@ def _records(method: str, seed: int, done: int, gain: float, personal: bool, glo
             tier["name"]: {
                 "global_accuracy": accuracy(0.86 + 0.035 * index, 3 + index, global_model),
                 "personal_accuracy": accuracy(0.90 + 0.02 * index, 2 + 0.5 * index, personal),
-                "loss": round(2.3 * math.exp(-at / (5 + index)) + 0.15 + abs(noise.normal(0, 0.02)), 4)
+                "loss": round(
+                    2.3 * math.exp(-at / (5 + index)) + 0.15 + abs(noise.normal(0, 0.02)), 4
+                )
                 if (at + index) % 3
                 else None,
                 "clients": 2,
@@ -226,7 +259,12 @@ def _trace(values: Mapping[int, float | None]) -> dict[str, Any]:
 
 
 def _summary(
-    records: list[dict[str, Any]], method: str, title: str, seed: int, rounds: int, global_model: bool
+    records: list[dict[str, Any]],
+    method: str,
+    title: str,
+    seed: int,
+    rounds: int,
+    global_model: bool,
 ) -> dict[str, Any]:
     kinds = ("global_accuracy", "personal_accuracy")
     return {
@@ -240,7 +278,10 @@ def _summary(
         "global_model": global_model,
         **{kind: _trace({r["round"]: r[kind] for r in records}) for kind in kinds},
         "by_tier": {
-            tier["name"]: {kind: _trace({r["round"]: r["by_tier"][tier["name"]][kind] for r in records}) for kind in kinds}
+            tier["name"]: {
+                kind: _trace({r["round"]: r["by_tier"][tier["name"]][kind] for r in records})
+                for kind in kinds
+            }
             for tier in TIERS
         },
         "bytes_up": sum(r["bytes_up"] for r in records),
@@ -261,7 +302,13 @@ def _federation(seed: int, clients: int, classes: int) -> dict[str, Any]:
     names = [tier["name"] for tier in TIERS for _ in range(int(str(tier["count"])))]
     shares = noise.dirichlet([0.5] * classes, size=clients)
     return {
-        "model": {"name": "tinycnn", "params": 60_000, "norm": "group", "shape": [1, 28, 28], "classes": classes},
+        "model": {
+            "name": "tinycnn",
+            "params": 60_000,
+            "norm": "group",
+            "shape": [1, 28, 28],
+            "classes": classes,
+        },
         "tiers": TIERS,
         "split": {
             "class_names": [str(c) for c in range(classes)],
@@ -270,7 +317,11 @@ def _federation(seed: int, clients: int, classes: int) -> dict[str, Any]:
             "clients_total": clients,
             "public": 100,
             "clients": [
-                {"id": c, "tier": names[c % len(names)], "counts": [int(600 * share) for share in shares[c]]}
+                {
+                    "id": c,
+                    "tier": names[c % len(names)],
+                    "counts": [int(600 * share) for share in shares[c]],
+                }
                 for c in range(min(clients, 100))
             ],
         },

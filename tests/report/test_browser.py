@@ -1,4 +1,5 @@
-"""The pages in a real browser: drawn, quiet, readable on a phone, dark when asked, and complete without JavaScript."""
+"""The pages in a real browser: drawn, quiet, readable on a phone, dark when asked, and complete
+without JavaScript."""
 
 from __future__ import annotations
 
@@ -28,14 +29,17 @@ FLAGS = [
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver on the path"),
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver on the path"
+    ),
 ]
 
 UNDRAWN = """
 const charts = [...document.querySelectorAll('svg.chart')];
 const seen = (mark) => {
   const box = mark.getBBox();
-  return box.width > 0 && (box.height > 0 || mark.getTotalLength() > 0) && mark.getBoundingClientRect().width > 0;
+  const drawn = box.width > 0 && (box.height > 0 || mark.getTotalLength() > 0);
+  return drawn && mark.getBoundingClientRect().width > 0;
 };
 return [charts.length, charts.filter((chart) => {
   const marks = [...chart.querySelectorAll('.mark')];
@@ -92,7 +96,10 @@ def show(driver: Any, path: Path, *, width: int = 1280, scheme: str = "light") -
 
 
 def emulate(driver: Any, scheme: str) -> None:
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+    )
 
 
 def background(driver: Any) -> str:
@@ -102,7 +109,8 @@ def background(driver: Any) -> str:
 def bring_into_view(driver: Any, element: Any) -> None:
     """Scroll, and wait for the frame in which the page is told of it."""
     driver.execute_async_script(
-        "arguments[0].scrollIntoView({block: 'center'}); requestAnimationFrame(() => requestAnimationFrame(arguments[1]))",
+        "arguments[0].scrollIntoView({block: 'center'}); requestAnimationFrame(() => "
+        "requestAnimationFrame(arguments[1]))",
         element,
     )
 
@@ -121,14 +129,21 @@ def test_every_chart_is_drawn(page: Any) -> None:
 
 
 def test_nothing_is_fetched_and_nothing_goes_wrong(page: Any) -> None:
-    assert page.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
+    assert (
+        page.execute_script(
+            "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+        )
+        == []
+    )
     assert page.get_log("browser") == []
 
 
 @pytest.mark.parametrize("width", [320, 360, 768])
 def test_no_page_scrolls_sideways(page: Any, width: int) -> None:
     show(page, Path(page.current_url.removeprefix("file://")), width=width)
-    page.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    page.execute_script(
+        "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+    )
     assert page.execute_script("return innerWidth") == width
     assert page.execute_script("return document.scrollingElement.scrollWidth") <= width + 1
 
@@ -136,8 +151,10 @@ def test_no_page_scrolls_sideways(page: Any, width: int) -> None:
 def test_text_in_charts_is_readable_on_a_phone(driver: Any, made: dict[str, Path]) -> None:
     show(driver, made["run"], width=360)
     sizes = driver.execute_script(
-        "return [...document.querySelectorAll('svg.chart')].map((chart) => chart.getBoundingClientRect().width"
-        " / chart.viewBox.baseVal.width * parseFloat(getComputedStyle(chart.querySelector('text')).fontSize))"
+        "return [...document.querySelectorAll('svg.chart')].map((chart) => "
+        "chart.getBoundingClientRect().width"
+        " / chart.viewBox.baseVal.width * "
+        "parseFloat(getComputedStyle(chart.querySelector('text')).fontSize))"
     )
     assert min(sizes) >= 9
 
@@ -197,7 +214,10 @@ def test_a_click_on_a_heading_sorts(driver: Any, made: dict[str, Path]) -> None:
     table = driver.find_element("css selector", "#accuracy table")
 
     def column(number: int) -> list[str]:
-        return [cell.text for cell in table.find_elements("css selector", f"tbody tr > :nth-child({number})")]
+        return [
+            cell.text
+            for cell in table.find_elements("css selector", f"tbody tr > :nth-child({number})")
+        ]
 
     before = column(3)
     button = table.find_element("css selector", "thead tr:last-child th:nth-child(3) button")

@@ -44,20 +44,36 @@ def test_the_part_tells_what_the_analysis_holds(tmp_path: Path) -> None:
     page = write_report(analysed(tmp_path))
     text, drawn = outline(page).text, charts(page)
     for words in (
-        "The clients' models compared", "5 clients on 20 rows of the test set, after round 20.", "Same answer", "CKA, features",
-        "CKA, first convolution", "Map of the logits", "Made by t-SNE", "client 12 (", "Client 99 is left out.", "1,004", "50.0%",
+        "The clients' models "
+        "compared", "5 clients on 20 rows of the test set, after "
+                    "round 20.", "Same answer", "CKA, features",
+        "CKA, first convolution", "Map of the logits", "Made by t-SNE", "client 12 (",
+        "Client 99 is left out.", "1,004", "50.0%",
     ):  # fmt: skip
         assert words in text, words
     assert "CKA, last" not in text
-    assert {"c-equal", "c-js", "c-cka-first", "c-cka-features", "c-map-features", "c-map-logits", "c-map-first"} <= set(drawn)
+    assert {
+        "c-equal",
+        "c-js",
+        "c-cka-first",
+        "c-cka-features",
+        "c-map-features",
+        "c-map-logits",
+        "c-map-first",
+    } <= set(drawn)
     found = json.loads((tmp_path / "analysis.json").read_text())
     notes = [title.text for title in drawn["c-equal"].iter("title")]
     assert f"clients 10 and 13: {100 * found['agreement']['equal'][0][3]:.1f}%" in notes
     cells = {
-        ident: sum(r.attrib["class"] == "cell mark" for r in drawn[ident].iter("rect")) for ident in ("c-equal", "c-cka-first")
+        ident: sum(r.attrib["class"] == "cell mark" for r in drawn[ident].iter("rect"))
+        for ident in ("c-equal", "c-cka-first")
     }
     assert cells == {"c-equal": 25, "c-cka-first": 16}  # a client without convolutions leaves a gap
-    dots = [p.find("title").text for p in drawn["c-map-features"].iter("path") if "dot" in p.attrib["class"].split()]
+    dots = [
+        p.find("title").text
+        for p in drawn["c-map-features"].iter("path")
+        if "dot" in p.attrib["class"].split()
+    ]
     assert len(dots) == 50 and dots[0] == "client 10 (STM32F446RE), class c0, test row 100"
 
 
@@ -97,7 +113,9 @@ def test_everything_from_the_file_is_escaped(tmp_path: Path) -> None:
 
 
 def test_no_field_of_the_wrong_kind_stops_the_report(tmp_path: Path) -> None:
-    folder = write_analysis(write_run(tmp_path, rounds=2, clients=3, classes=3), clients=3, rows=4, classes=2)
+    folder = write_analysis(
+        write_run(tmp_path, rounds=2, clients=3, classes=3), clients=3, rows=4, classes=2
+    )
     path = folder / "analysis.json"
     document = path.read_text()
     odd: list[Any] = [None, "x", [], {}, -1, True, [None], {"a": 1}, 1.5, 10**400]
@@ -123,12 +141,26 @@ def test_a_pair_map_is_stronger_for_more_and_writes_numbers_where_there_is_room(
     def draw(values: list[list[float | None]]) -> ET.Element:
         names = [str(n) for n in range(len(values))]
         groups = [SvgGroup("g", 0, len(values))]
-        return ET.fromstring(pair_map(values, names=names, groups=groups, tell=str, title="T", desc="D", ident="h"))
+        return ET.fromstring(
+            pair_map(values, names=names, groups=groups, tell=str, title="T", desc="D", ident="h")
+        )
 
     root = draw([[1.0, 0.25], [-0.5, None]])
-    cells = {r.find("title").text: float(r.attrib["fill-opacity"]) for r in root.iter("rect") if "cell" in r.attrib["class"]}
-    assert cells == {"clients 0 and 0: 1.0": 0.55, "clients 0 and 1: 0.25": 0.14, "clients 1 and 0: -0.5": 0.0}
-    assert [t.text for t in root.iter("text") if t.attrib["class"] == "in"] == ["1.00", "0.25", "-0.50"]
+    cells = {
+        r.find("title").text: float(r.attrib["fill-opacity"])
+        for r in root.iter("rect")
+        if "cell" in r.attrib["class"]
+    }
+    assert cells == {
+        "clients 0 and 0: 1.0": 0.55,
+        "clients 0 and 1: 0.25": 0.14,
+        "clients 1 and 0: -0.5": 0.0,
+    }
+    assert [t.text for t in root.iter("text") if t.attrib["class"] == "in"] == [
+        "1.00",
+        "0.25",
+        "-0.50",
+    ]
     many = draw([[0.5] * 30] * 30)
     assert not [t for t in many.iter("text") if t.attrib["class"] == "in"]
 
@@ -148,8 +180,13 @@ def test_every_point_of_a_map_stays_inside_it(spots: list[tuple[float, float]]) 
 
 def test_a_map_keeps_both_directions_in_one_measure() -> None:
     dots = [Dot(x, y, 0, 0, "") for x, y in ((0, 0), (2, 0), (0, 1))]
-    drawn = [p.attrib["d"] for p in ET.fromstring(point_map(dots, [], title="T", desc="D", ident="m")).iter("path")]
-    (x0, y0), (x1, y1), (x2, y2) = (map(float, re.match(r"M([-\d.]+) ([-\d.]+)", d).groups()) for d in drawn)  # type: ignore[union-attr]
+    drawn = [
+        p.attrib["d"]
+        for p in ET.fromstring(point_map(dots, [], title="T", desc="D", ident="m")).iter("path")
+    ]
+    (x0, y0), (x1, y1), (x2, y2) = (
+        map(float, re.match(r"M([-\d.]+) ([-\d.]+)", d).groups()) for d in drawn
+    )  # type: ignore[union-attr]
     assert (x1 - x0) == pytest.approx(2 * (y0 - y2), abs=0.3) and y1 == y0 and x2 == x0 and y2 < y0
     with pytest.raises(ValueError, match="at least one point"):
         point_map([], [], title="T", desc="D", ident="m")

@@ -22,7 +22,10 @@ def test_runs_that_differ_in_the_seed_alone_are_one_setting(tmp_path: Path) -> N
     runs = [write_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
     other = write_run(tmp_path / "other", method="fedavg", title="FedAvg")
     settings = settings_of(entries(*runs, other))
-    assert [(setting.label, len(setting.entries)) for setting in settings] == [("HeteroFL", 3), ("FedAvg", 1)]
+    assert [(setting.label, len(setting.entries)) for setting in settings] == [
+        ("HeteroFL", 3),
+        ("FedAvg", 1),
+    ]
 
 
 def test_where_a_run_is_carried_out_does_not_set_it_apart(tmp_path: Path) -> None:
@@ -41,7 +44,9 @@ def test_another_configuration_is_another_setting_and_says_in_what(tmp_path: Pat
 
 
 def test_a_copy_of_a_run_adds_no_certainty(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 1), ("copy", 0))]
+    runs = [
+        write_run(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 1), ("copy", 0))
+    ]
     (setting,) = settings_of(entries(*runs))
     assert [entry.run.name for entry in setting.entries] == ["a", "b"]
     text = outline(write_comparison(runs, tmp_path / "all.html")).text
@@ -62,12 +67,20 @@ def test_the_page_gives_mean_and_spread_and_keeps_columns_apart(tmp_path: Path) 
         "personal_accuracy": [(0.71, 0.75), (0.72, 0.77), (0.75, 0.79)],
     }
     for at, run in enumerate(runs):
-        change(run / "summary.json", **{key: {"last": v[at][0], "best": v[at][1], "best_round": 5} for key, v in shown.items()})
+        change(
+            run / "summary.json",
+            **{
+                key: {"last": v[at][0], "best": v[at][1], "best_round": 5}
+                for key, v in shown.items()
+            },
+        )
     text = outline(write_comparison(runs, tmp_path / "all.html")).text
     expected = []
     for values in shown.values():
         for column in zip(*values, strict=True):
-            expected.append(f"{100 * statistics.fmean(column):.2f} ± {100 * statistics.stdev(column):.2f}%")
+            expected.append(
+                f"{100 * statistics.fmean(column):.2f} ± {100 * statistics.stdev(column):.2f}%"
+            )
     assert " ".join(["HeteroFL 3", *expected]) in text
     assert "Global accuracy over rounds" in text
     assert "Global accuracy over bytes" in text
@@ -87,14 +100,21 @@ def test_unfinished_and_bare_runs_compare(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "metrics.jsonl").write_text(json.dumps({"round": 1, "global_accuracy": 0.5}) + "\n")
-    text = outline(write_comparison([write_run(tmp_path / "half", done=5), bare], tmp_path / "new" / "all.html")).text
+    text = outline(
+        write_comparison(
+            [write_run(tmp_path / "half", done=5), bare], tmp_path / "new" / "all.html"
+        )
+    ).text
     assert "5 of 20" in text
     assert "bare" in text
 
 
 def test_the_same_folder_twice_is_one_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
-    assert "1 run compared" in outline(write_comparison([run, tmp_path / "." / "a"], tmp_path / "all.html")).text
+    assert (
+        "1 run compared"
+        in outline(write_comparison([run, tmp_path / "." / "a"], tmp_path / "all.html")).text
+    )
 
 
 def test_nothing_to_compare_and_a_folder_as_target_are_refused(tmp_path: Path) -> None:
@@ -104,7 +124,9 @@ def test_nothing_to_compare_and_a_folder_as_target_are_refused(tmp_path: Path) -
         write_comparison([write_run(tmp_path / "a")], tmp_path)
 
 
-def test_methods_of_different_groups_are_no_fair_column_and_the_reason_is_said(tmp_path: Path) -> None:
+def test_methods_of_different_groups_are_no_fair_column_and_the_reason_is_said(
+    tmp_path: Path,
+) -> None:
     runs = [
         write_run(tmp_path / "a", method="heterofl", title="HeteroFL", group="A"),
         write_run(tmp_path / "b", method="lotteryfl", title="LotteryFL", group="C"),
@@ -112,7 +134,9 @@ def test_methods_of_different_groups_are_no_fair_column_and_the_reason_is_said(t
     ]
     table, cautions = compare_runs(runs)
     assert table.row_count == 3
-    assert any("groups A" in text and "C (personal" in text and "measured by" in text for text in cautions)
+    assert any(
+        "groups A" in text and "C (personal" in text and "measured by" in text for text in cautions
+    )
     assert "Not one fair column" in outline(write_comparison(runs, tmp_path / "all.html")).text
     assert not any("fair" in text for text in compare_runs([runs[0], runs[2]])[1])
 

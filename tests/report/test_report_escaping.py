@@ -1,4 +1,5 @@
-"""Whatever a run's files say is text: on no page does it become markup, and no template is filled in by it."""
+"""Whatever a run's files say is text: on no page does it become markup, and no template is filled
+in by it."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ from tests.report.test_report_page import PACKAGE, outline
 
 HOSTILE = "<evil onclick='x' class=\"y\">&amp;\n{{ 7 * 7 }}{% raw %}"
 ESCAPED = "&lt;evil onclick=&#39;x&#39; class=&#34;y&#34;&gt;&amp;amp;\n{{ 7 * 7 }}{% raw %}"
-KEPT = {"first", "features", "logits", *(tier["name"] for tier in TIERS)}  # what a file says of them is found by these names
+# what a file says of them is found by these names
+KEPT = {"first", "features", "logits", *(tier["name"] for tier in TIERS)}
 TEMPLATES = sorted((PACKAGE / "templates").glob("*.html"))
 
 
 def poison(value: Any, marks: dict[str, str], numbers: count[int], at: str) -> Any:
-    """`value` with every text that a page may show made hostile, each with a number of its own; `marks` says which is where."""
+    """`value` with every text that a page may show made hostile, each with a number of its own;
+    `marks` says which is where."""
     if isinstance(value, dict):
         return {key: poison(entry, marks, numbers, f"{at}.{key}") for key, entry in value.items()}
     if isinstance(value, list):
@@ -40,29 +43,42 @@ def poison(value: Any, marks: dict[str, str], numbers: count[int], at: str) -> A
 
 
 SHOWN = {
-    "summary.json.title", "summary.json.data", "summary.json.model", "summary.json.commit", "summary.json.versions.torch",
-    "federation.json.tiers.title", "federation.json.tiers.kind", "federation.json.tiers.core", "federation.json.tiers.board",
+    "summary.json.title", "summary.json.data", "summary.json.model", "summary.json.commit",
+    "summary.json.versions.torch",
+    "federation.json.tiers.title", "federation.json.tiers.kind", "federation.json.tiers.core",
+    "federation.json.tiers.board",
     "federation.json.tiers.model", "federation.json.tiers.binding", "federation.json.model.name",
     "federation.json.tiers.reasons", "federation.json.split.class_names",
-    "federation.json.split.kind", "analysis.json.class_names", "analysis.json.maps.how", "analysis.json.notes",
+    "federation.json.split.kind", "analysis.json.class_names", "analysis.json.maps.how",
+    "analysis.json.notes",
     "boards.jsonl.board",
 }  # fmt: skip
 
 
 def hostile_run(folder: Path) -> tuple[Path, dict[str, str]]:
-    """A run with everything that a page can show, all of its texts hostile, in a folder and under tiers with hostile names."""
+    """A run with everything that a page can show, all of its texts hostile, in a folder and under
+    tiers with hostile names."""
     made = write_analysis(write_run(folder / f"run {HOSTILE}"))
     change(made / "federation.json", tiers=[{**tier, "board": "host board"} for tier in TIERS])
-    (made / "boards.jsonl").write_text(json.dumps({"client": 0, "board": "nucleo", "ram_there": 1000}) + "\n")
-    (made / "experiment.toml").write_text(f"# config {HOSTILE}\nrounds = 20\n".replace("\n{{", "\n# {{"))
+    (made / "boards.jsonl").write_text(
+        json.dumps({"client": 0, "board": "nucleo", "ram_there": 1000}) + "\n"
+    )
+    (made / "experiment.toml").write_text(
+        f"# config {HOSTILE}\nrounds = 20\n".replace("\n{{", "\n# {{")
+    )
     marks: dict[str, str] = {}
     numbers = count(1)
     for path in made.iterdir():
         if path.suffix in (".json", ".jsonl"):
-            lines = [poison(json.loads(line), marks, numbers, path.name) for line in path.read_text().splitlines()]
+            lines = [
+                poison(json.loads(line), marks, numbers, path.name)
+                for line in path.read_text().splitlines()
+            ]
             text = "".join(json.dumps(line) + "\n" for line in lines)
             for tier in TIERS:
-                text = text.replace(f'"{tier["name"]}"', json.dumps(f"tier {tier['name']} {HOSTILE}"))
+                text = text.replace(
+                    f'"{tier["name"]}"', json.dumps(f"tier {tier['name']} {HOSTILE}")
+                )
             path.write_text(text)
     return made, marks
 
@@ -70,13 +86,19 @@ def hostile_run(folder: Path) -> tuple[Path, dict[str, str]]:
 def test_hostile_text_in_every_field_appears_only_escaped(tmp_path: Path) -> None:
     folder, marks = hostile_run(tmp_path)
     analysis = write_analysis_page(folder, tmp_path / "analysis.html")
-    pages = [write_report(folder), write_comparison([folder, write_run(tmp_path / "b")], tmp_path / "all.html"), analysis]
+    pages = [
+        write_report(folder),
+        write_comparison([folder, write_run(tmp_path / "b")], tmp_path / "all.html"),
+        analysis,
+    ]
     shown = set()
     for page in pages:
         text, found = page.read_text(encoding="utf-8"), outline(page)
         assert "<evil" not in text
         assert "&amp;lt;" not in text  # and nothing is escaped twice
-        assert "evil" not in {tag for tag, _ in found.tags} and not any("onclick" in attrs for _, attrs in found.tags)
+        assert "evil" not in {tag for tag, _ in found.tags} and not any(
+            "onclick" in attrs for _, attrs in found.tags
+        )
         shown |= {at for mark, at in marks.items() if mark + ESCAPED in text}
     assert shown >= SHOWN, SHOWN - shown
     report = pages[0].read_text(encoding="utf-8")
@@ -88,12 +110,16 @@ def test_every_piece_escapes_what_is_no_markup() -> None:
     pieces = [
         section(HOSTILE, HOSTILE, HOSTILE, Markup("<b>kept</b>")),
         section("a", "b", "c", HOSTILE),  # type: ignore[arg-type]
-        table([Column(HOSTILE, group=HOSTILE)], [[Cell(HOSTILE)]], label=HOSTILE, foot=[Cell(HOSTILE)]),
+        table(
+            [Column(HOSTILE, group=HOSTILE)], [[Cell(HOSTILE)]], label=HOSTILE, foot=[Cell(HOSTILE)]
+        ),
         pairs([(HOSTILE, HOSTILE)], HOSTILE),
         source(HOSTILE),
         note(HOSTILE) + HOSTILE,
     ]
-    assert all(isinstance(piece, Markup) and "<evil" not in piece and ESCAPED in piece for piece in pieces)
+    assert all(
+        isinstance(piece, Markup) and "<evil" not in piece and ESCAPED in piece for piece in pieces
+    )
     assert "<b>kept</b>" in pieces[0]
 
 
@@ -109,5 +135,8 @@ def test_a_value_that_is_forgotten_is_an_error() -> None:
 
 
 def test_jinja_is_not_imported_before_a_page_is_made() -> None:
-    asked = "import sys, nestling, nestling.cli, nestling.report.page; sys.exit('jinja2' in sys.modules)"
+    asked = (
+        "import sys, nestling, nestling.cli, nestling.report.page; sys.exit('jinja2' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0

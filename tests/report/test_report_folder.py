@@ -26,7 +26,17 @@ def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("bad", ['{"round": 3, "loss"', "not json", "[1, 2]", '{"loss": 1}', '{"round": "three"}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"round": 3, "loss"',
+        "not json",
+        "[1, 2]",
+        '{"loss": 1}',
+        '{"round": "three"}',
+        "[" * 100_000,
+    ],
+)
 def test_a_corrupt_line_is_named_with_its_file(tmp_path: Path, bad: str) -> None:
     path = write_run(tmp_path) / "metrics.jsonl"
     lines = path.read_text().splitlines()
@@ -58,7 +68,12 @@ def test_a_last_line_that_is_complete_but_corrupt_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("summary.json", '{\n"method": }'), ("federation.json", "[]"), ("experiment.toml", "rounds = ")]
+    ("name", "text"),
+    [
+        ("summary.json", '{\n"method": }'),
+        ("federation.json", "[]"),
+        ("experiment.toml", "rounds = "),
+    ],
 )
 def test_other_corrupt_files_are_named(tmp_path: Path, name: str, text: str) -> None:
     (write_run(tmp_path) / name).write_text(text)
@@ -70,10 +85,16 @@ def test_a_round_written_twice_counts_once_and_the_later_wins(tmp_path: Path) ->
     (tmp_path / "metrics.jsonl").write_text(
         '{"round":1,"loss":1}\n{"round":2,"loss":2}\n{"round":2,"loss":3}\n{"round":3,"loss":4}\n'
     )
-    assert [(record["round"], record["loss"]) for record in read_run(tmp_path).metrics] == [(1, 1), (2, 3), (3, 4)]
+    assert [(record["round"], record["loss"]) for record in read_run(tmp_path).metrics] == [
+        (1, 1),
+        (2, 3),
+        (3, 4),
+    ]
 
 
-def test_the_summary_counted_from_the_rounds_equals_the_one_that_was_written(tmp_path: Path) -> None:
+def test_the_summary_counted_from_the_rounds_equals_the_one_that_was_written(
+    tmp_path: Path,
+) -> None:
     run = read_run(write_run(tmp_path))
     written = json.loads((tmp_path / "summary.json").read_text())
     (tmp_path / "summary.json").unlink()
@@ -90,7 +111,13 @@ def test_the_summary_counted_from_the_rounds_equals_the_one_that_was_written(tmp
         "late",
     ):
         assert counted[key] == written[key], key
-    assert [counted[key] for key in ("method", "data", "model", "seed", "rounds")] == ["heterofl", "mnist12k", "tinycnn", 0, 20]
+    assert [counted[key] for key in ("method", "data", "model", "seed", "rounds")] == [
+        "heterofl",
+        "mnist12k",
+        "tinycnn",
+        0,
+        20,
+    ]
     assert not is_behind(run)
 
 
@@ -115,10 +142,18 @@ def test_the_summary_of_before_a_resume_does_not_hide_newer_rounds(tmp_path: Pat
 
 def test_the_best_round_is_the_earliest_of_equals_and_nan_is_no_accuracy(tmp_path: Path) -> None:
     values = ["0.5", "0.9", "null", "0.9", "NaN"]
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"round":{n},"global_accuracy":{v}}}\n' for n, v in enumerate(values, 1)))
-    assert summarise(read_run(tmp_path))["global_accuracy"] == {"last": 0.9, "best": 0.9, "best_round": 2}
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"round":{n},"global_accuracy":{v}}}\n' for n, v in enumerate(values, 1))
+    )
+    assert summarise(read_run(tmp_path))["global_accuracy"] == {
+        "last": 0.9,
+        "best": 0.9,
+        "best_round": 2,
+    }
 
 
 def test_traffic_adds_up_where_the_totals_are_missing(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"round":1,"bytes_up":1,"bytes_down":2}\n{"round":2,"bytes_up":3,"bytes_down":4}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"round":1,"bytes_up":1,"bytes_down":2}\n{"round":2,"bytes_up":3,"bytes_down":4}\n'
+    )
     assert traffic_totals(read_run(tmp_path)) == [3, 10]

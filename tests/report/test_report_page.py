@@ -22,7 +22,8 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Outline(HTMLParser):
-    """Every start tag with its attributes, the text of the page, and whether tags close in order."""
+    """Every start tag with its attributes, the text of the page, and whether tags close in
+    order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -58,8 +59,16 @@ def outline(path: Path) -> Outline:
 
 def pages(folder: Path) -> list[Path]:
     """One page of each kind, of made-up runs."""
-    runs = [write_run(folder / "a"), write_run(folder / "b", seed=1), write_run(folder / "c", method="fedavg", title="FedAvg")]
-    return [write_report(runs[0]), write_report(write_run(folder / "half", done=4)), write_comparison(runs, folder / "all.html")]
+    runs = [
+        write_run(folder / "a"),
+        write_run(folder / "b", seed=1),
+        write_run(folder / "c", method="fedavg", title="FedAvg"),
+    ]
+    return [
+        write_report(runs[0]),
+        write_report(write_run(folder / "half", done=4)),
+        write_comparison(runs, folder / "all.html"),
+    ]
 
 
 def test_the_page_tells_the_whole_story(tmp_path: Path) -> None:
@@ -71,10 +80,14 @@ def test_the_page_tells_the_whole_story(tmp_path: Path) -> None:
         assert f"{100 * summary[kind]['last']:.1f}%" in text
         assert f"{100 * summary[kind]['best']:.1f}%" in text
     for words in (
-        "HeteroFL", "mnist12k", "tinycnn", "20 rounds, finished", "9.6 MB", "10.2 MB", "20 min 30 s", "16 s", "Refused 1",
-        "Late 2", "Dropped 0", "Accuracy by tier over rounds", "Accuracy by tier over bytes", "Personal accuracy over rounds",
+        "HeteroFL", "mnist12k", "tinycnn", "20 rounds, finished", "9.6 MB", "10.2 MB",
+        "20 min 30 s", "16 s", "Refused 1",
+        "Late 2", "Dropped 0", "Accuracy by tier over "
+                               "rounds", "Accuracy by tier over "
+                                         "bytes", "Personal accuracy over rounds",
         "What each device trains and why it fits", "60 KB of 128 KB (47%)", "Bound by RAM",
-        "the next larger piece (0.25) is too much", "Dirichlet split with α = 0.5; 20 clients; 100 public samples", "~0.31 J",
+        "the next larger piece (0.25) is too "
+        "much", "Dirichlet split with α = 0.5; 20 clients; 100 public samples", "~0.31 J",
         "~ marks an estimate", '[method] name = "heterofl"', "1f0c2ab", "2.13.0",
     ):  # fmt: skip
         assert words in text, words
@@ -85,7 +98,11 @@ def test_charts_are_named_and_drawn(tmp_path: Path) -> None:
         found = outline(page)
         idents = [attrs["id"] for _, attrs in found.tags if "id" in attrs]
         assert len(idents) == len(set(idents))
-        charts = [attrs for tag, attrs in found.tags if tag == "svg" and "chart" in str(attrs.get("class")).split()]
+        charts = [
+            attrs
+            for tag, attrs in found.tags
+            if tag == "svg" and "chart" in str(attrs.get("class")).split()
+        ]
         assert len(charts) >= 4
         for chart in charts:
             assert set(str(chart["aria-labelledby"]).split()) <= set(idents)
@@ -99,9 +116,14 @@ def test_charts_over_rounds_and_over_bytes_have_their_own_axis(tmp_path: Path) -
         if "data-read-out" in attrs
     }
     ends = {
-        ident: [one["at"][-1][2] for one in json.loads(str(read_outs[ident]))] for ident in ("c-rounds", "c-bytes", "c-personal")
+        ident: [one["at"][-1][2] for one in json.loads(str(read_outs[ident]))]
+        for ident in ("c-rounds", "c-bytes", "c-personal")
     }
-    assert ends == {"c-rounds": ["round 20"] * 5, "c-bytes": ["19.8 MB"] * 5, "c-personal": ["round 20"] * 5}
+    assert ends == {
+        "c-rounds": ["round 20"] * 5,
+        "c-bytes": ["19.8 MB"] * 5,
+        "c-personal": ["round 20"] * 5,
+    }
 
 
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
@@ -109,7 +131,9 @@ def test_the_page_fetches_nothing(tmp_path: Path) -> None:
         text = page.read_text(encoding="utf-8")
         assert not re.search(r"url\(|@import|@font-face|https?://|//[a-z]+\.", text, re.IGNORECASE)
         for tag, attrs in outline(page).tags:
-            assert not {"src", "srcset", "action", "poster", "background", "xlink:href"} & set(attrs), tag
+            assert not {"src", "srcset", "action", "poster", "background", "xlink:href"} & set(
+                attrs
+            ), tag
             if tag == "link":
                 assert attrs["rel"] == "icon"
                 assert str(attrs["href"]).startswith("data:image/svg+xml;base64,")
@@ -124,15 +148,20 @@ def test_links_lead_to_parts_of_the_page(tmp_path: Path) -> None:
         assert {str(attrs["href"])[1:] for tag, attrs in found.tags if tag == "a"} <= idents
 
 
-HOSTILE = "\"'><img src=x onerror=alert(1)></script></style></title><script>alert(1)</script>&amp;\ud800"
+HOSTILE = (
+    "\"'><img src=x onerror=alert(1)></script></style></title><script>alert(1)</script>&amp;\ud800"
+)
 
 
 def poisoned(value: Any) -> Any:
-    """`value` with every text replaced by something that would break out of careless HTML; names of fields stay."""
+    """`value` with every text replaced by something that would break out of careless HTML; names of
+    fields stay."""
     if isinstance(value, dict):
         known = {"name", "by_tier", "f446", "f746", "pi4", "server"}
         return {
-            key if key not in known or key in ("name", "by_tier") else key + HOSTILE: poisoned(entry)
+            key if key not in known or key in ("name", "by_tier") else key + HOSTILE: poisoned(
+                entry
+            )
             for key, entry in value.items()
         }
     if isinstance(value, list):
@@ -146,9 +175,15 @@ def test_everything_from_a_file_is_escaped(tmp_path: Path) -> None:
         path = folder / name
         path.write_text(json.dumps(poisoned(json.loads(path.read_text()))))
     path = folder / "metrics.jsonl"
-    path.write_text("".join(json.dumps(poisoned(json.loads(line))) + "\n" for line in path.read_text().splitlines()))
+    path.write_text(
+        "".join(
+            json.dumps(poisoned(json.loads(line))) + "\n" for line in path.read_text().splitlines()
+        )
+    )
     hostile_text = HOSTILE.replace("\ud800", "")
-    (folder / "experiment.toml").write_text(f"# {hostile_text}\n[data]\nname = '''{hostile_text}'''\n")
+    (folder / "experiment.toml").write_text(
+        f"# {hostile_text}\n[data]\nname = '''{hostile_text}'''\n"
+    )
     for page in (write_report(folder), write_comparison([folder], tmp_path / "all.html")):
         found = outline(page)
         names = [tag for tag, _ in found.tags]
@@ -160,7 +195,10 @@ def test_everything_from_a_file_is_escaped(tmp_path: Path) -> None:
 
 
 def test_a_single_evaluated_round_and_none_at_all_make_a_page(tmp_path: Path) -> None:
-    assert "1 of 20 rounds, not finished" in outline(write_report(write_run(tmp_path / "one", done=1))).text
+    assert (
+        "1 of 20 rounds, not finished"
+        in outline(write_report(write_run(tmp_path / "one", done=1))).text
+    )
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "metrics.jsonl").write_text("")
     text = outline(write_report(tmp_path / "none")).text
@@ -207,7 +245,13 @@ def test_a_device_that_nothing_fits_is_named(tmp_path: Path) -> None:
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The way to every field of a JSON document, the first entry standing for its whole list."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:1])
+        if isinstance(value, list)
+        else ()
+    )
     for key, entry in inner:
         yield (*at, key)
         yield from places(entry, (*at, key))
@@ -280,7 +324,8 @@ def test_the_package_knows_of_nothing_but_files_errors_and_fairness() -> None:
             for name in names:
                 assert (
                     not name.startswith("nestling")
-                    or name in ("nestling.errors", "nestling.fair", "nestling.files", "nestling.runfiles")
+                    or name
+                    in ("nestling.errors", "nestling.fair", "nestling.files", "nestling.runfiles")
                     or name.startswith("nestling.report")
                 ), (
                     path.name,
@@ -313,7 +358,9 @@ def test_lines_and_text_stand_out_from_their_background(selector: str) -> None:
 
     def light(colour: str) -> float:
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     def contrast(name: str) -> float:

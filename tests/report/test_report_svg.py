@@ -8,7 +8,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nestling.report.svg import INK, Axis, Bar, Series, SvgGroup, bars, heat_map, line_chart, style_class, swatch, thin, ticks
+from nestling.report.svg import (
+    INK,
+    Axis,
+    Bar,
+    Series,
+    SvgGroup,
+    bars,
+    heat_map,
+    line_chart,
+    style_class,
+    swatch,
+    thin,
+    ticks,
+)
 
 X = Axis("round", str, str, integers=True)
 Y = Axis("accuracy", str, str, floor=0, ceiling=1)
@@ -20,11 +33,20 @@ def draw(series: list[Series]) -> ET.Element:
 
 
 @example([(1, 0.0), (2, 5e-324)])
-@given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 1)), min_size=1, max_size=60, unique_by=lambda p: p[0]))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10_000), st.floats(0, 1)),
+        min_size=1,
+        max_size=60,
+        unique_by=lambda p: p[0],
+    )
+)
 def test_every_line_stays_inside_the_chart(points: list[tuple[float, float]]) -> None:
     root = draw([Series("a", sorted(points), 0)])
     _, _, width, height = map(float, root.attrib["viewBox"].split())
-    lines = [path.attrib["d"] for path in root.iter("path") if "line" in path.attrib["class"].split()]
+    lines = [
+        path.attrib["d"] for path in root.iter("path") if "line" in path.attrib["class"].split()
+    ]
     assert len(lines) == (len(points) > 1)
     for line in lines:
         for pair in line[1:].split("L"):
@@ -35,7 +57,9 @@ def test_every_line_stays_inside_the_chart(points: list[tuple[float, float]]) ->
 
 def test_higher_values_are_drawn_higher_and_later_ones_further_right() -> None:
     root = draw([Series("a", [(1, 0.2), (2, 0.9)], 0)])
-    line = next(path.attrib["d"] for path in root.iter("path") if "line" in path.attrib["class"].split())
+    line = next(
+        path.attrib["d"] for path in root.iter("path") if "line" in path.attrib["class"].split()
+    )
     (x1, y1), (x2, y2) = (map(float, pair.split()) for pair in line[1:].split("L"))
     assert x2 > x1
     assert y2 < y1
@@ -67,7 +91,9 @@ def test_a_chart_without_points_is_refused() -> None:
 
 @example(0.0, -2.9e-33, 2, False)
 @given(finite, finite, st.integers(2, 8), st.booleans())
-def test_ticks_cover_the_range_in_even_steps(a: float, b: float, count: int, integers: bool) -> None:
+def test_ticks_cover_the_range_in_even_steps(
+    a: float, b: float, count: int, integers: bool
+) -> None:
     low, high = sorted((a, b))
     found = ticks(low, high, count=count, integers=integers)
     assert 2 <= len(found) <= count + 3
@@ -90,7 +116,12 @@ def test_thinning_keeps_the_ends_and_the_extremes() -> None:
 
 
 def test_a_bar_is_as_long_as_its_share_and_says_when_it_is_over() -> None:
-    rows = [Bar("RAM", 0.5, "half"), Bar("Flash", 1.5, "too much"), Bar("Time", None, "no limit"), Bar("Disk", 0.0, "none")]
+    rows = [
+        Bar("RAM", 0.5, "half"),
+        Bar("Flash", 1.5, "too much"),
+        Bar("Time", None, "no limit"),
+        Bar("Disk", 0.0, "none"),
+    ]
     root = ET.fromstring(bars(rows, title="T", desc="D", ident="b"))
     full = float(root.attrib["viewBox"].split()[2])
     fills = [
@@ -103,7 +134,13 @@ def test_a_bar_is_as_long_as_its_share_and_says_when_it_is_over() -> None:
 
 def test_a_heat_map_draws_what_is_there_and_darker_for_more() -> None:
     image = heat_map(
-        [[0, 1], [4, 2]], rows=["a", "b"], columns=["0", "1"], groups=[SvgGroup("g", 0, 2)], title="T", desc="D", ident="h"
+        [[0, 1], [4, 2]],
+        rows=["a", "b"],
+        columns=["0", "1"],
+        groups=[SvgGroup("g", 0, 2)],
+        title="T",
+        desc="D",
+        ident="h",
     )
     cells = {
         c.find("title").text: float(c.attrib["fill-opacity"])
@@ -111,7 +148,12 @@ def test_a_heat_map_draws_what_is_there_and_darker_for_more() -> None:
         if "cell" in c.attrib["class"]
     }
     assert list(cells) == ["client 1, class a: 1", "client 0, class b: 4", "client 1, class b: 2"]
-    assert cells["client 1, class a: 1"] < cells["client 1, class b: 2"] < cells["client 0, class b: 4"] == 1.0
+    assert (
+        cells["client 1, class a: 1"]
+        < cells["client 1, class b: 2"]
+        < cells["client 0, class b: 4"]
+        == 1.0
+    )
 
 
 def test_text_is_escaped() -> None:

@@ -17,18 +17,28 @@ def printed(folder: Path) -> str:
 
 
 def load(folder: Path) -> tuple[dict, dict]:
-    return json.loads((folder / "summary.json").read_text()), json.loads((folder / "federation.json").read_text())
+    return json.loads((folder / "summary.json").read_text()), json.loads(
+        (folder / "federation.json").read_text()
+    )
 
 
 def test_a_row_holds_what_the_files_say(tmp_path: Path) -> None:
     summary, federation = load(write_run(tmp_path))
     row = tier_rows(summary, federation)[0]
-    assert (row["tier"], row["label"], row["count"], row["ratio"], row["params"]) == ("f446", "STM32F446RE", 8, 0.125, 1234)
+    assert (row["tier"], row["label"], row["count"], row["ratio"], row["params"]) == (
+        "f446",
+        "STM32F446RE",
+        8,
+        0.125,
+        1234,
+    )
     assert row["share"] == 1234 / 60_000
     assert (row["ram_need"], row["ram_limit"], row["seconds_limit"]) == (61_440, 131_072, None)
     said = summary["by_tier"]["f446"]
     for kind in ("global", "personal"):
-        assert [row[f"{kind}_{key}"] for key in ("last", "best", "best_round")] == list(said[f"{kind}_accuracy"].values())
+        assert [row[f"{kind}_{key}"] for key in ("last", "best", "best_round")] == list(
+            said[f"{kind}_accuracy"].values()
+        )
 
 
 def test_an_estimate_is_marked_wherever_it_enters() -> None:
@@ -42,9 +52,30 @@ def test_an_estimate_is_marked_wherever_it_enters() -> None:
 
 
 def test_tiers_without_a_device_or_a_federation_still_have_rows() -> None:
-    federation = {"tiers": [{"name": "a", "device": None, "need": None, "limits": None, "sources": None, "reasons": None}]}
-    summary = {"by_tier": {"b": {"global_accuracy": {"last": 0.5, "best": 0.6, "best_round": 3}, "personal_accuracy": None}}}
-    assert [(row["tier"], row["global_last"], row["ram_limit"]) for row in tier_rows(summary, federation)] == [
+    federation = {
+        "tiers": [
+            {
+                "name": "a",
+                "device": None,
+                "need": None,
+                "limits": None,
+                "sources": None,
+                "reasons": None,
+            }
+        ]
+    }
+    summary = {
+        "by_tier": {
+            "b": {
+                "global_accuracy": {"last": 0.5, "best": 0.6, "best_round": 3},
+                "personal_accuracy": None,
+            }
+        }
+    }
+    assert [
+        (row["tier"], row["global_last"], row["ram_limit"])
+        for row in tier_rows(summary, federation)
+    ] == [
         ("a", None, None),
         ("b", 0.5, None),
     ]
@@ -53,13 +84,23 @@ def test_tiers_without_a_device_or_a_federation_still_have_rows() -> None:
 
 
 def test_two_tiers_of_one_device_are_told_apart() -> None:
-    tiers = [{"name": "near", "title": "Pi"}, {"name": "far", "title": "Pi"}, {"name": "x", "title": "Nano"}]
-    assert [row["label"] for row in tier_rows({}, {"tiers": tiers})] == ["Pi (near)", "Pi (far)", "Nano"]
+    tiers = [
+        {"name": "near", "title": "Pi"},
+        {"name": "far", "title": "Pi"},
+        {"name": "x", "title": "Nano"},
+    ]
+    assert [row["label"] for row in tier_rows({}, {"tiers": tiers})] == [
+        "Pi (near)",
+        "Pi (far)",
+        "Nano",
+    ]
 
 
 def test_a_tier_with_another_network_says_so() -> None:
     tiers = [{"name": "a", "model": "tinycnn"}, {"name": "b", "model": "mlp"}, {"name": "c"}]
-    assert [row["own_model"] for row in tier_rows({}, {"model": {"name": "tinycnn"}, "tiers": tiers})] == [False, True, False]
+    assert [
+        row["own_model"] for row in tier_rows({}, {"model": {"name": "tinycnn"}, "tiers": tiers})
+    ] == [False, True, False]
 
 
 def test_the_terminal_shows_global_and_personal_last_and_best_apart(tmp_path: Path) -> None:
@@ -71,7 +112,12 @@ def test_the_terminal_shows_global_and_personal_last_and_best_apart(tmp_path: Pa
     change(folder / "summary.json", global_accuracy=numbers[0], personal_accuracy=numbers[1])
     text = printed(folder)
     last_row = next(line for line in text.splitlines() if line.startswith("all "))
-    assert [word for word in last_row.split() if word.endswith("%")] == ["11.11%", "22.22%", "33.33%", "44.44%"]
+    assert [word for word in last_row.split() if word.endswith("%")] == [
+        "11.11%",
+        "22.22%",
+        "33.33%",
+        "44.44%",
+    ]
     assert all(str(tier["name"]) in text for tier in TIERS)
     assert "HeteroFL on mnist12k, 20 rounds" in text
 

@@ -5,13 +5,26 @@ from collections.abc import Callable
 
 import pytest
 
-from nestling.report.words import DASH, duration, energy, memory, number, percent, plural, short, traffic, whole
+from nestling.report.words import (
+    DASH,
+    duration,
+    energy,
+    memory,
+    number,
+    percent,
+    plural,
+    short,
+    traffic,
+    whole,
+)
 
 
 @pytest.mark.parametrize("value", [None, "12", True, math.nan, math.inf, [], 10**400])
 def test_what_is_no_finite_number_is_a_dash(value: object) -> None:
     assert number(value) is None
-    assert {form(value) for form in (percent, whole, short, traffic, memory, energy, duration)} == {DASH}
+    assert {form(value) for form in (percent, whole, short, traffic, memory, energy, duration)} == {
+        DASH
+    }
 
 
 @pytest.mark.parametrize(
@@ -40,9 +53,15 @@ def test_what_is_no_finite_number_is_a_dash(value: object) -> None:
         (duration, 187_200, "2 d 4 h"),
     ],
 )
-def test_numbers_read_as_people_write_them(form: Callable[[object], str], value: float, text: str) -> None:
+def test_numbers_read_as_people_write_them(
+    form: Callable[[object], str], value: float, text: str
+) -> None:
     assert form(value) == text
 
 
 def test_one_is_singular() -> None:
-    assert (plural(1, "device"), plural(2, "device"), plural(0, "class", "classes")) == ("1 device", "2 devices", "0 classes")
+    assert (plural(1, "device"), plural(2, "device"), plural(0, "class", "classes")) == (
+        "1 device",
+        "2 devices",
+        "0 classes",
+    )

@@ -12,8 +12,16 @@ from tests.small import small
 
 def test_a_stack_of_models_is_tested_like_each_of_them() -> None:
     result = nestling.run(small("local", rounds=1, participants=0))
-    world, method, bench = result.federation.world, result.federation.method, result.federation.bench
-    models = [method.model_for(world.device(client)) for client in range(4) if world.device(client).tier == "small"]
+    world, method, bench = (
+        result.federation.world,
+        result.federation.method,
+        result.federation.bench,
+    )
+    models = [
+        method.model_for(world.device(client))
+        for client in range(4)
+        if world.device(client).tier == "small"
+    ]
     assert len(models) == 2
     together = stacked_hits(models, bench)
     alone = torch.stack([_hits(model, world, bench) for model in models])
@@ -33,7 +41,10 @@ def test_the_global_model_is_not_tested_twice(monkeypatch) -> None:  # type: ign
 def test_equal_parts_with_other_weights_are_tested_each(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     seen = []
     monkeypatch.setattr("nestling.runs.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
-    tiers = (nestling.Tier(name="one", ratio=1.0, count=1), nestling.Tier(name="other", ratio=1.0, count=1))
+    tiers = (
+        nestling.Tier(name="one", ratio=1.0, count=1),
+        nestling.Tier(name="other", ratio=1.0, count=1),
+    )
     nestling.run(small("local", rounds=1, participants=0, fleet=nestling.FleetConfig(tiers=tiers)))
     assert len(seen) == 2  # two clients with the same network and two models
 
@@ -61,16 +72,24 @@ def test_any_number_of_threads_sees_the_same(monkeypatch) -> None:  # type: igno
 
 @pytest.mark.parametrize("norm", ["group", "batch", "sbn", "tracked"])
 def test_nested_parts_are_tested_like_each_of_them(norm: str) -> None:
-    result = nestling.run(small(rounds=2, model=nestling.Named("tinycnn", {"channels": [8, 16, 16], "norm": norm})))
-    world, method, bench = result.federation.world, result.federation.method, result.federation.bench
+    result = nestling.run(
+        small(rounds=2, model=nestling.Named("tinycnn", {"channels": [8, 16, 16], "norm": norm}))
+    )
+    world, method, bench = (
+        result.federation.world,
+        result.federation.method,
+        result.federation.bench,
+    )
     tested: Tested = {}
     _test_nested(method, world, bench, tested)
-    assert len(tested) == (3 if norm in ("group", "batch") else 0)  # statistics are each network's own
+    # statistics are each network's own
+    assert len(tested) == (3 if norm in ("group", "batch") else 0)
     for client in range(4):
         model = method.model_for(world.device(client))
         for known, hits in tested.get(("main", model.view.key()), []):
             assert all(torch.equal(known.state[name], t) for name, t in model.state.items())
-            assert float((hits != _hits(model, world, bench)).float().mean()) < 0.002  # a tie may be rounded the other way
+            # a tie may be rounded the other way
+            assert float((hits != _hits(model, world, bench)).float().mean()) < 0.002
 
 
 def test_parts_that_read_others_are_not_tested_by_the_whole() -> None:

@@ -1,4 +1,5 @@
-"""Nothing is lost on a crash: a run that was killed and resumed equals one that was not, bit for bit."""
+"""Nothing is lost on a crash: a run that was killed and resumed equals one that was not, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ def digest(folder: Path) -> str:
 
 
 def start(experiment: Path, out: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "nestling.cli", "run", str(experiment), "--out", str(out), "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "nestling.cli",
+        "run",
+        str(experiment),
+        "--out",
+        str(out),
+        "--quiet",
+    ]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
@@ -37,7 +47,11 @@ def test_kill_at_a_random_moment_then_resume(tmp_path: Path, engine: str) -> Non
     metrics = tmp_path / "killed" / "metrics.jsonl"
     try:
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and process.poll() is None and not (metrics.exists() and metrics.stat().st_size > 100):
+        while (
+            time.monotonic() < deadline
+            and process.poll() is None
+            and not (metrics.exists() and metrics.stat().st_size > 100)
+        ):
             time.sleep(0.02)
         time.sleep(random.uniform(0, 1.0))
     finally:
@@ -49,12 +63,15 @@ def test_kill_at_a_random_moment_then_resume(tmp_path: Path, engine: str) -> Non
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
     rows = [[r["global_accuracy"] for r in result.metrics] for result in (whole, resumed)]
     assert rows[0] == rows[1]
-    assert [json.loads(line)["round"] for line in metrics.read_text().splitlines()] == list(range(1, 13))
+    assert [json.loads(line)["round"] for line in metrics.read_text().splitlines()] == list(
+        range(1, 13)
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_goes_on_where_it_stood(tmp_path: Path, method: str) -> None:
-    """Stopped after two rounds and gone on to four, against four in one go: same models, same totals."""
+    """Stopped after two rounds and gone on to four, against four in one go: same models, same
+    totals."""
     nestling.run(small(method, rounds=2), out=tmp_path / "parts")
     parts = nestling.resume(tmp_path / "parts", overrides=("rounds=4",))
     whole = nestling.run(small(method, rounds=4), out=tmp_path / "whole")
@@ -63,7 +80,9 @@ def test_every_method_goes_on_where_it_stood(tmp_path: Path, method: str) -> Non
     for client in range(4):
         ours, theirs = (f.method.model_for(f.world.device(client)).state for f in (a, b))
         assert all((ours[name] == theirs[name]).all() for name in theirs)
-    assert [r["personal_accuracy"] for r in parts.metrics] == [r["personal_accuracy"] for r in whole.metrics]
+    assert [r["personal_accuracy"] for r in parts.metrics] == [
+        r["personal_accuracy"] for r in whole.metrics
+    ]
 
 
 def test_the_same_command_twice_gives_the_same_file(tmp_path: Path) -> None:
@@ -89,7 +108,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
     (tmp_path / "killed").mkdir()
     for name in ("experiment.toml", "federation.json"):
         (tmp_path / "killed" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-    assert nestling.resume(tmp_path / "killed").summary["rounds_done"] == whole.summary["rounds_done"]
+    assert (
+        nestling.resume(tmp_path / "killed").summary["rounds_done"] == whole.summary["rounds_done"]
+    )
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
 
 

@@ -1,4 +1,5 @@
-"""Rounds that overlap: the next one starts before the last is looked at, and nothing comes of it but speed."""
+"""Rounds that overlap: the next one starts before the last is looked at, and nothing comes of it
+but speed."""
 
 from __future__ import annotations
 
@@ -47,13 +48,19 @@ class Ahead(Cohort):
 def played(
     engine: Ahead, method: str = "all-large", rounds: int = 4
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], list[Any]]:
-    experiment, federation = assemble(small(method, rounds=rounds, participants=4, engine=EngineConfig("inline")))
+    experiment, federation = assemble(
+        small(method, rounds=rounds, participants=4, engine=EngineConfig("inline"))
+    )
     federation.engine = engine
     refusals: list[Any] = []
     federation.on_refusal = lambda client, round, reason: refusals.append((client, round))
     engine.open(experiment.make_method(), site_of(federation))
     metrics = list(play(federation))
-    state = {f"{kind}/{n}": t for kind, part in federation.method.state().items() for n, t in part.items()}
+    state = {
+        f"{kind}/{n}": t
+        for kind, part in federation.method.state().items()
+        for n, t in part.items()
+    }
     return metrics, state, refusals
 
 
@@ -80,7 +87,8 @@ def test_a_broken_reply_is_left_out_as_if_it_had_been_seen_at_once() -> None:
     assert without_time(fast[0]) == without_time(slow[0])
     assert all(torch.isfinite(t).all() for t in fast[1].values())
     assert all(torch.equal(fast[1][n], t) for n, t in slow[1].items())
-    assert ahead.started == [1, 2, 3, 2, 3, 4]  # round 3 was under way when round 2 turned out to be broken
+    # round 3 was under way when round 2 turned out to be broken
+    assert ahead.started == [1, 2, 3, 2, 3, 4]
 
 
 def test_everybody_broken_keeps_the_model() -> None:
@@ -100,7 +108,11 @@ def test_everybody_broken_keeps_the_model() -> None:
 def test_a_run_that_merged_nothing_says_so() -> None:
     result = nestling.run(small(train=HOPELESS))
     summary = result.summary
-    assert summary["nothing_merged"] and summary["empty_rounds"] == 2 and [row["merged"] for row in result.metrics] == [0, 0]
+    assert (
+        summary["nothing_merged"]
+        and summary["empty_rounds"] == 2
+        and [row["merged"] for row in result.metrics] == [0, 0]
+    )
     assert len(summary["notes"]) == 1 and summary["notes"][0].startswith(
         "NOTHING WAS MERGED in any of 2 rounds (6 replies refused"
     )
@@ -110,19 +122,32 @@ def test_a_run_with_some_empty_rounds_says_how_many() -> None:
     tiers = tuple(replace(tier, dropout=0.6) for tier in TIERS)
     result = nestling.run(small(fleet=FleetConfig(tiers=tiers), participants=2, rounds=12))
     empty = sum(row["dropped"] == len(row["clients"]) for row in result.metrics)
-    assert 0 < empty < 12 and result.summary["empty_rounds"] == empty and not result.summary["nothing_merged"]
-    assert any(note.startswith(f"{empty} of 12 rounds merged nothing") for note in result.summary["notes"])
+    assert (
+        0 < empty < 12
+        and result.summary["empty_rounds"] == empty
+        and not result.summary["nothing_merged"]
+    )
+    assert any(
+        note.startswith(f"{empty} of 12 rounds merged nothing") for note in result.summary["notes"]
+    )
 
 
 def test_a_run_in_which_all_is_well_says_nothing() -> None:
     result = nestling.run(small())
-    assert result.summary["empty_rounds"] == 0 and not result.summary["nothing_merged"] and not result.summary["notes"]
+    assert (
+        result.summary["empty_rounds"] == 0
+        and not result.summary["nothing_merged"]
+        and not result.summary["notes"]
+    )
     assert [row["merged"] for row in result.metrics] == [3, 3]
 
 
 @pytest.mark.parametrize("how", [[], ["--json"], ["--quiet"]], ids=str)
 def test_the_command_line_ends_otherwise_where_nothing_was_merged(
-    how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    how: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     wrong = ["--set", "train.lr=1e30", "--out", str(tmp_path / "run")]
     assert call(["run", *SMALL, *how, *wrong], monkeypatch) == 3
@@ -134,8 +159,11 @@ def test_the_command_line_ends_otherwise_where_nothing_was_merged(
     assert call(["run", "--resume", str(tmp_path / "run"), "--quiet"], monkeypatch) == 3
 
 
-def test_a_merge_that_fails_on_what_is_not_finite_is_done_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some arithmetic (a singular value decomposition) raises where it meets such values, others only spoil what they make."""
+def test_a_merge_that_fails_on_what_is_not_finite_is_done_again_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some arithmetic (a singular value decomposition) raises where it meets such values, others
+    only spoil what they make."""
     merge = SharedWeights.merge
 
     def strict(self: SharedWeights, replies: Sequence[Reply], round: int) -> None:
@@ -155,7 +183,9 @@ def test_a_merge_that_fails_on_what_is_not_finite_is_done_again_without_it(monke
         assert all(torch.equal(state[n], t) for n, t in expected[1].items())
 
 
-def test_an_error_with_another_cause_is_raised_after_the_rounds_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_with_another_cause_is_raised_after_the_rounds_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     merge = SharedWeights.merge
 
     def fails(self: SharedWeights, replies: Sequence[Reply], round: int) -> None:
@@ -174,7 +204,8 @@ def test_an_error_with_another_cause_is_raised_after_the_rounds_before_it(monkey
 
 
 def test_a_round_is_played_again_as_often_as_replies_turn_out_to_be_broken() -> None:
-    """Where a device does not compute the same twice, a reply may be broken the second time only."""
+    """Where a device does not compute the same twice, a reply may be broken the second time
+    only."""
 
     class Moody(Ahead):
         def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
@@ -192,7 +223,11 @@ def test_a_reply_that_is_refused_for_something_else_is_so_again() -> None:
     class Liar(Ahead):
         def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
             for outcome in super().run(tasks):
-                facts = {"samples": -1} if (tasks[0].round, outcome.client) == (2, 3) else outcome.reply.facts
+                facts = (
+                    {"samples": -1}
+                    if (tasks[0].round, outcome.client) == (2, 3)
+                    else outcome.reply.facts
+                )
                 yield replace(outcome, reply=Message(outcome.reply.parts, facts))
 
     experiment, federation = assemble(small("all-large", participants=4))
@@ -205,8 +240,17 @@ def test_a_reply_that_is_refused_for_something_else_is_so_again() -> None:
 
 @pytest.mark.parametrize("method", ["scaffold", "fedproto"])
 def test_who_is_late_goes_on_from_what_it_had(method: str) -> None:
-    """A reply after the deadline does not count, and neither does what its client made of the round."""
-    made = small(method, fleet=FleetConfig(tiers=TIERS, deadline=1e-9), rounds=2, participants=0, split=SplitConfig(size=20))
+    """A reply after the deadline does not count, and neither does what its client made of the
+    round."""
+    made = small(
+        method,
+        fleet=FleetConfig(tiers=TIERS, deadline=1e-9),
+        rounds=2,
+        participants=0,
+        split=SplitConfig(size=20),
+    )
     result = nestling.run(made)
     asked = [len(row["clients"]) for row in result.metrics]
-    assert [row["late"] for row in result.metrics] == asked and result.federation.world.store.clients() == []
+    assert [
+        row["late"] for row in result.metrics
+    ] == asked and result.federation.world.store.clients() == []

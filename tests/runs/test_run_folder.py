@@ -21,12 +21,31 @@ from tests.test_bad_input import SMALL, call
 def test_the_folder_holds_what_it_promises(tmp_path: Path) -> None:
     result = nestling.run(small("heterofl"), out=tmp_path / "run")
     names = {p.name for p in (tmp_path / "run").iterdir()}
-    promised = {"experiment.toml", "metrics.jsonl", "summary.json", "global.safetensors", "report.html", "federation.json"}
+    promised = {
+        "experiment.toml",
+        "metrics.jsonl",
+        "summary.json",
+        "global.safetensors",
+        "report.html",
+        "federation.json",
+    }
     assert promised <= names and not any(n.startswith(".") for n in names)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    keys = {"method", "seed", "rounds", "by_tier", "bytes_up", "bytes_down", "seconds", "refused", "commit"}
+    keys = {
+        "method",
+        "seed",
+        "rounds",
+        "by_tier",
+        "bytes_up",
+        "bytes_down",
+        "seconds",
+        "refused",
+        "commit",
+    }
     assert keys <= summary.keys() and summary == result.summary
-    assert {"last", "best"} <= summary["global_accuracy"].keys() and {"last", "best"} <= summary["personal_accuracy"].keys()
+    assert {"last", "best"} <= summary["global_accuracy"].keys() and {"last", "best"} <= summary[
+        "personal_accuracy"
+    ].keys()
     assert set(summary["by_tier"]) == {"small", "middle", "large"}
     assert summary["bytes_up"] == sum(r["bytes_up"] for r in result.metrics)
 
@@ -57,10 +76,14 @@ def test_json_mode_prints_rounds_and_then_the_summary(
 ) -> None:
     assert call(["run", *SMALL, "--out", str(tmp_path / "run"), "--json"], monkeypatch) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row.get("round") for row in lines[:-1]] == [1] and lines[-1]["method"] == "shared-average"
+    assert [row.get("round") for row in lines[:-1]] == [1] and lines[-1][
+        "method"
+    ] == "shared-average"
 
 
-def test_quiet_mode_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_mode_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["run", *SMALL, "--out", str(tmp_path / "run"), "--quiet"], monkeypatch) == 0
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err == ""
@@ -75,7 +98,9 @@ def test_the_terminal_says_what_happened(
 
 
 @pytest.mark.parametrize("command", ["methods", "devices", "models"])
-def test_listings(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listings(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call([command, "--json"], monkeypatch) == 0
     rows = json.loads(capsys.readouterr().out)
     assert call([command], monkeypatch) == 0
@@ -88,14 +113,24 @@ def test_fit_of_a_device_and_of_a_fleet(
 ) -> None:
     assert call(["fit", "tinycnn", "--device", "nrf52840", "--json"], monkeypatch) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert 0 < row["ratio"] < 1 and row["need"]["ram"] <= row["limits"]["ram"] and row["binding"] == "ram"
+    assert (
+        0 < row["ratio"] < 1
+        and row["need"]["ram"] <= row["limits"]["ram"]
+        and row["binding"] == "ram"
+    )
     fleet = (
-        "[[tiers]]\ndevice = 'esp32'\ncount = 2\n[[tiers]]\ndevice = 'gpu-box'\ncount = 1\n[[tiers]]\nmodel = 'mlp'\ncount = 1\n"
+        "[[tiers]]\ndevice = 'esp32'\ncount = 2\n[[tiers]]\ndevice = 'gpu-box'\ncount = "
+        "1\n[[tiers]]\nmodel = 'mlp'\ncount = 1\n"
     )
     (tmp_path / "fleet.toml").write_text(fleet)
-    assert call(["fit", "tinycnn", "--fleet", str(tmp_path / "fleet.toml"), "--json"], monkeypatch) == 0
+    assert (
+        call(["fit", "tinycnn", "--fleet", str(tmp_path / "fleet.toml"), "--json"], monkeypatch)
+        == 0
+    )
     assert [r["tier"] for r in json.loads(capsys.readouterr().out)] == ["esp32", "gpu-box", "mlp"]
-    assert call(["fit", "resnet18", "--device", "stm32f100", "--shape", "3,32,32"], monkeypatch) == 0
+    assert (
+        call(["fit", "resnet18", "--device", "stm32f100", "--shape", "3,32,32"], monkeypatch) == 0
+    )
     assert "nothing fits" in capsys.readouterr().out
 
 
@@ -104,7 +139,10 @@ def test_reports_of_one_run_and_of_several(tmp_path: Path, monkeypatch: pytest.M
         nestling.run(small(seed=ord(name)), out=tmp_path / name)
     assert call(["report", str(tmp_path / "a")], monkeypatch) == 0
     out = tmp_path / "both.html"
-    assert call(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)], monkeypatch) == 0
+    assert (
+        call(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)], monkeypatch)
+        == 0
+    )
     assert "Shared-average" in out.read_text()
 
 
@@ -115,7 +153,10 @@ def test_drop_outs_stragglers_and_changing_memory_are_played(tmp_path: Path) -> 
         Tier(name="busy", ratio=1.0, count=10, memory_mean=80.0, memory_std=(30.0,)),
     )
     fleet = FleetConfig(tiers=tiers, deadline=0.02)
-    result = nestling.run(small(fleet=fleet, rounds=3, participants=20, split=SplitConfig(size=20)), out=tmp_path / "run")
+    result = nestling.run(
+        small(fleet=fleet, rounds=3, participants=20, split=SplitConfig(size=20)),
+        out=tmp_path / "run",
+    )
     summary = result.summary
     assert summary["dropped"] > 0 and summary["late"] > 0
     assert summary["bytes_up"] < summary["bytes_down"]  # those that vanished sent nothing
@@ -127,10 +168,18 @@ def test_drop_outs_stragglers_and_changing_memory_are_played(tmp_path: Path) -> 
 
 def test_held_out_rows_measure_personal_accuracy() -> None:
     result = nestling.run(
-        small("local", split=SplitConfig(kind="classes", classes=2, size=60, holdout=0.2), rounds=4, participants=0)
+        small(
+            "local",
+            split=SplitConfig(kind="classes", classes=2, size=60, holdout=0.2),
+            rounds=4,
+            participants=0,
+        )
     )
     split = result.federation.world.split
-    assert len(split.holdout(0)) > 0 and result.summary["personal_accuracy"]["last"] > result.summary["global_accuracy"]["last"]
+    assert (
+        len(split.holdout(0)) > 0
+        and result.summary["personal_accuracy"]["last"] > result.summary["global_accuracy"]["last"]
+    )
 
 
 def test_help_is_quick_to_import() -> None:

@@ -23,7 +23,18 @@ SMALL, LARGE = 10_000, 1_000_000
 
 def peak(run: str, size: int) -> float:
     """Peak memory of a run in a process of its own, in MB."""
-    command = [sys.executable, str(SCRIPT), "--one", run, "--large", str(size), "--rounds", "3", "--participants", "200"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--one",
+        run,
+        "--large",
+        str(size),
+        "--rounds",
+        "3",
+        "--participants",
+        "200",
+    ]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(json.loads(found.stdout.splitlines()[-1])["megabytes"])
 
@@ -35,7 +46,8 @@ def test_a_million_devices_cost_no_more_memory_than_ten_thousand(run: str) -> No
 
 
 def second_round(method: str, size: int) -> tuple[Counter[str], int]:
-    """What the second round of a fleet calls, and the most bytes that Python and NumPy take up in it."""
+    """What the second round of a fleet calls, and the most bytes that Python and NumPy take up in
+    it."""
     settled, federation = assemble(experiment(method, size, rounds=3, participants=50))
     federation.engine.open(settled.make_method(), site_of(federation))
     rounds = play(federation)
@@ -62,9 +74,13 @@ def second_round(method: str, size: int) -> tuple[Counter[str], int]:
 
 @pytest.mark.parametrize("method", ["heterofl", "local"])
 def test_the_work_of_a_round_does_not_grow_with_the_fleet(method: str) -> None:
-    (small, small_bytes), (large, large_bytes) = (second_round(method, size) for size in (SMALL, LARGE))
+    (small, small_bytes), (large, large_bytes) = (
+        second_round(method, size) for size in (SMALL, LARGE)
+    )
     assert small.total() > 50 * 20, "the count means something"
     assert large.total() < 1.05 * small.total()
-    grown = {name: (small[name], calls) for name, calls in large.items() if calls > 2 * small[name] + 50}
+    grown = {
+        name: (small[name], calls) for name, calls in large.items() if calls > 2 * small[name] + 50
+    }
     assert not grown
     assert large_bytes < small_bytes + 100_000

@@ -1,5 +1,6 @@
-"""A training step run over labels instead of numbers: every word of the arena knows what was written there last, so that a plan which
-lets one buffer destroy another is found by what is read, and not by a second calculation of lifetimes."""
+"""A training step run over labels instead of numbers: every word of the arena knows what was
+written there last, so that a plan which lets one buffer destroy another is found by what is read,
+and not by a second calculation of lifetimes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from nestling.planning.plan import MemoryPlan
 class Arena:
     plan: MemoryPlan
     words: list[Hashable] = field(default_factory=list)
-    gradients: dict[int, int] = field(default_factory=dict)  # by value: how many of its readers have given their share
+    # by value: how many of its readers have given their share
+    gradients: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         header = self.plan.header
@@ -39,7 +41,9 @@ def run(plan: MemoryPlan) -> None:
     arena, header, graph = Arena(plan), plan.header, plan.graph
     for name, place, size in _blocks(plan):
         arena.write(place, size, name)
-    arena.write(header.input, 4 * header.in_channels * header.in_height * header.in_width, (graph.input, 0))
+    arena.write(
+        header.input, 4 * header.in_channels * header.in_height * header.in_width, (graph.input, 0)
+    )
     for index, op in enumerate(plan.ops):
         _forward(arena, index, op)
     arena.read(header.output, 4 * header.classes, (graph.output, 0))
@@ -58,7 +62,9 @@ def _blocks(plan: MemoryPlan) -> list[tuple[str, int, int]]:
     sizes = {"weights": 4 * header.params, "grads": trained, "momentum": trained, "anchor": trained}
     sizes |= {"mask": 4 * -(-header.trained // 32), "target": classes, "present": classes}
     places = {name: getattr(header, name) for name in sizes}
-    return [(name, places[name], size) for name, size in sizes.items() if places[name] != NONE and size]
+    return [
+        (name, places[name], size) for name, size in sizes.items() if places[name] != NONE and size
+    ]
 
 
 def _sizes(op: Op) -> tuple[int, int, int]:
@@ -78,7 +84,8 @@ def _forward(arena: Arena, index: int, op: Op) -> None:
         arena.write(op.aux, beside, (index, "aux"))
     for value, place in zip(node.inputs, (op.first, op.second), strict=False):
         arena.read(place, taken, (value, 0))
-        if op.kind not in (d.ADD, d.ACTIVATION) or place != op.out:  # those may overwrite an operand, entry by entry
+        # those may overwrite an operand, entry by entry
+        if op.kind not in (d.ADD, d.ACTIVATION) or place != op.out:
             _apart((place, taken), (op.out, given))
     arena.write(op.out, given, (node.output, 0))
     if beside:
@@ -91,7 +98,10 @@ def _backward(arena: Arena, index: int, op: Op) -> None:
     node, plan = arena.plan.graph.nodes[index], arena.plan
     taken, given, beside = _sizes(op)
     readers = [
-        other for k, other in enumerate(plan.graph.nodes) if plan.ops[k].flags & d.INPUT_GRADIENT for other in other.inputs
+        other
+        for k, other in enumerate(plan.graph.nodes)
+        if plan.ops[k].flags & d.INPUT_GRADIENT
+        for other in other.inputs
     ]
     wanted = 1 if node.output == plan.graph.output else readers.count(node.output)
     assert arena.gradients[node.output] == wanted, "its gradient is not complete"
@@ -107,7 +117,9 @@ def _backward(arena: Arena, index: int, op: Op) -> None:
     # What was read above is read until the last entry of the gradient is written.
     if op.kind not in (d.ADD, d.ACTIVATION):
         arena.read(op.out_grad, given, (node.output, 1))
-        if op.kind == d.GROUP_NORM or (op.flags & d.TRAINED and op.kind in (d.CONV, d.DENSE, d.AFFINE)):
+        if op.kind == d.GROUP_NORM or (
+            op.flags & d.TRAINED and op.kind in (d.CONV, d.DENSE, d.AFFINE)
+        ):
             arena.read(op.first, taken, (node.inputs[0], 0))
         if beside:
             arena.read(op.aux, beside, (index, "aux"))
@@ -119,8 +131,11 @@ def _hand_on(arena: Arena, index: int, op: Op) -> None:
     handed = [place for place, _ in sides if place == op.out_grad]
     assert len(handed) <= 1, "two values may not change one gradient"
     assert not handed or op.kind in (d.ADD, d.ACTIVATION)
-    # The copy goes first: what takes the place of the output's gradient must not be needed for it any more.
-    for value, (place, added) in sorted(zip(node.inputs, sides, strict=False), key=lambda side: side[1][0] == op.out_grad):
+    # The copy goes first: what takes the place of the output's gradient must not be needed for it
+    # any more.
+    for value, (place, added) in sorted(
+        zip(node.inputs, sides, strict=False), key=lambda side: side[1][0] == op.out_grad
+    ):
         if place == NONE:
             continue
         if op.flags & added:

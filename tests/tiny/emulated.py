@@ -1,4 +1,5 @@
-"""Emulated boards in tests: what is missing for them, small jobs that fit them, and a session with one."""
+"""Emulated boards in tests: what is missing for them, small jobs that fit them, and a session with
+one."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def job(width: float, steps: int = 5, batch: int = 8, rows: int = 40) -> tuple[J
     images = torch.from_numpy(random.random((rows, 1, 8, 8), dtype=np.float32))
     blob = pack(images, torch.from_numpy(random.integers(0, 10, rows)))
     batches = [Step(random.integers(0, rows, batch)) for _ in range(steps)]
-    return Job(planned, planned.pack(net.state_dict()), DescriptorSettings(lr=0.05, momentum=0.9), batches), blob
+    return Job(
+        planned, planned.pack(net.state_dict()), DescriptorSettings(lr=0.05, momentum=0.9), batches
+    ), blob
 
 
 def job_for(board: str) -> tuple[Job, bytes]:
@@ -78,9 +81,14 @@ def job_for(board: str) -> tuple[Job, bytes]:
 
 
 @contextmanager
-def running(image: boards.Firmware, blob: bytes, timing: LineTiming = PATIENT) -> Iterator[tuple[Emulator, Session]]:
+def running(
+    image: boards.Firmware, blob: bytes, timing: LineTiming = PATIENT
+) -> Iterator[tuple[Emulator, Session]]:
     """The board at work, and a session with it."""
-    with tempfile.TemporaryDirectory(prefix="nst") as folder, emulator(image, blob, Path(folder) / "board") as board:
+    with (
+        tempfile.TemporaryDirectory(prefix="nst") as folder,
+        emulator(image, blob, Path(folder) / "board") as board,
+    ):
         session = Session(BoardLine(connect(board.transport), timing))
         try:
             yield board, session

@@ -93,24 +93,40 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-def session_with(board: Any, noise: Noise | None = None, every: int = 0, timing: LineTiming = QUICK) -> Session:
+def session_with(
+    board: Any, noise: Noise | None = None, every: int = 0, timing: LineTiming = QUICK
+) -> Session:
     return Session(BoardLine(connect(board.transport, noise), timing), every)
 
 
 def network(seed: int = 0, width: int = 3) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(width * 16, CLASSES)
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(width * 16, CLASSES),
     )
 
 
 def client_data(seed: int = 0) -> bytes:
     source = np.random.default_rng(seed)
-    return data.pack(source.standard_normal((ROWS, 1, 8, 8)).astype(np.float32), source.integers(0, CLASSES, ROWS))
+    return data.pack(
+        source.standard_normal((ROWS, 1, 8, 8)).astype(np.float32),
+        source.integers(0, CLASSES, ROWS),
+    )
 
 
 def job(
-    steps: int = 12, size: int = 6, seed: int = 0, *, shifts: bool = False, inner: int = 0, width: int = 3, **given: Any
+    steps: int = 12,
+    size: int = 6,
+    seed: int = 0,
+    *,
+    shifts: bool = False,
+    inner: int = 0,
+    width: int = 3,
+    **given: Any,
 ) -> Job:
     """A job of the small network with momentum, and whatever `given` of a job is."""
     settings = given.pop("settings", DescriptorSettings(lr=0.05, momentum=0.9, decay=1e-3))

@@ -1,4 +1,5 @@
-"""Networks of every operation that the C runtime has, small enough to train in a test, and torch as the reference for them."""
+"""Networks of every operation that the C runtime has, small enough to train in a test, and torch as
+the reference for them."""
 
 from __future__ import annotations
 
@@ -84,46 +85,147 @@ IMAGE, WIDE, COLOUR = (1, 8, 8), (2, 9, 7), (4, 6, 6)
 
 OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     "dense": ((12,), lambda: nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 5))),
-    "dense without bias": ((12,), lambda: nn.Sequential(nn.Linear(12, 9, bias=False), nn.ReLU6(), nn.Linear(9, 5, bias=False))),
+    "dense without bias": (
+        (12,),
+        lambda: nn.Sequential(
+            nn.Linear(12, 9, bias=False), nn.ReLU6(), nn.Linear(9, 5, bias=False)
+        ),
+    ),
     "dense of one": ((1,), lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 5))),
-    "conv 3x3": (IMAGE, conv(IMAGE, nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 4, 3, padding=1))),
+    "conv 3x3": (
+        IMAGE,
+        conv(IMAGE, nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 4, 3, padding=1)),
+    ),
     "conv 3x3 no padding": (WIDE, conv(WIDE, nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 3))),
-    "conv 3x3 stride 2": (WIDE, conv(WIDE, nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(3, 4, 3, 2, 1))),
-    "conv 3x3 padding 2": (WIDE, conv(WIDE, nn.Conv2d(2, 3, 3, padding=2), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=2))),
-    "conv 3x3 on 1x1": ((4, 1, 1), conv((4, 1, 1), nn.Conv2d(4, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1))),
-    "conv 3x3 on 2x2": ((3, 2, 2), conv((3, 2, 2), nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 5, 3, padding=1))),
-    "conv 3x3 on one column": ((2, 7, 1), conv((2, 7, 1), nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1))),
-    "conv 5x3 stride 2x1": (WIDE, conv(WIDE, nn.Conv2d(2, 3, (5, 3), (2, 1), (1, 2)), nn.Conv2d(3, 4, (5, 3), (2, 1), (2, 1)))),
+    "conv 3x3 stride 2": (
+        WIDE,
+        conv(WIDE, nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(3, 4, 3, 2, 1)),
+    ),
+    "conv 3x3 padding 2": (
+        WIDE,
+        conv(WIDE, nn.Conv2d(2, 3, 3, padding=2), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=2)),
+    ),
+    "conv 3x3 on 1x1": (
+        (4, 1, 1),
+        conv((4, 1, 1), nn.Conv2d(4, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)),
+    ),
+    "conv 3x3 on 2x2": (
+        (3, 2, 2),
+        conv((3, 2, 2), nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 5, 3, padding=1)),
+    ),
+    "conv 3x3 on one column": (
+        (2, 7, 1),
+        conv((2, 7, 1), nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)),
+    ),
+    "conv 5x3 stride 2x1": (
+        WIDE,
+        conv(
+            WIDE, nn.Conv2d(2, 3, (5, 3), (2, 1), (1, 2)), nn.Conv2d(3, 4, (5, 3), (2, 1), (2, 1))
+        ),
+    ),
     "conv 4x10 stride 2": (
         (1, 21, 10),
         conv((1, 21, 10), nn.Conv2d(1, 3, (10, 4), 2, (5, 1)), nn.Conv2d(3, 3, (4, 2), 2, (2, 1))),
     ),
-    "conv 3x5": (WIDE, conv(WIDE, nn.Conv2d(2, 3, (3, 5), padding=(1, 2)), nn.ReLU(), nn.Conv2d(3, 4, (2, 3), padding=(0, 1)))),
-    "conv 1x1": (COLOUR, conv(COLOUR, nn.Conv2d(4, 6, 1), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.ReLU(), nn.Conv2d(5, 3, 1))),
-    "conv 1x1 stride 2": (COLOUR, conv(COLOUR, nn.Conv2d(4, 6, 1, 2), nn.ReLU(), nn.Conv2d(6, 5, 1, (1, 2)))),
-    "conv 1x1 padded": (COLOUR, conv(COLOUR, nn.Conv2d(4, 3, 1, padding=1), nn.ReLU(), nn.Conv2d(3, 5, 1, padding=2))),
-    "conv in groups": (COLOUR, conv(COLOUR, nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Conv2d(6, 9, 1, groups=3))),
-    "conv without bias": (COLOUR, conv(COLOUR, nn.Conv2d(4, 5, 3, bias=False), nn.ReLU6(), nn.Conv2d(5, 6, 1, bias=False))),
-    "depth-wise": (COLOUR, conv(COLOUR, nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1, groups=4))),
+    "conv 3x5": (
+        WIDE,
+        conv(
+            WIDE,
+            nn.Conv2d(2, 3, (3, 5), padding=(1, 2)),
+            nn.ReLU(),
+            nn.Conv2d(3, 4, (2, 3), padding=(0, 1)),
+        ),
+    ),
+    "conv 1x1": (
+        COLOUR,
+        conv(
+            COLOUR, nn.Conv2d(4, 6, 1), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.ReLU(), nn.Conv2d(5, 3, 1)
+        ),
+    ),
+    "conv 1x1 stride 2": (
+        COLOUR,
+        conv(COLOUR, nn.Conv2d(4, 6, 1, 2), nn.ReLU(), nn.Conv2d(6, 5, 1, (1, 2))),
+    ),
+    "conv 1x1 padded": (
+        COLOUR,
+        conv(COLOUR, nn.Conv2d(4, 3, 1, padding=1), nn.ReLU(), nn.Conv2d(3, 5, 1, padding=2)),
+    ),
+    "conv in groups": (
+        COLOUR,
+        conv(COLOUR, nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Conv2d(6, 9, 1, groups=3)),
+    ),
+    "conv without bias": (
+        COLOUR,
+        conv(COLOUR, nn.Conv2d(4, 5, 3, bias=False), nn.ReLU6(), nn.Conv2d(5, 6, 1, bias=False)),
+    ),
+    "depth-wise": (
+        COLOUR,
+        conv(
+            COLOUR,
+            nn.Conv2d(4, 4, 3, padding=1, groups=4),
+            nn.ReLU(),
+            nn.Conv2d(4, 8, 3, 2, 1, groups=4),
+        ),
+    ),
     "depth-wise separable": (
         COLOUR,
-        conv(COLOUR, nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.ReLU6(), nn.Conv2d(4, 7, 1), nn.ReLU6()),
+        conv(
+            COLOUR,
+            nn.Conv2d(4, 4, 3, padding=1, groups=4),
+            nn.ReLU6(),
+            nn.Conv2d(4, 7, 1),
+            nn.ReLU6(),
+        ),
     ),
-    "conv 1-D": ((3, 20), conv((3, 20), nn.Conv1d(3, 4, 5, stride=2, padding=2), nn.ReLU(), nn.Conv1d(4, 5, 3, padding=1))),
-    "max pool": (IMAGE, conv(IMAGE, nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 2))),
-    "max pool 3 stride 2": (WIDE, conv(WIDE, nn.Conv2d(2, 3, 1), nn.MaxPool2d(3, 2, 1), nn.ReLU6(), nn.Conv2d(3, 4, 2))),
-    "max pool overlapping": (WIDE, conv(WIDE, nn.Conv2d(2, 3, 1), nn.MaxPool2d((3, 2), 1), nn.Conv2d(3, 4, 2))),
-    "average pool": (WIDE, conv(WIDE, nn.Conv2d(2, 3, 1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(3, 4, 2))),
+    "conv 1-D": (
+        (3, 20),
+        conv(
+            (3, 20),
+            nn.Conv1d(3, 4, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv1d(4, 5, 3, padding=1),
+        ),
+    ),
+    "max pool": (
+        IMAGE,
+        conv(IMAGE, nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 2)),
+    ),
+    "max pool 3 stride 2": (
+        WIDE,
+        conv(WIDE, nn.Conv2d(2, 3, 1), nn.MaxPool2d(3, 2, 1), nn.ReLU6(), nn.Conv2d(3, 4, 2)),
+    ),
+    "max pool overlapping": (
+        WIDE,
+        conv(WIDE, nn.Conv2d(2, 3, 1), nn.MaxPool2d((3, 2), 1), nn.Conv2d(3, 4, 2)),
+    ),
+    "average pool": (
+        WIDE,
+        conv(WIDE, nn.Conv2d(2, 3, 1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(3, 4, 2)),
+    ),
     "average pool padded": (
         WIDE,
-        conv(WIDE, nn.Conv2d(2, 3, 1), nn.AvgPool2d((3, 2), (2, 1), (1, 1)), nn.ReLU(), nn.Conv2d(3, 4, 2)),
+        conv(
+            WIDE,
+            nn.Conv2d(2, 3, 1),
+            nn.AvgPool2d((3, 2), (2, 1), (1, 1)),
+            nn.ReLU(),
+            nn.Conv2d(3, 4, 2),
+        ),
     ),
     "global pool": (COLOUR, conv(COLOUR, nn.Conv2d(4, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1))),
     "residual": (
         COLOUR,
-        conv(COLOUR, nn.Conv2d(4, 4, 1), nn.ReLU(), Residual(nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.ReLU()))),
+        conv(
+            COLOUR,
+            nn.Conv2d(4, 4, 1),
+            nn.ReLU(),
+            Residual(nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.ReLU())),
+        ),
     ),
-    "residual of the input": (COLOUR, conv(COLOUR, Residual(nn.Conv2d(4, 4, 3, 1, 1), nn.ReLU6()), Residual(nn.Conv2d(4, 4, 1)))),
+    "residual of the input": (
+        COLOUR,
+        conv(COLOUR, Residual(nn.Conv2d(4, 4, 3, 1, 1), nn.ReLU6()), Residual(nn.Conv2d(4, 4, 1))),
+    ),
     "branches": (
         COLOUR,
         conv(
@@ -133,30 +235,63 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
             Branches(nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU6()),
         ),
     ),
-    "twice the same": (COLOUR, conv(COLOUR, nn.Conv2d(4, 3, 1), Twice(), nn.ReLU(), Twice(), nn.Conv2d(3, 2, 3))),
+    "twice the same": (
+        COLOUR,
+        conv(COLOUR, nn.Conv2d(4, 3, 1), Twice(), nn.ReLU(), Twice(), nn.Conv2d(3, 2, 3)),
+    ),
     "group norm": (
         COLOUR,
-        conv(COLOUR, nn.Conv2d(4, 6, 3), nn.GroupNorm(3, 6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.GroupNorm(1, 4)),
+        conv(
+            COLOUR,
+            nn.Conv2d(4, 6, 3),
+            nn.GroupNorm(3, 6),
+            nn.ReLU(),
+            nn.Conv2d(6, 4, 3),
+            nn.GroupNorm(1, 4),
+        ),
     ),
-    "group norm without affine": (COLOUR, conv(COLOUR, nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6, affine=False), nn.ReLU6())),
-    "group norm of the input": (COLOUR, conv(COLOUR, nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.MaxPool2d(2))),
-    "ends in ReLU": (COLOUR, lambda: nn.Sequential(nn.Conv2d(4, 3, 3), nn.Flatten(), nn.Linear(48, 5), nn.ReLU())),
-    "ends in a pool": (COLOUR, lambda: nn.Sequential(nn.Conv2d(4, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())),
+    "group norm without affine": (
+        COLOUR,
+        conv(COLOUR, nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6, affine=False), nn.ReLU6()),
+    ),
+    "group norm of the input": (
+        COLOUR,
+        conv(COLOUR, nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.MaxPool2d(2)),
+    ),
+    "ends in ReLU": (
+        COLOUR,
+        lambda: nn.Sequential(nn.Conv2d(4, 3, 3), nn.Flatten(), nn.Linear(48, 5), nn.ReLU()),
+    ),
+    "ends in a pool": (
+        COLOUR,
+        lambda: nn.Sequential(nn.Conv2d(4, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    ),
 }
 """Sample shape and network by the operation that is tried."""
 
 NETWORKS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     "small": ((1, 28, 28), Small),
-    "tinycnn": ((1, 28, 28), lambda: build("tinycnn", shape=(1, 28, 28), classes=10, width=0.5, norm="group")),
-    "dscnn": ((1, 49, 10), lambda: build("dscnn", shape=(1, 49, 10), classes=12, width=0.25, norm="none")),
-    "resnet8": ((3, 32, 32), lambda: build("resnet8", shape=(3, 32, 32), classes=10, width=0.25, norm="group")),
+    "tinycnn": (
+        (1, 28, 28),
+        lambda: build("tinycnn", shape=(1, 28, 28), classes=10, width=0.5, norm="group"),
+    ),
+    "dscnn": (
+        (1, 49, 10),
+        lambda: build("dscnn", shape=(1, 49, 10), classes=12, width=0.25, norm="none"),
+    ),
+    "resnet8": (
+        (3, 32, 32),
+        lambda: build("resnet8", shape=(3, 32, 32), classes=10, width=0.25, norm="group"),
+    ),
 }
 """Whole networks."""
 
 
 def samples(shape: Sequence[int], classes: int, rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, *shape, generator=source), torch.randint(0, classes, (rows,), generator=source)
+    return torch.randn(rows, *shape, generator=source), torch.randint(
+        0, classes, (rows,), generator=source
+    )
 
 
 def batches(rows: int, steps: int = 5, size: int = 4, seed: int = 0) -> list[Step]:
@@ -178,29 +313,53 @@ def train_with_torch(
     targets: Tensor | None = None,
     head: nn.Linear | None = None,
 ) -> float:
-    """What a job asks for, by torch and the project's own optimiser. Gives the summed loss. `head` is the layer of the inner loss."""
-    params = {n: p for n, p in net.named_parameters() if not any(n == f or n.startswith(f + ".") for f in freeze)}
-    optim = Optim(lr=settings.lr, momentum=settings.momentum, weight_decay=settings.decay, clip=settings.clip)
+    """What a job asks for, by torch and the project's own optimiser. Gives the summed loss. `head`
+    is the layer of the inner loss."""
+    params = {
+        n: p
+        for n, p in net.named_parameters()
+        if not any(n == f or n.startswith(f + ".") for f in freeze)
+    }
+    optim = Optim(
+        lr=settings.lr, momentum=settings.momentum, weight_decay=settings.decay, clip=settings.clip
+    )
     buffers, total = Buffers(), 0.0
     for step in steps:
         rows = torch.from_numpy(np.asarray(step.rows, np.int64))
-        inputs = x[rows] if step.shifts is None else shift(x[rows], torch.from_numpy(np.asarray(step.shifts, np.int64)) + REACH)
+        inputs = (
+            x[rows]
+            if step.shifts is None
+            else shift(x[rows], torch.from_numpy(np.asarray(step.shifts, np.int64)) + REACH)
+        )
         seen: list[Tensor] = []
-        handle = head.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0])) if head is not None else None
+        handle = (
+            head.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0]))
+            if head is not None
+            else None
+        )
         logits = net(inputs)
         if handle is not None:
             handle.remove()
-        loss = settings.ce * F.cross_entropy(logits if present is None else logits * present, y[rows])
+        loss = settings.ce * F.cross_entropy(
+            logits if present is None else logits * present, y[rows]
+        )
         if targets is not None:
             loss = loss + settings.mse * F.mse_loss(logits, targets[rows])
-            loss = loss + settings.kd * divergence(targets[rows], logits, settings.temperature).mean()
+            loss = (
+                loss + settings.kd * divergence(targets[rows], logits, settings.temperature).mean()
+            )
         if head is not None and step.inner:
             inner = F.linear(seen[0][:, : step.inner], head.weight[:, : step.inner], head.bias)
             loss = loss + settings.inner * F.cross_entropy(inner, y[rows])
         if anchor is not None:
-            loss = loss + settings.mu / 2 * sum(((p - anchor[n]) ** 2).sum() for n, p in params.items())
+            loss = loss + settings.mu / 2 * sum(
+                ((p - anchor[n]) ** 2).sum() for n, p in params.items()
+            )
         raw = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), raw, strict=True)]
+        grads = [
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(params.values(), raw, strict=True)
+        ]
         if mask is not None:
             grads = [g * mask[n] if n in mask else g for n, g in zip(params, grads, strict=True)]
         update(optim, list(params.values()), grads, buffers)

@@ -1,4 +1,5 @@
-"""Firmware for every board: its size is the forecast, it runs in QEMU, and it trains to the bits of the host build."""
+"""Firmware for every board: its size is the forecast, it runs in QEMU, and it trains to the bits of
+the host build."""
 
 from __future__ import annotations
 
@@ -37,18 +38,27 @@ ALL = list(boards.TABLE)
 MARGIN = 96  # bytes of stack that no test may touch
 
 
-# ------------------------------------------------------------------------------------------------------------------- the table
+# -- the table -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_board_has_the_memory_of_its_device(name: str) -> None:
     board, profile = boards.board(name), device(boards.board(name).device)
-    assert (board.ram_bytes, board.flash_bytes) == (int(profile.ram_bytes.value), int(profile.flash_bytes.value))
+    assert (board.ram_bytes, board.flash_bytes) == (
+        int(profile.ram_bytes.value),
+        int(profile.flash_bytes.value),
+    )
 
 
 def test_any_memory_map_is_a_board() -> None:
     board = boards.board("unicorn:ram=20K,flash=64K,cpu=m3")
-    assert (board.ram_bytes, board.flash_bytes, board.core, board.fpu, board.machine) == (20480, 65536, "cortex-m3", False, None)
+    assert (board.ram_bytes, board.flash_bytes, board.core, board.fpu, board.machine) == (
+        20480,
+        65536,
+        "cortex-m3",
+        False,
+        None,
+    )
     assert boards.region(board) == 20480 - FIRMWARE.statics
 
 
@@ -68,7 +78,7 @@ def test_no_board(name: str, words: str) -> None:
         boards.board(name)
 
 
-# ------------------------------------------------------------------------------------------------------------------- building
+# -- building --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_compiler", ["gcc", "zig"])
@@ -77,10 +87,17 @@ def test_the_firmware_takes_what_the_forecast_says(name: str, with_compiler: str
     image = boards.firmware(name, compiler=compiler(with_compiler))
     sections = elf.read(image.path).sections
     assert image.static_bytes == FIRMWARE.statics
-    assert (sections[".stack"], sections.get(".data", 0) + sections[".bss"]) == (FIRMWARE.stack, FIRMWARE.data)
+    assert (sections[".stack"], sections.get(".data", 0) + sections[".bss"]) == (
+        FIRMWARE.stack,
+        FIRMWARE.data,
+    )
     assert image.region_bytes == boards.region(name) and image.ram_bytes == image.board.ram_bytes
     assert image.flash_bytes <= FIRMWARE.flash
-    assert image.flash_bytes + image.blob_bytes <= image.board.flash_bytes < image.flash_bytes + image.blob_bytes + 1024
+    assert (
+        image.flash_bytes + image.blob_bytes
+        <= image.board.flash_bytes
+        < image.flash_bytes + image.blob_bytes + 1024
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -100,7 +117,9 @@ def test_what_the_compiler_says_reaches_the_user(tmp_path: Path) -> None:
         toolchain.build("broken", [source])
 
 
-def test_a_build_is_made_once_for_each_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_made_once_for_each_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need("C compiler")
     monkeypatch.setenv("NESTLING_CACHE", str(tmp_path / "cache"))
     (tmp_path / "number.h").write_text("#define NUMBER 1\n")
@@ -116,10 +135,17 @@ def test_a_build_is_made_once_for_each_content(tmp_path: Path, monkeypatch: pyte
     assert not list((tmp_path / "cache" / "build").glob("part-*"))
 
 
-def test_without_compilers_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compilers_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
-    assert set(toolchain.missing_tools()) == {"C compiler", "ARM compiler", "qemu-system-arm", "unicorn"}
+    assert set(toolchain.missing_tools()) == {
+        "C compiler",
+        "ARM compiler",
+        "qemu-system-arm",
+        "unicorn",
+    }
     with pytest.raises(InputError, match="apt-get install gcc-arm-none-eabi"):
         boards.firmware("microbit")
     with pytest.raises(InputError, match=r"pip install nestling\[tiny\]"):
@@ -132,10 +158,14 @@ def test_a_wrapped_blob_is_a_program_that_holds_it(tmp_path: Path) -> None:
         (tmp_path / "not").write_bytes(bytes(100))
         elf.read(tmp_path / "not")
     raw = (tmp_path / "blob").read_bytes()
-    assert len(raw) == 84 + 16 and raw.endswith(b"data of a client") and (0x08006400).to_bytes(4, "little") in raw
+    assert (
+        len(raw) == 84 + 16
+        and raw.endswith(b"data of a client")
+        and (0x08006400).to_bytes(4, "little") in raw
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------- training
+# -- training --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -149,7 +179,10 @@ def test_a_board_trains_to_the_bits_of_the_host_in_exactly_the_forecast_ram(name
     with running(image, blob) as (_, session):
         done = session.run(todo)
         info = session.hello()
-    assert np.array_equal(done.weights.view(np.uint32), expected.weights.view(np.uint32)) and done.loss == expected.loss
+    assert (
+        np.array_equal(done.weights.view(np.uint32), expected.weights.view(np.uint32))
+        and done.loss == expected.loss
+    )
     assert np.abs(done.weights - todo.weights).max() > 0.01
     assert info.region == region and info.rows == 40
     assert info.stack_reserved == FIRMWARE.stack and 0 < info.stack <= FIRMWARE.stack - MARGIN
@@ -165,8 +198,15 @@ def test_half_a_keyword_spotter_trains_in_less_than_240_kb() -> None:
     image = boards.firmware("mps2-an386", arena_bytes=len(planned.descriptor) + planned.arena)
     assert image.ram_bytes == sum(forecast.ram(planned).values()) < 240_000
     random = np.random.default_rng(0)
-    blob = pack(torch.from_numpy(random.standard_normal((4, 1, 49, 10), np.float32)), torch.arange(4))
-    todo = Job(planned, planned.pack(net.state_dict()), DescriptorSettings(lr=0.05), [Step(np.arange(4))] * 2)
+    blob = pack(
+        torch.from_numpy(random.standard_normal((4, 1, 49, 10), np.float32)), torch.arange(4)
+    )
+    todo = Job(
+        planned,
+        planned.pack(net.state_dict()),
+        DescriptorSettings(lr=0.05),
+        [Step(np.arange(4))] * 2,
+    )
     with running(image, blob) as (_, session):
         assert np.array_equal(session.run(todo).weights, native.run_job(todo, blob).weights)
 
@@ -200,7 +240,11 @@ def test_an_image_linked_beyond_the_ram_faults() -> None:
     chip = boards.board("stm32vldiscovery")
     todo, blob = job(1.0)
     assert len(todo.plan.descriptor) + todo.plan.arena > chip.ram_bytes
-    with running(boards.firmware(replace(chip, ram_bytes=64 * 1024)), blob, LineTiming(patience=3.0, revival=0.5)) as (
+    with running(
+        boards.firmware(replace(chip, ram_bytes=64 * 1024)),
+        blob,
+        LineTiming(patience=3.0, revival=0.5),
+    ) as (
         board,
         session,
     ):
@@ -212,7 +256,9 @@ def test_an_image_linked_beyond_the_ram_faults() -> None:
 
 def all_operations() -> nn.Module:
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.GroupNorm(2, 4), nn.ReLU6(), nn.Conv2d(4, 4, 1))
+    block = nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.GroupNorm(2, 4), nn.ReLU6(), nn.Conv2d(4, 4, 1)
+    )
     layers = [
         nn.Conv2d(1, 4, (4, 3), 2, (1, 1)),
         nn.ReLU(),
@@ -235,15 +281,30 @@ def test_the_stack_holds_every_operation_and_every_loss(name: str, with_compiler
         planned,
         weights,
         DescriptorSettings(
-            lr=0.05, momentum=0.9, decay=1e-3, clip=1.0, mu=0.1, ce=0.5, mse=0.2, kd=0.3, temperature=2.0, inner=0.5
+            lr=0.05,
+            momentum=0.9,
+            decay=1e-3,
+            clip=1.0,
+            mu=0.1,
+            ce=0.5,
+            mse=0.2,
+            kd=0.3,
+            temperature=2.0,
+            inner=0.5,
         ),
-        [Step(random.integers(0, 12, 4), random.integers(-2, 3, (4, 2)), inner=4) for _ in range(2)],
+        [
+            Step(random.integers(0, 12, 4), random.integers(-2, 3, (4, 2)), inner=4)
+            for _ in range(2)
+        ],
         anchor=weights[: planned.trained] * np.float32(0.9),
         mask=random.random(planned.trained) < 0.8,
         present=np.array([1, 1, 0, 1, 1], np.float32),
         targets=random.standard_normal((12, 5)).astype(np.float32),
     )
-    blob = pack(torch.from_numpy(random.standard_normal((12, 1, 8, 8), np.float32)), torch.from_numpy(random.integers(0, 5, 12)))
+    blob = pack(
+        torch.from_numpy(random.standard_normal((12, 1, 8, 8), np.float32)),
+        torch.from_numpy(random.integers(0, 5, 12)),
+    )
     expected = native.run_job(todo, blob)
     with running(boards.firmware(name, compiler=compiler(with_compiler)), blob) as (_, session):
         done = session.run(todo)
@@ -255,7 +316,9 @@ def test_the_stack_holds_every_operation_and_every_loss(name: str, with_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["unicorn:ram=64K,flash=256K,cpu=m0", "netduinoplus2"])
 def test_every_operation_gives_the_same_bits_on_a_board(name: str) -> None:
-    need("ARM compiler", "unicorn" if name.startswith("unicorn") else "qemu-system-arm", "C compiler")
+    need(
+        "ARM compiler", "unicorn" if name.startswith("unicorn") else "qemu-system-arm", "C compiler"
+    )
     image = boards.firmware(name)
     for shape, make in OPERATIONS.values():
         _compare_operation(image, shape, make())
@@ -264,15 +327,23 @@ def test_every_operation_gives_the_same_bits_on_a_board(name: str) -> None:
 def _compare_operation(image: boards.Firmware, shape: tuple[int, ...], net: nn.Module) -> None:
     random = np.random.default_rng(1)
     planned = plan(net, shape, momentum=True)
-    blob = pack(torch.from_numpy(random.standard_normal((6, *shape), np.float32)), torch.arange(6) % planned.header.classes)
-    todo = Job(planned, planned.pack(net.state_dict()), DescriptorSettings(lr=0.05, momentum=0.9), [Step(np.arange(6))] * 2)
+    blob = pack(
+        torch.from_numpy(random.standard_normal((6, *shape), np.float32)),
+        torch.arange(6) % planned.header.classes,
+    )
+    todo = Job(
+        planned,
+        planned.pack(net.state_dict()),
+        DescriptorSettings(lr=0.05, momentum=0.9),
+        [Step(np.arange(6))] * 2,
+    )
     expected = native.run_job(todo, blob)
     with running(image, blob) as (_, session):
         assert np.array_equal(session.run(todo).weights, expected.weights)
         assert session.hello().stack <= FIRMWARE.stack - MARGIN
 
 
-# ------------------------------------------------------------------------------------------------------------------- processes
+# -- processes -------------------------------------------------------------------------------------
 
 
 def test_a_board_without_power_forgets_and_starts_again() -> None:
@@ -295,7 +366,10 @@ def test_a_board_without_power_forgets_and_starts_again() -> None:
 def test_more_data_than_the_flash_holds() -> None:
     need("ARM compiler", "qemu-system-arm")
     image = boards.firmware("stm32vldiscovery")
-    with tempfile.TemporaryDirectory(prefix="nst") as folder, pytest.raises(InputError, match="do not fit"):
+    with (
+        tempfile.TemporaryDirectory(prefix="nst") as folder,
+        pytest.raises(InputError, match="do not fit"),
+    ):
         emulator(image, bytes(image.blob_bytes + 1), Path(folder) / "board")
 
 
@@ -305,7 +379,8 @@ import sys, threading, time
 from pathlib import Path
 from nestling.tiny.boards import children
 pids = []
-thread = threading.Thread(target=lambda: pids.append(children.start([sys.executable, "-c", "import time; time.sleep(100)"])))
+sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+thread = threading.Thread(target=lambda: pids.append(children.start(sleep)))
 thread.start()
 thread.join()
 print(pids[0].pid, flush=True)
@@ -313,13 +388,16 @@ time.sleep(100)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills the children of a killed process")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux kills the children of a killed process"
+)
 def test_a_board_does_not_outlive_a_killed_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     try:
-        assert until(lambda: _command(child).startswith(" ".join(SLEEP)))  # the thread that asked for it is long gone
+        # the thread that asked for it is long gone
+        assert until(lambda: _command(child).startswith(" ".join(SLEEP)))
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         assert until(lambda: not _command(child))
@@ -346,7 +424,7 @@ def test_a_child_is_gone_when_it_is_killed_or_forgotten() -> None:
     assert until(lambda: not _command(pid))
 
 
-# ------------------------------------------------------------------------------------------------------------------- counting
+# -- counting --------------------------------------------------------------------------------------
 
 
 def test_instructions_are_counted_exactly() -> None:
@@ -374,7 +452,9 @@ def test_time_and_energy_are_marked_as_estimates() -> None:
     profile = device("nrf52840")
     assert float(cost.compute_s) == pytest.approx(1.82)  # at 64 MHz
     assert float(cost.link_s) == pytest.approx(12_000 / float(profile.up_bps))
-    assert float(cost.energy_j) == pytest.approx(1.82 * float(profile.power_w) + float(cost.link_s) * float(profile.radio_w))
+    assert float(cost.energy_j) == pytest.approx(
+        1.82 * float(profile.power_w) + float(cost.link_s) * float(profile.radio_w)
+    )
 
 
 def test_no_clock_no_count() -> None:

@@ -1,5 +1,5 @@
-"""Federations whose small clients are emulated boards: they train to the bit what the same C trains on this machine, whoever dies on
-the way."""
+"""Federations whose small clients are emulated boards: they train to the bit what the same C trains
+on this machine, whoever dies on the way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ import pytest
 import torch
 
 import nestling
-from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
+from nestling import (
+    EngineConfig,
+    Evaluation,
+    Experiment,
+    FleetConfig,
+    Named,
+    SplitConfig,
+    Tier,
+    Train,
+)
 from nestling.engines import ClientError
 from nestling.engines.boards import Boards
 from nestling.errors import InputError
@@ -36,7 +45,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "microcontrollers.toml"
 
 
 def _lacking(*tools: str) -> str:
-    found = [f"{tool} is not installed: {how}" for tool, how in toolchain.missing_tools().items() if tool in tools]
+    found = [
+        f"{tool} is not installed: {how}"
+        for tool, how in toolchain.missing_tools().items()
+        if tool in tools
+    ]
     return "; ".join(found)
 
 
@@ -45,7 +58,8 @@ needs_qemu = pytest.mark.skipif(
     reason=_lacking("C compiler", "ARM compiler", "qemu-system-arm") or "-",
 )
 needs_unicorn = pytest.mark.skipif(
-    bool(_lacking("C compiler", "ARM compiler", "unicorn")), reason=_lacking("C compiler", "ARM compiler", "unicorn") or "-"
+    bool(_lacking("C compiler", "ARM compiler", "unicorn")),
+    reason=_lacking("C compiler", "ARM compiler", "unicorn") or "-",
 )
 SMALL = (
     Tier(board="stm32vldiscovery", count=1),
@@ -74,12 +88,18 @@ def experiment(tiers: tuple[Tier, ...] = SMALL, **changes: Any) -> Experiment:
 def on_host(wanted: Experiment) -> Experiment:
     """The same run in which every board is the host's build of the C runtime."""
     settled = assemble(wanted)[0]
-    tiers = tuple(replace(tier, board="host") if tier.board else tier for tier in settled.fleet.tiers)
+    tiers = tuple(
+        replace(tier, board="host") if tier.board else tier for tier in settled.fleet.tiers
+    )
     return settled.with_changes(fleet=replace(settled.fleet, tiers=tiers))
 
 
 def final(federation: Federation) -> dict[str, torch.Tensor]:
-    return {f"{kind}/{n}": t for kind, part in federation.method.state().items() for n, t in part.items()}
+    return {
+        f"{kind}/{n}": t
+        for kind, part in federation.method.state().items()
+        for n, t in part.items()
+    }
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -87,7 +107,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @contextmanager
-def opened(wanted: Experiment, home: Path | None = None, **settings: Any) -> Iterator[tuple[Federation, Boards, Lab]]:
+def opened(
+    wanted: Experiment, home: Path | None = None, **settings: Any
+) -> Iterator[tuple[Federation, Boards, Lab]]:
     """A federation ready to be played, its lab in sight."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -108,16 +130,27 @@ def test_boards_of_a_federation_give_the_bits_of_the_host(tmp_path: Path) -> Non
     result = nestling.run(experiment(), out=tmp_path / "run")
     hosted = nestling.run(on_host(experiment()))
     assert same(final(result.federation), final(hosted.federation))
-    rows = [json.loads(line) for line in (tmp_path / "run" / "boards.jsonl").read_text().splitlines()]
-    assert len(rows) == 6 and all(row["verified"] and row["ram"] <= row["ram_there"] and row["steps"] == 6 for row in rows)
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "boards.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 6 and all(
+        row["verified"] and row["ram"] <= row["ram_there"] and row["steps"] == 6 for row in rows
+    )
     assert {row["board"] for row in rows} == {"stm32vldiscovery", "microbit", "mps2-an386"}
     assert {row["round"] for row in rows} == {1, 2}
-    assert all(row["instructions"] > 1000 * row["samples"] and row["estimated_seconds"] > 0 for row in rows)
+    assert all(
+        row["instructions"] > 1000 * row["samples"] and row["estimated_seconds"] > 0 for row in rows
+    )
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "3 boards ran the firmware and did 6 jobs" in page and "6 of the answers were compared" in page
+    assert (
+        "3 boards ran the firmware and did 6 jobs" in page
+        and "6 of the answers were compared" in page
+    )
     told = json.loads((tmp_path / "run" / "federation.json").read_text())
     assert {tier["name"]: tier["board"] for tier in told["tiers"]}["microbit"] == "microbit"
-    assert not (tmp_path / "run" / "boards" / "pids.json").exists(), "the processes are gone, and so is their list"
+    assert not (tmp_path / "run" / "boards" / "pids.json").exists(), (
+        "the processes are gone, and so is their list"
+    )
 
 
 @needs_qemu
@@ -141,7 +174,9 @@ def _alive(pid: int) -> bool:
 
 @needs_qemu
 def test_a_fifth_of_all_frames_spoilt() -> None:
-    wanted = experiment((Tier(board="microbit", count=1), Tier(board="mps2-an386", ratio=0.5, count=1)), rounds=1)
+    wanted = experiment(
+        (Tier(board="microbit", count=1), Tier(board="mps2-an386", ratio=0.5, count=1)), rounds=1
+    )
     with opened(wanted, noise=0.2) as (federation, _, _):
         facts: list[Mapping[str, Any]] = []
         federation.on_board = facts.append
@@ -151,10 +186,18 @@ def test_a_fifth_of_all_frames_spoilt() -> None:
 
 
 class Killer:
-    """Kills a board or the gateway with SIGKILL in the middle of a client's jobs, so many times in all."""
+    """Kills a board or the gateway with SIGKILL in the middle of a client's jobs, so many times in
+    all."""
 
     def __init__(self, found: Lab, client: int, name: str, times: int, after: float) -> None:
-        self.done, self._lab, self._client, self._name, self._times, self._after = 0, found, client, name, times, after
+        self.done, self._lab, self._client, self._name, self._times, self._after = (
+            0,
+            found,
+            client,
+            name,
+            times,
+            after,
+        )
         self._run, self._jobs = found.run, 0
         found.run = self._watched  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._hunt, daemon=True)
@@ -203,7 +246,9 @@ def test_boards_and_gateway_killed_on_the_way(tmp_path: Path) -> None:
 @needs_unicorn
 def test_boards_that_exist_nowhere() -> None:
     """Any map of memory, in Unicorn; installed by pip alone."""
-    wanted = experiment((Tier(name="odd", board="unicorn:ram=12K,flash=96K,cpu=m4", ratio=0.5, count=1),), rounds=1)
+    wanted = experiment(
+        (Tier(name="odd", board="unicorn:ram=12K,flash=96K,cpu=m4", ratio=0.5, count=1),), rounds=1
+    )
     with opened(wanted) as (federation, _, _):
         facts: list[Mapping[str, Any]] = []
         federation.on_board = facts.append
@@ -217,7 +262,9 @@ def test_a_part_that_is_too_large_for_the_board_is_refused() -> None:
     with pytest.raises(InputError) as error:
         nestling.run(experiment((Tier(board="stm32vldiscovery", ratio=1.0, count=1),), rounds=1))
     assert error.value.field == "fleet.tiers[0].board"
-    assert re.search(r"client 0 on stm32vldiscovery: the plan needs \d+ of 8192 bytes", error.value.message)
+    assert re.search(
+        r"client 0 on stm32vldiscovery: the plan needs \d+ of 8192 bytes", error.value.message
+    )
 
 
 @needs_qemu
@@ -230,18 +277,37 @@ def test_an_answer_that_differs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         return done
 
     monkeypatch.setattr(lab.native, "run_job", wrong)
-    with pytest.raises(ClientError, match=r"client 0 failed in round 1: Mismatch: 1 of \d+ weights differ"):
+    with pytest.raises(
+        ClientError, match=r"client 0 failed in round 1: Mismatch: 1 of \d+ weights differ"
+    ):
         nestling.run(experiment((Tier(board="microbit", count=1),), rounds=1))
     quiet = EngineConfig("inline", verify_boards=False)
-    assert nestling.run(experiment((Tier(board="microbit", count=1),), rounds=1, engine=quiet)).summary["rounds_done"] == 1
+    assert (
+        nestling.run(
+            experiment((Tier(board="microbit", count=1),), rounds=1, engine=quiet)
+        ).summary["rounds_done"]
+        == 1
+    )
 
 
 @needs_qemu
 @pytest.mark.slow
 def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
-    wanted = experiment((Tier(board="microbit", count=2), Tier(name="simulated", ratio=1.0, count=1)), **{**LONG, "rounds": 4})
+    wanted = experiment(
+        (Tier(board="microbit", count=2), Tier(name="simulated", ratio=1.0, count=1)),
+        **{**LONG, "rounds": 4},
+    )
     (tmp_path / "run.toml").write_text(wanted.to_toml())
-    command = [sys.executable, "-m", "nestling.cli", "run", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run"), "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "nestling.cli",
+        "run",
+        str(tmp_path / "run.toml"),
+        "--out",
+        str(tmp_path / "run"),
+        "--quiet",
+    ]
     process = subprocess.Popen(command, cwd=tmp_path)
     try:
         _wait_for(lambda: len(_lines(tmp_path / "run" / "metrics.jsonl")) >= 2, process)
@@ -280,13 +346,22 @@ def _wait_for(happened: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 @needs_qemu
 @pytest.mark.minutes
 def test_the_example(tmp_path: Path) -> None:
-    """Seven boards of six kinds beside simulated devices: as good as the simulation, and bit for bit the host's build."""
+    """Seven boards of six kinds beside simulated devices: as good as the simulation, and bit for
+    bit the host's build."""
     wanted = Experiment.read(EXAMPLE)
     boards = [tier for tier in wanted.fleet.tiers if tier.board]
-    assert sum(tier.count for tier in boards) >= 6 and len({tier.board for tier in boards}) >= 5 and wanted.rounds >= 5
+    assert (
+        sum(tier.count for tier in boards) >= 6
+        and len({tier.board for tier in boards}) >= 5
+        and wanted.rounds >= 5
+    )
     result = nestling.run(wanted, out=tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "boards.jsonl").read_text().splitlines()]
-    assert len(rows) == wanted.rounds * sum(tier.count for tier in boards) and all(row["verified"] for row in rows)
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "boards.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == wanted.rounds * sum(tier.count for tier in boards) and all(
+        row["verified"] for row in rows
+    )
     assert {row["ram_there"] for row in rows} == {k * 1024 for k in (8, 16, 64, 128, 256, 512)}
     hosted = nestling.run(on_host(wanted))
     assert same(final(result.federation), final(hosted.federation))

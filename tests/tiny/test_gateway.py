@@ -28,7 +28,16 @@ from nestling.tiny.link.session import State
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.job import Done, Job
 from nestling.tiny.runtime.toolchain import missing_tools
-from tests.tiny.hostboard import QUICK, HostBoard, assert_same, client_data, folder, job, room, wait_for
+from tests.tiny.hostboard import (
+    QUICK,
+    HostBoard,
+    assert_same,
+    client_data,
+    folder,
+    job,
+    room,
+    wait_for,
+)
 
 
 @pytest.fixture
@@ -37,7 +46,7 @@ def home() -> Iterator[Path]:
         yield path
 
 
-# ------------------------------------------------------------------------------------------------------------------- the bundle
+# -- the bundle ------------------------------------------------------------------------------------
 
 
 def test_a_job_comes_back_from_its_bytes() -> None:
@@ -50,8 +59,14 @@ def test_a_job_comes_back_from_its_bytes() -> None:
 @pytest.mark.parametrize("name", ["weights", "steps", "mask", "settings"])
 def test_another_job_has_another_digest(name: str) -> None:
     told = job(mask=lambda p, r: np.ones(p.trained, bool))
-    parts = {field: getattr(told, field) for field in ("plan", "weights", "settings", "steps", "mask")}
-    other = job(seed=1, mask=lambda p, r: np.arange(p.trained) != 3, settings=type(told.settings)(lr=0.04, momentum=0.9))
+    parts = {
+        field: getattr(told, field) for field in ("plan", "weights", "settings", "steps", "mask")
+    }
+    other = job(
+        seed=1,
+        mask=lambda p, r: np.arange(p.trained) != 3,
+        settings=type(told.settings)(lr=0.04, momentum=0.9),
+    )
     assert orders_of(Job(**{**parts, name: getattr(other, name)})).digest != orders_of(told).digest
 
 
@@ -106,7 +121,7 @@ def test_orders_that_lie_are_refused() -> None:
         orders_from({"rows": arrays["rows"]})
 
 
-# ------------------------------------------------------------------------------------------------------------------ the journal
+# -- the journal -----------------------------------------------------------------------------------
 
 
 def state(step: int, loss: float = 1.5) -> State:
@@ -158,10 +173,15 @@ def test_a_finished_job_is_answered_from_the_journal(home: Path) -> None:
     entry.finish(Done(np.arange(3, dtype=np.float32), 2.5, 9, 90))
     found = entry.find().done
     assert found is not None
-    assert (found.weights.tolist(), found.loss, found.steps, found.samples) == ([0, 1, 2], 2.5, 9, 90)
+    assert (found.weights.tolist(), found.loss, found.steps, found.samples) == (
+        [0, 1, 2],
+        2.5,
+        9,
+        90,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ the gateway
+# -- the gateway -----------------------------------------------------------------------------------
 
 
 class Process:
@@ -169,7 +189,9 @@ class Process:
 
     def __init__(self, home: Path, boards: dict[str, dict[str, Any]]) -> None:
         self.home, self.socket, self.log = home, home / "gateway.sock", home / "gateway.log"
-        (home / "boards.json").write_text(json.dumps({name: {"timing": asdict(QUICK), **told} for name, told in boards.items()}))
+        (home / "boards.json").write_text(
+            json.dumps({name: {"timing": asdict(QUICK), **told} for name, told in boards.items()})
+        )
         self.process: subprocess.Popen[bytes] | None = None
 
     def command(self, *more: str) -> list[str]:
@@ -194,7 +216,11 @@ class Process:
         self.process.wait()
 
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return (
+            [json.loads(line) for line in self.log.read_text().splitlines()]
+            if self.log.exists()
+            else []
+        )
 
     def kinds(self) -> list[str]:
         return [event["event"] for event in self.events()]
@@ -211,7 +237,9 @@ def test_boards_work_side_by_side_and_a_job_asked_again_is_not_done_again(home: 
     jobs = [job(seed=seed) for seed in range(3)]
     boards = [HostBoard(home, room(jobs[0]), blob, f"b{k}").start() for k, blob in enumerate(blobs)]
     try:
-        with Process(home, {f"b{k}": {"transport": board.transport} for k, board in enumerate(boards)}) as gateway:
+        with Process(
+            home, {f"b{k}": {"transport": board.transport} for k, board in enumerate(boards)}
+        ) as gateway:
             client = GatewayClient(gateway.socket)
             with ThreadPoolExecutor(3) as pool:
                 found = list(pool.map(lambda k: client.ask(f"b{k}", jobs[k]), range(3)))
@@ -243,7 +271,11 @@ def test_board_killed_three_times_and_gateway_once_end_with_the_same_bits(home: 
                     assert not found.done()  # else nothing was disturbed
                     victim.start()
                     seen = ["lost", "lost", "job", "lost"][: kills + 1]
-                    wait_for(lambda seen=seen: [e for e in gateway.kinds() if e in ("lost", "job")] == ["job", *seen])
+                    wait_for(
+                        lambda seen=seen: (
+                            [e for e in gateway.kinds() if e in ("lost", "job")] == ["job", *seen]
+                        )
+                    )
                 assert_same(found.result(120)[0], wanted)
             goes_on = [event["step"] for event in gateway.events() if event["event"] == "job"]
             assert goes_on[0] == 0 and goes_on[1] > 1800
@@ -283,7 +315,9 @@ def test_a_gateway_that_comes_back_to_a_living_board_does_no_step_twice(home: Pa
 def test_a_noisy_board_through_the_gateway(home: Path) -> None:
     told, blob = job(steps=20), client_data()
     with HostBoard(home, room(told), blob) as board:
-        with Process(home, {"b": {"transport": board.transport, "noise": {"rate": 0.2, "seed": 5}}}) as gateway:
+        with Process(
+            home, {"b": {"transport": board.transport, "noise": {"rate": 0.2, "seed": 5}}}
+        ) as gateway:
             done, facts = GatewayClient(gateway.socket).ask("b", told)
         assert_same(done, native.run_job(told, blob))
         assert facts["resent"] > 5
@@ -301,7 +335,13 @@ def test_what_is_wrong_is_said_and_does_not_end_the_gateway(home: Path) -> None:
                 client.run("b", job(width=6))
             with pytest.raises(Lost, match="did not come back"):
                 client.run("absent", told)
-            for lie in (b"", b"\0", b"\xff" * 8, struct.pack("<I", 12) + b"x" * 12, struct.pack("<I", 2**31) + b"x"):
+            for lie in (
+                b"",
+                b"\0",
+                b"\xff" * 8,
+                struct.pack("<I", 12) + b"x" * 12,
+                struct.pack("<I", 2**31) + b"x",
+            ):
                 with socket.socket(socket.AF_UNIX) as link:
                     link.connect(str(gateway.socket))
                     link.sendall(lie)
@@ -323,7 +363,9 @@ def test_nobody_waits_for_ever_for_a_gateway(home: Path) -> None:
 def test_a_second_gateway_on_the_same_journal_is_refused(home: Path) -> None:
     with Process(home, {"b": {"transport": "unix:none"}}) as gateway:
         wait_for(gateway.socket.exists)
-        second = subprocess.run(gateway.command(), capture_output=True, text=True, timeout=60, check=False)
+        second = subprocess.run(
+            gateway.command(), capture_output=True, text=True, timeout=60, check=False
+        )
         assert second.returncode == 2 and "another gateway" in second.stderr
 
 
@@ -336,10 +378,13 @@ def test_a_gateway_ends_when_it_is_told_to_and_when_its_parent_is_gone(home: Pat
         assert gateway.process.wait(30) == 0
     # A parent that starts a gateway and ends at once.
     script = (
-        "import os, subprocess, sys; print(subprocess.Popen([*sys.argv[1:], str(os.getpid())], stdout=subprocess.DEVNULL).pid)"
+        "import os, subprocess, sys; print(subprocess.Popen([*sys.argv[1:], "
+        "str(os.getpid())], stdout=subprocess.DEVNULL).pid)"
     )
     start = [sys.executable, "-c", script, *gateway.command("--parent")]
-    done = subprocess.run(start, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        start, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60, check=True
+    )
     wait_for(lambda: not _alive(int(done.stdout)))
 
 
@@ -370,7 +415,7 @@ def test_a_wrong_configuration_names_the_place(home: Path, text: str, field: str
     assert str(error.value.field).endswith(field)
 
 
-# -------------------------------------------------------------------------------------------------------------- emulated boards
+# -- emulated boards -------------------------------------------------------------------------------
 
 
 PATIENT = {"answer": 0.5, "longest": 4.0, "sample": 0.1, "patience": 30.0, "revival": 120.0}
@@ -387,11 +432,19 @@ def need(board: str) -> None:
     "name",
     [
         "unicorn:ram=20K,flash=64K,cpu=m3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("stm32vldiscovery", "microbit", "lm3s6965evb")),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("netduinoplus2", "mps2-an386", "mps2-an500")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("stm32vldiscovery", "microbit", "lm3s6965evb")
+        ),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("netduinoplus2", "mps2-an386", "mps2-an500")
+        ),
     ],
 )
-def test_an_emulated_board_killed_three_times_and_its_gateway_once_over_a_noisy_line(home: Path, name: str) -> None:
+def test_an_emulated_board_killed_three_times_and_its_gateway_once_over_a_noisy_line(
+    home: Path, name: str
+) -> None:
     need(name)
     from nestling.tiny.boards.emulator import emulator
 
@@ -404,7 +457,9 @@ def test_an_emulated_board_killed_three_times_and_its_gateway_once_over_a_noisy_
             with ThreadPoolExecutor(1) as pool:
                 found = pool.submit(GatewayClient(gateway.socket).ask, "b", told)
                 for kills, victim in enumerate((board, gateway, board, board)):
-                    wait_for(lambda kills=kills: found.done() or steps_noted(home) > 4 * (kills + 1), 200)
+                    wait_for(
+                        lambda kills=kills: found.done() or steps_noted(home) > 4 * (kills + 1), 200
+                    )
                     assert not found.done()
                     victim.kill()
                     victim.start()

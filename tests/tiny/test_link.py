@@ -1,4 +1,5 @@
-"""Frames, the node's protocol, and sessions that end with the same bits whatever happens to the line or to the board."""
+"""Frames, the node's protocol, and sessions that end with the same bits whatever happens to the
+line or to the board."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "masked": {"mask": lambda p, r: r.random(p.trained) < 0.6},
     "present": {"present": lambda p, r: (np.arange(CLASSES) != 2).astype(np.float32)},
     "distilled": {
-        "settings": DescriptorSettings(lr=0.05, momentum=0.5, ce=0.5, kd=0.7, mse=0.1, temperature=2.0),
+        "settings": DescriptorSettings(
+            lr=0.05, momentum=0.5, ce=0.5, kd=0.7, mse=0.1, temperature=2.0
+        ),
         "targets": lambda p, r: r.standard_normal((ROWS, CLASSES)).astype(np.float32),
     },
     "distilled and shifted": {
@@ -70,7 +73,7 @@ def home() -> Iterator[Path]:
         yield path
 
 
-# ----------------------------------------------------------------------------------------------------------------------- frames
+# -- frames ----------------------------------------------------------------------------------------
 
 
 @given(st.binary(max_size=600))
@@ -87,7 +90,9 @@ def test_a_frame_comes_back_at_every_length_where_blocks_end(length: int) -> Non
 
 
 @given(st.binary(max_size=80), st.integers(0, 2**16 - 1), st.data())
-def test_one_changed_bit_is_seen_and_the_next_frame_is_read(payload: bytes, sequence: int, draw: st.DataObject) -> None:
+def test_one_changed_bit_is_seen_and_the_next_frame_is_read(
+    payload: bytes, sequence: int, draw: st.DataObject
+) -> None:
     frame = Frame(FrameKind.READ, 1, sequence, payload)
     sent = bytearray(frames.encode(frame))
     place = draw.draw(st.integers(1, len(sent) - 2))
@@ -105,7 +110,7 @@ def test_a_stream_without_zeros_is_not_kept() -> None:
     assert reader.feed(b"\0") == [None]
 
 
-# --------------------------------------------------------------------------------------------------------------------- the node
+# -- the node --------------------------------------------------------------------------------------
 
 
 class Wire:
@@ -150,12 +155,23 @@ class Wire:
         descriptor = orders.descriptor.tobytes()
         for place in range(0, len(descriptor), 240):
             assert (
-                self.ask(FrameKind.LOAD, struct.pack("<2I", place, len(descriptor)) + descriptor[place : place + 240]).status == 0
+                self.ask(
+                    FrameKind.LOAD,
+                    struct.pack("<2I", place, len(descriptor)) + descriptor[place : place + 240],
+                ).status
+                == 0
             )
-        assert self.ask(FrameKind.BEGIN, struct.pack("<I", 5) + orders.settings.tobytes()).status == 0
+        assert (
+            self.ask(FrameKind.BEGIN, struct.pack("<I", 5) + orders.settings.tobytes()).status == 0
+        )
         weights = orders.weights.tobytes()
         for place in range(0, len(weights), 240):
-            assert self.ask(FrameKind.WRITE, struct.pack("<2I", 0, place) + weights[place : place + 240]).status == 0
+            assert (
+                self.ask(
+                    FrameKind.WRITE, struct.pack("<2I", 0, place) + weights[place : place + 240]
+                ).status
+                == 0
+            )
         assert self.ask(FrameKind.START, struct.pack("<2I", 5, first)).status == 0
 
     def close(self) -> None:
@@ -165,8 +181,17 @@ class Wire:
         assert self.process.wait(30) == 0
 
 
-def step(number: int, rows: list[int], batch: int | None = None, first: int = 0, inner: int = 0, flags: int = 0) -> bytes:
-    head = struct.pack("<I3H2B", number, len(rows) if batch is None else batch, first, inner, len(rows), flags)
+def step(
+    number: int,
+    rows: list[int],
+    batch: int | None = None,
+    first: int = 0,
+    inner: int = 0,
+    flags: int = 0,
+) -> bytes:
+    head = struct.pack(
+        "<I3H2B", number, len(rows) if batch is None else batch, first, inner, len(rows), flags
+    )
     return head + np.asarray(rows, "<u2").tobytes()
 
 
@@ -198,7 +223,8 @@ def test_an_older_request_is_ignored(wire: Wire) -> None:
 
 def test_a_step_that_is_done_is_acknowledged_and_any_other_refused(wire: Wire) -> None:
     wire.begin(job(), first=6)
-    assert wire.ask(FrameKind.STEP, step(6, [1, 2])).status == Status.NUMBER  # done, but not since START: its loss is not known
+    # done, but not since START: its loss is not known
+    assert wire.ask(FrameKind.STEP, step(6, [1, 2])).status == Status.NUMBER
     first = wire.ask(FrameKind.STEP, step(7, [1, 2]))
     again = wire.ask(FrameKind.STEP, step(7, [1, 2]))
     assert again.status == 0 and again.payload[:12] == first.payload[:12]
@@ -209,12 +235,19 @@ def test_a_step_that_is_done_is_acknowledged_and_any_other_refused(wire: Wire) -
 
 def test_a_batch_in_pieces_must_come_in_order_and_of_one_kind(wire: Wire) -> None:
     wire.begin(job())
-    assert struct.unpack_from("<2I", wire.ask(FrameKind.STEP, step(1, [1, 2], batch=6)).payload) == (0, 2)
+    assert struct.unpack_from(
+        "<2I", wire.ask(FrameKind.STEP, step(1, [1, 2], batch=6)).payload
+    ) == (0, 2)
     assert wire.ask(FrameKind.STEP, step(1, [5], batch=6, first=3)).status == Status.NUMBER
     assert wire.ask(FrameKind.STEP, step(1, [5], batch=7, first=2)).status == Status.NUMBER
     assert wire.ask(FrameKind.STEP, step(1, [5], batch=6, first=2, inner=1)).status == Status.NUMBER
-    assert struct.unpack_from("<2I", wire.ask(FrameKind.STEP, step(1, [1, 2], batch=6)).payload) == (0, 2)  # done already
-    assert struct.unpack_from("<2I", wire.ask(FrameKind.STEP, step(1, [3, 4, 5, 6], batch=6, first=2)).payload) == (1, 0)
+    # done already
+    assert struct.unpack_from(
+        "<2I", wire.ask(FrameKind.STEP, step(1, [1, 2], batch=6)).payload
+    ) == (0, 2)
+    assert struct.unpack_from(
+        "<2I", wire.ask(FrameKind.STEP, step(1, [3, 4, 5, 6], batch=6, first=2)).payload
+    ) == (1, 0)
 
 
 def test_what_cannot_be_is_refused(wire: Wire) -> None:
@@ -233,7 +266,8 @@ def test_what_cannot_be_is_refused(wire: Wire) -> None:
     for kind, tail in ((FrameKind.WRITE, b"1234"), (FrameKind.READ, word(4))):
         assert wire.ask(kind, word(0) + word(size - 3) + tail).status == Status.RANGE
         assert wire.ask(kind, word(0) + word(0xFFFFFFFF) + tail).status == Status.RANGE
-        assert wire.ask(kind, word(2) + word(0) + tail).status == Status.RANGE  # the plan has no anchor
+        # the plan has no anchor
+        assert wire.ask(kind, word(2) + word(0) + tail).status == Status.RANGE
         assert wire.ask(kind, word(99) + word(0) + tail).status == Status.RANGE
     assert wire.ask(FrameKind.READ, word(0) + word(0) + word(257)).status == Status.RANGE
     assert wire.ask(FrameKind.READ, word(0) + word(0) + word(0)).status == Status.RANGE
@@ -253,7 +287,10 @@ def test_what_cannot_be_is_refused(wire: Wire) -> None:
         FrameKind.STEP,
     ):
         assert wire.ask(kind, b"123").status == Status.LENGTH
-    assert wire.ask(FrameKind.BEGIN, word(5) + np.full(10, np.nan, "<f4").tobytes()).status == Status.ENGINE
+    assert (
+        wire.ask(FrameKind.BEGIN, word(5) + np.full(10, np.nan, "<f4").tobytes()).status
+        == Status.ENGINE
+    )
 
 
 def test_other_sessions_are_told_so_and_damage_is_complained_of(wire: Wire) -> None:
@@ -263,7 +300,8 @@ def test_other_sessions_are_told_so_and_damage_is_complained_of(wire: Wire) -> N
     assert wire.next().kind == FrameKind.AGAIN
     wire.send(b"\0\0\0" + b"\x01" * 5000 + b"\0")
     assert wire.next().kind == FrameKind.AGAIN
-    wire.send(frames.encode(Frame(FrameKind.READ | FrameKind.ANSWER, 9, wire.sequence + 1)))  # an echo is not answered
+    # an echo is not answered
+    wire.send(frames.encode(Frame(FrameKind.READ | FrameKind.ANSWER, 9, wire.sequence + 1)))
     wire.sequence -= 2  # the two requests above were not of this session and do not count
     assert wire.ask(FrameKind.HELLO).kind == FrameKind.HELLO | FrameKind.ANSWER
 
@@ -276,7 +314,7 @@ def test_whoever_writes_into_a_job_ends_it(wire: Wire) -> None:
     assert wire.ask(FrameKind.START, struct.pack("<2I", 5, 1)).status == Status.ORDER
 
 
-# ------------------------------------------------------------------------------------------------------------------ the sessions
+# -- the sessions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,11 +355,15 @@ def cut_off(board: HostBoard, at: set[int]) -> Any:
 
 
 @pytest.mark.parametrize("noise", [None, Noise(0.2, seed=1)])
-def test_a_board_killed_three_times_ends_with_the_same_bits(home: Path, noise: Noise | None) -> None:
+def test_a_board_killed_three_times_ends_with_the_same_bits(
+    home: Path, noise: Noise | None
+) -> None:
     told, blob = job(steps=30), client_data()
     with HostBoard(home, room(told), blob) as board:
         session = session_with(board, noise, every=5)
-        assert_same(session.run(told, on_step=cut_off(board, {3, 12, 29})), native.run_job(told, blob))
+        assert_same(
+            session.run(told, on_step=cut_off(board, {3, 12, 29})), native.run_job(told, blob)
+        )
         assert board.starts == 4
         assert session.notes.restored == 2  # the first time there was no checkpoint yet
 
@@ -346,7 +388,9 @@ def test_a_new_gateway_goes_on_where_the_board_is(home: Path) -> None:
         first.close()
         second = session_with(board)
         seen: list[int] = []
-        state = State(kept[-1].step, kept[-1].weights, kept[-1].momentum, kept[-1].loss, tuple(losses[12:]))
+        state = State(
+            kept[-1].step, kept[-1].weights, kept[-1].momentum, kept[-1].loss, tuple(losses[12:])
+        )
         found = second.run(told, resume=state, on_step=lambda number, _: seen.append(number))
         assert_same(found, native.run_job(told, blob))
         assert seen == list(range(14, 21))  # the 14th was only asked for
@@ -418,12 +462,21 @@ def test_a_board_that_lies_is_refused(home: Path, kind: FrameKind, lie: bytes) -
 
 def test_a_board_that_is_too_small_or_empty_says_so(home: Path) -> None:
     told = job()
-    with HostBoard(home, room(told) - 4, client_data(), "small") as small, pytest.raises(BoardRefused, match="bytes of RAM"):
+    with (
+        HostBoard(home, room(told) - 4, client_data(), "small") as small,
+        pytest.raises(BoardRefused, match="bytes of RAM"),
+    ):
         session_with(small).run(told)
-    with HostBoard(home, room(told), None, "empty") as empty, pytest.raises(BoardRefused, match="no readable data"):
+    with (
+        HostBoard(home, room(told), None, "empty") as empty,
+        pytest.raises(BoardRefused, match="no readable data"),
+    ):
         session_with(empty).run(told)
     torn = client_data()[:-1] + b"\x7f"
-    with HostBoard(home, room(told), torn, "torn") as broken, pytest.raises(BoardRefused, match="no readable data"):
+    with (
+        HostBoard(home, room(told), torn, "torn") as broken,
+        pytest.raises(BoardRefused, match="no readable data"),
+    ):
         session_with(broken).run(told)
 
 
@@ -458,15 +511,23 @@ def test_a_board_that_never_comes_is_given_up(home: Path) -> None:
         ("present", {"present": np.ones(CLASSES, np.float32)}),
     ],
 )
-def test_a_job_whose_parts_do_not_belong_together_names_the_part(fault: str, change: dict[str, Any]) -> None:
+def test_a_job_whose_parts_do_not_belong_together_names_the_part(
+    fault: str, change: dict[str, Any]
+) -> None:
     told = job()
-    parts = {"plan": told.plan, "weights": told.weights, "settings": told.settings, "steps": told.steps, **change}
+    parts = {
+        "plan": told.plan,
+        "weights": told.weights,
+        "settings": told.settings,
+        "steps": told.steps,
+        **change,
+    }
     with pytest.raises(InputError) as error:
         orders_of(Job(**parts))
     assert error.value.field == fault
 
 
-# ---------------------------------------------------------------------------------------------------------------- the transports
+# -- the transports --------------------------------------------------------------------------------
 
 
 def test_over_tcp(home: Path) -> None:

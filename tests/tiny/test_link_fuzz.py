@@ -1,7 +1,9 @@
-"""Hostile frames against the node under AddressSanitizer and UBSan: every one is answered, none does harm.
+"""Hostile frames against the node under AddressSanitizer and UBSan: every one is answered, none
+does harm.
 
-The node has exactly the RAM of its plan in a block of its own, so that the first byte beyond it is seen. Weights and settings that are
-nonsense are legal; the node may train with them, and what must hold is that nothing is touched that is not its own.
+The node has exactly the RAM of its plan in a block of its own, so that the first byte beyond it is
+seen. Weights and settings that are nonsense are legal; the node may train with them, and what must
+hold is that nothing is touched that is not its own.
 """
 
 from __future__ import annotations
@@ -30,8 +32,17 @@ SANITISED = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FRAMES = 100_000
 WINDOW = 64  # frames on their way at a time: a pipe holds more
 SESSION = 77
-UNKNOWN = 0x70  # types below this are requests; the answers to higher ones would be taken for BEACON and AGAIN
-REQUESTS = (FrameKind.HELLO, FrameKind.LOAD, FrameKind.WRITE, FrameKind.READ, FrameKind.BEGIN, FrameKind.START, FrameKind.STEP)
+# types below this are requests; the answers to higher ones would be taken for BEACON and AGAIN
+UNKNOWN = 0x70
+REQUESTS = (
+    FrameKind.HELLO,
+    FrameKind.LOAD,
+    FrameKind.WRITE,
+    FrameKind.READ,
+    FrameKind.BEGIN,
+    FrameKind.START,
+    FrameKind.STEP,
+)
 
 
 def rich_job() -> Job:
@@ -47,14 +58,17 @@ def rich_job() -> Job:
 
 
 class Node:
-    """The sanitised node on stdin and stdout. Requests go out in bundles; every one must come back as exactly one answer."""
+    """The sanitised node on stdin and stdout. Requests go out in bundles; every one must come back
+    as exactly one answer."""
 
     def __init__(self, program: Path, home: Path, region: int, blob: bytes) -> None:
         (home / "blob").write_bytes(blob)
         self.errors = home / "errors"
         with open(self.errors, "wb") as errors:
             command = [str(program), "--arena", str(region), "--blob", str(home / "blob")]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            )
         self.reader, self.sequence, self.waiting = Reader(), 0, 0
         self.sent, self.seen = 0, Counter[str]()
         self._collect(1)
@@ -63,7 +77,11 @@ class Node:
 
     def ask(self, kind: int, payload: bytes = b"", status: int = 0) -> None:
         self.sequence = (self.sequence + 1) & 0xFFFF
-        self.raw(frames.encode(Frame(kind, SESSION, self.sequence, payload[: frames.MOST_PAYLOAD], status)))
+        self.raw(
+            frames.encode(
+                Frame(kind, SESSION, self.sequence, payload[: frames.MOST_PAYLOAD], status)
+            )
+        )
 
     def raw(self, data: bytes) -> None:
         """One frame, good or bad."""
@@ -105,7 +123,9 @@ class Node:
 
 
 def _what(frame: Frame) -> str:
-    return FrameKind(frame.kind).name if frame.kind >= FrameKind.BEACON else Status(frame.status).name
+    return (
+        FrameKind(frame.kind).name if frame.kind >= FrameKind.BEACON else Status(frame.status).name
+    )
 
 
 class Script:
@@ -118,7 +138,10 @@ class Script:
 
     def load(self, descriptor: bytes) -> Iterator[tuple[int, bytes]]:
         for place in range(0, len(descriptor), 248):
-            yield FrameKind.LOAD, struct.pack("<2I", place, len(descriptor)) + descriptor[place : place + 248]
+            yield (
+                FrameKind.LOAD,
+                struct.pack("<2I", place, len(descriptor)) + descriptor[place : place + 248],
+            )
 
     def begin(self) -> Iterator[tuple[int, bytes]]:
         yield FrameKind.BEGIN, struct.pack("<I", 3) + self.orders.settings.tobytes()
@@ -133,13 +156,23 @@ class Script:
         rows = orders.rows[at : at + 6]
         assert orders.shifts is not None and orders.targets is not None
         flags = 3
-        head = struct.pack("<I3H2B", number + 1, 6, 0, 0, 6, flags) + rows.tobytes() + orders.shifts[at : at + 6].tobytes()
+        head = (
+            struct.pack("<I3H2B", number + 1, 6, 0, 0, 6, flags)
+            + rows.tobytes()
+            + orders.shifts[at : at + 6].tobytes()
+        )
         return FrameKind.STEP, head + bytes(-len(head) % 4) + orders.targets[rows].tobytes()
 
     def all(self) -> list[tuple[int, bytes]]:
         reads = [(int(FrameKind.READ), struct.pack("<3I", block, 0, 64)) for block in range(7)]
         steps = [self.step(k) for k in range(4)]
-        return [(int(FrameKind.HELLO), b""), *self.load(self.descriptor), *self.begin(), *steps, *reads]
+        return [
+            (int(FrameKind.HELLO), b""),
+            *self.load(self.descriptor),
+            *self.begin(),
+            *steps,
+            *reads,
+        ]
 
 
 def changed(draw: random.Random, data: bytes) -> bytes:
@@ -152,11 +185,16 @@ def changed(draw: random.Random, data: bytes) -> bytes:
         elif what == 1 and len(found) >= 4:
             place = draw.randrange(len(found) // 4) * 4
             found[place : place + 4] = struct.pack(
-                "<I", draw.choice((0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFC, draw.randrange(999)))
+                "<I",
+                draw.choice(
+                    (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFC, draw.randrange(999))
+                ),
             )
         elif what == 2 and len(found) >= 4:
             place = draw.randrange(len(found) // 4) * 4
-            found[place : place + 4] = struct.pack("<f", draw.choice((float("nan"), float("inf"), -1e38, 1e-45, -0.0, 3e38)))
+            found[place : place + 4] = struct.pack(
+                "<f", draw.choice((float("nan"), float("inf"), -1e38, 1e-45, -0.0, 3e38))
+            )
         elif what == 3:
             del found[draw.randrange(len(found) + 1) :]
         else:
@@ -172,7 +210,11 @@ def noise(node: Node, draw: random.Random, _: Script) -> None:
 def random_request(node: Node, draw: random.Random, _: Script) -> None:
     """A good frame around nonsense."""
     kind = draw.choice((*REQUESTS, draw.randrange(UNKNOWN)))
-    node.ask(kind, draw.randbytes(draw.choice((0, 4, 8, 12, 44, draw.randrange(257)))), draw.randrange(256))
+    node.ask(
+        kind,
+        draw.randbytes(draw.choice((0, 4, 8, 12, 44, draw.randrange(257)))),
+        draw.randrange(256),
+    )
 
 
 def mutation(node: Node, draw: random.Random, script: Script) -> None:
@@ -190,7 +232,12 @@ def other_sessions(node: Node, draw: random.Random, _: Script) -> None:
     """Requests of another session; not HELLO, which would open it."""
     node.raw(
         frames.encode(
-            Frame(draw.choice(REQUESTS[1:]), draw.choice((0, SESSION ^ 1)), draw.randrange(1 << 16), draw.randbytes(12))
+            Frame(
+                draw.choice(REQUESTS[1:]),
+                draw.choice((0, SESSION ^ 1)),
+                draw.randrange(1 << 16),
+                draw.randbytes(12),
+            )
         )
     )
 
@@ -203,7 +250,8 @@ def again(node: Node, draw: random.Random, script: Script) -> None:
 
 
 def changed_job(node: Node, draw: random.Random, script: Script) -> None:
-    """A whole job in order with a changed plan, its checksum put right: what passes the checks is trained."""
+    """A whole job in order with a changed plan, its checksum put right: what passes the checks is
+    trained."""
     descriptor = bytearray(script.descriptor)
     for _ in range(draw.choice((0, 1, 1, 2))):
         place = draw.randrange(16, len(descriptor))
@@ -217,16 +265,28 @@ def changed_job(node: Node, draw: random.Random, script: Script) -> None:
 
 
 def within_a_job(node: Node, draw: random.Random, script: Script) -> None:
-    """A real job, then changed steps, writes and reads at the very place where the node expects a good one."""
+    """A real job, then changed steps, writes and reads at the very place where the node expects a
+    good one."""
     for request in (*script.load(script.descriptor), *script.begin()):
         node.ask(*request)
     done = 0
     for _ in range(20):
-        kind, payload = script.step(draw.randrange(4)) if draw.random() < 0.8 else draw.choice(script.all())
+        kind, payload = (
+            script.step(draw.randrange(4)) if draw.random() < 0.8 else draw.choice(script.all())
+        )
         number = struct.pack("<I", done + 1)
-        node.ask(kind, number + changed(draw, payload[4:]) if kind == FrameKind.STEP else changed(draw, payload))
+        node.ask(
+            kind,
+            number + changed(draw, payload[4:])
+            if kind == FrameKind.STEP
+            else changed(draw, payload),
+        )
         answer = node.sync()
-        if answer is not None and answer.kind == FrameKind.STEP | FrameKind.ANSWER and answer.status == Status.DONE:
+        if (
+            answer is not None
+            and answer.kind == FrameKind.STEP | FrameKind.ANSWER
+            and answer.status == Status.DONE
+        ):
             done = struct.unpack_from("<I", answer.payload)[0]
 
 
@@ -237,9 +297,18 @@ def hollow_steps(node: Node, draw: random.Random, script: Script) -> None:
     for _ in range(10):
         count = draw.randrange(256)
         head = struct.pack(
-            "<I3H2B", 1, draw.choice((count, 6, 65535)), 0, draw.choice((0, 0, 9, 65535)), count, draw.randrange(4)
+            "<I3H2B",
+            1,
+            draw.choice((count, 6, 65535)),
+            0,
+            draw.choice((0, 0, 9, 65535)),
+            count,
+            draw.randrange(4),
         )
-        node.ask(FrameKind.STEP, head + bytes(draw.choice((0, 2 * count, 4 * count, draw.randrange(245)))))
+        node.ask(
+            FrameKind.STEP,
+            head + bytes(draw.choice((0, 2 * count, 4 * count, draw.randrange(245)))),
+        )
 
 
 def endless_plan(node: Node, draw: random.Random, script: Script) -> None:
@@ -274,12 +343,19 @@ def attack(node: Node, script: Script, count: int, seed: int) -> None:
 def assert_still_right(node: Node, told: Job, blob: bytes) -> None:
     """After all that the node does a job as if nothing had been."""
     script = Script(told)
-    for request in (*script.load(script.descriptor), *script.begin(), *(script.step(k) for k in range(4))):
+    for request in (
+        *script.load(script.descriptor),
+        *script.begin(),
+        *(script.step(k) for k in range(4)),
+    ):
         node.ask(*request)
     node.sync()
     found = b""
     for place in range(0, 4 * told.plan.params, 256):
-        node.ask(FrameKind.READ, struct.pack("<3I", native.WEIGHTS, place, min(256, 4 * told.plan.params - place)))
+        node.ask(
+            FrameKind.READ,
+            struct.pack("<3I", native.WEIGHTS, place, min(256, 4 * told.plan.params - place)),
+        )
         answer = node.sync()
         assert answer is not None and answer.status == Status.DONE
         found += answer.payload

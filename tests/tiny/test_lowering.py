@@ -1,4 +1,5 @@
-"""A phase as a job: the C runtime trains what PyTorch trains, and what it cannot is refused by name."""
+"""A phase as a job: the C runtime trains what PyTorch trains, and what it cannot is refused by
+name."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from nestling.training.rules import frozen_near_zero, masked_gradients
 from tests.small import small, tasks_of
 
 pytestmark = pytest.mark.skipif(
-    toolchain.host_compiler() is None, reason="there is no C compiler: apt-get install gcc, or pip install ziglang"
+    toolchain.host_compiler() is None,
+    reason="there is no C compiler: apt-get install gcc, or pip install ziglang",
 )
 PLAIN = Named("tinycnn", {"channels": [8, 16], "norm": "none"})
 GROUP = Named("tinycnn", {"channels": [16, 32]})
@@ -46,14 +48,21 @@ class Pair:
     """The first clients' round in PyTorch and in the C runtime."""
 
     def __init__(self, method: Any, **changes: Any) -> None:
-        settings = {"train": HARD, "split": SplitConfig(kind="dirichlet", alpha=1.0, size=50), **changes}
+        settings = {
+            "train": HARD,
+            "split": SplitConfig(kind="dirichlet", alpha=1.0, size=50),
+            **changes,
+        }
         experiment, federation = assemble(small(method, **settings))
         self.method, self.site = experiment.make_method(), site_of(federation)
         self.tasks = tasks_of(federation, 4)
 
     def check(self, tolerance: float = 1e-5) -> None:
         for task in self.tasks:
-            torch_side, c_side = work(self.method, task, self.site), work_on(on_host, self.method, task, self.site)
+            torch_side, c_side = (
+                work(self.method, task, self.site),
+                work_on(on_host, self.method, task, self.site),
+            )
             assert (c_side.steps, c_side.samples) == (torch_side.steps, torch_side.samples)
             assert float(c_side.loss) == pytest.approx(float(torch_side.loss), abs=1e-4)
             pairs = list(tensors(torch_side.reply.parts, c_side.reply.parts))
@@ -61,12 +70,17 @@ class Pair:
             pairs += [(t, c_side.memory[n]) for n, t in torch_side.memory.items()]
             assert pairs
             before = [t for part in task.message.parts.values() for t in part.values()]
-            moved = max((float((a - b).abs().max()) for (a, _), b in zip(pairs, before, strict=False)), default=1.0)
+            moved = max(
+                (float((a - b).abs().max()) for (a, _), b in zip(pairs, before, strict=False)),
+                default=1.0,
+            )
             assert moved > 1e-3 or not before, "nothing was trained"
             assert max(float((a.double() - b.double()).abs().max()) for a, b in pairs) <= tolerance
 
 
-def tensors(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def tensors(
+    a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
     assert a.keys() == b.keys()
     for kind, part in a.items():
         assert list(part) == list(b[kind])
@@ -112,9 +126,15 @@ class Taught(FedAvg):
     """Training towards targets for one's own rows, the first layer left as it is."""
 
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
-        targets = torch.sin(torch.arange(client.samples * client.classes, dtype=torch.float32)).reshape(-1, client.classes)
+        targets = torch.sin(
+            torch.arange(client.samples * client.classes, dtype=torch.float32)
+        ).reshape(-1, client.classes)
         objective = partial(with_targets, ce=0.5, kd=0.7, mse=0.3, temperature=2.0)
-        return [client.train.phase(client.round, objective=objective, given={"targets": targets}, freeze=("stages.0",))]
+        return [
+            client.train.phase(
+                client.round, objective=objective, given={"targets": targets}, freeze=("stages.0",)
+            )
+        ]
 
 
 def test_targets_and_frozen_layers() -> None:
@@ -165,7 +185,11 @@ class Masked(FedAvg):
     def phases(self, client: Client, received: Message) -> Sequence[Phase]:
         chance = torch.Generator().manual_seed(1)
         weights = received["weights"]
-        given = {n: (torch.rand(t.shape, generator=chance) > 0.5).float() for n, t in weights.items() if t.dim() > 1}
+        given = {
+            n: (torch.rand(t.shape, generator=chance) > 0.5).float()
+            for n, t in weights.items()
+            if t.dim() > 1
+        }
         return [client.train.phase(client.round, given=given, rule=masked_gradients)]
 
 

@@ -30,7 +30,8 @@ ALL = {**OPERATIONS, **NETWORKS}
 def both(
     name: str, settings: DescriptorSettings, *, rows: int = 12, shifts: bool = False, **given: Any
 ) -> tuple[Done, np.ndarray, float, MemoryPlan]:
-    """Five steps of a network by C and by torch: what C gave, torch's weights and summed loss, and the plan."""
+    """Five steps of a network by C and by torch: what C gave, torch's weights and summed loss, and
+    the plan."""
     shape, made = ALL[name]
     torch.manual_seed(1)
     net = made()
@@ -41,7 +42,10 @@ def both(
         source = np.random.default_rng(5)
         steps = [Step(s.rows, source.integers(-2, 3, (len(s.rows), 2)), s.inner) for s in steps]
     if "inner" in given:
-        steps = [Step(s.rows, s.shifts, inner) for s, inner in zip(steps, given.pop("inner"), strict=True)]
+        steps = [
+            Step(s.rows, s.shifts, inner)
+            for s, inner in zip(steps, given.pop("inner"), strict=True)
+        ]
     freeze = given.pop("freeze", ())
     planned = plan(
         net,
@@ -64,8 +68,16 @@ def both(
     return found, after, loss, planned
 
 
-def job_of(planned: MemoryPlan, net: nn.Module, settings: DescriptorSettings, steps: list[Step], given: dict[str, Any]) -> Job:
-    anchor, mask, present, targets = (given.get(k) for k in ("anchor", "mask", "present", "targets"))
+def job_of(
+    planned: MemoryPlan,
+    net: nn.Module,
+    settings: DescriptorSettings,
+    steps: list[Step],
+    given: dict[str, Any],
+) -> Job:
+    anchor, mask, present, targets = (
+        given.get(k) for k in ("anchor", "mask", "present", "targets")
+    )
     return Job(
         planned,
         planned.pack(net.state_dict()),
@@ -104,7 +116,11 @@ def like(name: str, seed: int) -> dict[str, Tensor]:
 
 def flags(name: str) -> dict[str, Tensor]:
     source = torch.Generator().manual_seed(3)
-    return {n: (torch.rand(t.shape, generator=source) < 0.6).float() for n, t in like(name, 1).items() if t.dim() > 1}
+    return {
+        n: (torch.rand(t.shape, generator=source) < 0.6).float()
+        for n, t in like(name, 1).items()
+        if t.dim() > 1
+    }
 
 
 TARGETS = torch.randn(12, 5, generator=torch.Generator().manual_seed(9)) * 2
@@ -116,14 +132,36 @@ SETTINGS: dict[str, tuple[str, DescriptorSettings, dict[str, Any]]] = {
     "clip that does not bind": ("residual", DescriptorSettings(0.05, clip=1e4), {}),
     "proximal": ("max pool", DescriptorSettings(0.05, mu=0.7), {"anchor": like("max pool", 2)}),
     "mask": ("conv 1x1", DescriptorSettings(0.1, momentum=0.9), {"mask": flags("conv 1x1")}),
-    "mask, clip, decay": ("conv 1x1", DescriptorSettings(0.1, 0.9, decay=0.05, clip=0.3), {"mask": flags("conv 1x1")}),
+    "mask, clip, decay": (
+        "conv 1x1",
+        DescriptorSettings(0.1, 0.9, decay=0.05, clip=0.3),
+        {"mask": flags("conv 1x1")},
+    ),
     "present": ("global pool", PLAIN, {"present": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])}),
     "regression": ("max pool", DescriptorSettings(0.05, ce=0.0, mse=0.8), {"targets": TARGETS}),
-    "distillation": ("max pool", DescriptorSettings(0.05, ce=0.0, kd=0.6, temperature=3.0), {"targets": TARGETS}),
-    "distillation at 1": ("ends in a pool", DescriptorSettings(0.05, ce=0.5, kd=2.0), {"targets": TARGETS}),
+    "distillation": (
+        "max pool",
+        DescriptorSettings(0.05, ce=0.0, kd=0.6, temperature=3.0),
+        {"targets": TARGETS},
+    ),
+    "distillation at 1": (
+        "ends in a pool",
+        DescriptorSettings(0.05, ce=0.5, kd=2.0),
+        {"targets": TARGETS},
+    ),
     "everything": (
         "depth-wise separable",
-        DescriptorSettings(0.05, momentum=0.9, decay=0.01, clip=1.0, mu=0.1, ce=0.5, mse=0.3, kd=0.7, temperature=2.0),
+        DescriptorSettings(
+            0.05,
+            momentum=0.9,
+            decay=0.01,
+            clip=1.0,
+            mu=0.1,
+            ce=0.5,
+            mse=0.3,
+            kd=0.7,
+            temperature=2.0,
+        ),
         {
             "targets": TARGETS,
             "present": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]),
@@ -131,7 +169,11 @@ SETTINGS: dict[str, tuple[str, DescriptorSettings, dict[str, Any]]] = {
             "mask": flags("depth-wise separable"),
         },
     ),
-    "inner loss": ("global pool", DescriptorSettings(0.05, ce=0.5, inner=0.5), {"inner": [2, 4, 0, 6, 3], "head": "4"}),
+    "inner loss": (
+        "global pool",
+        DescriptorSettings(0.05, ce=0.5, inner=0.5),
+        {"inner": [2, 4, 0, 6, 3], "head": "4"},
+    ),
     "inner loss, frozen below": (
         "max pool",
         DescriptorSettings(0.05, inner=1.5),
@@ -139,7 +181,11 @@ SETTINGS: dict[str, tuple[str, DescriptorSettings, dict[str, Any]]] = {
     ),
     "frozen prefix": ("branches", PLAIN, {"freeze": ("0", "1")}),
     "frozen norm": ("group norm", PLAIN, {"freeze": ("1",)}),
-    "frozen middle": ("conv 1x1", DescriptorSettings(0.05, momentum=0.9, decay=0.1), {"freeze": ("2",)}),
+    "frozen middle": (
+        "conv 1x1",
+        DescriptorSettings(0.05, momentum=0.9, decay=0.1),
+        {"freeze": ("2",)},
+    ),
     "only the head": ("residual", PLAIN, {"freeze": ("0", "2")}),
     "shifts": ("conv 3x3", PLAIN, {"shifts": True}),
 }
@@ -156,10 +202,15 @@ def test_what_is_frozen_or_masked_does_not_move() -> None:
     found, _, _, planned = both("branches", PLAIN, freeze=("0", "1"))
     start = planned.pack(like("branches", 1))
     assert np.array_equal(found.weights[planned.trained :], start[planned.trained :])
-    found, _, _, planned = both("conv 1x1", DescriptorSettings(0.1, momentum=0.9), mask=flags("conv 1x1"))
+    found, _, _, planned = both(
+        "conv 1x1", DescriptorSettings(0.1, momentum=0.9), mask=flags("conv 1x1")
+    )
     still = ~planned.mask(flags("conv 1x1"))
     assert still.any()
-    assert np.array_equal(found.weights[: planned.trained][still], planned.pack(like("conv 1x1", 1))[: planned.trained][still])
+    assert np.array_equal(
+        found.weights[: planned.trained][still],
+        planned.pack(like("conv 1x1", 1))[: planned.trained][still],
+    )
 
 
 def test_convolutions_are_multiplied_by_the_plans_scale() -> None:
@@ -168,7 +219,9 @@ def test_convolutions_are_multiplied_by_the_plans_scale() -> None:
     net = made()
     x, y = samples(shape, 5, 12)
     planned, steps = plan(net, shape, scales=[((), 0.7)]), batches(12)
-    found = native.run_job(Job(planned, planned.pack(net.state_dict()), PLAIN, steps), data.pack(x, y))
+    found = native.run_job(
+        Job(planned, planned.pack(net.state_dict()), PLAIN, steps), data.pack(x, y)
+    )
     for layer in net:
         if isinstance(layer, nn.Conv2d):
             layer.register_forward_hook(lambda _, given, out: out * 0.7)
@@ -183,7 +236,17 @@ def test_an_affine_operation_trains() -> None:
     params = bias + 5
     x0, a, at = 8 * params, 8 * params + 48, 8 * params + 96
     ops = [
-        d.Op(d.AFFINE, d.TRAINED, d.RELU6, x0, out=a, out_grad=at + 20, weight=scale, bias=shift, **_sizes(3, 2, 2, 3, 2, 2)),
+        d.Op(
+            d.AFFINE,
+            d.TRAINED,
+            d.RELU6,
+            x0,
+            out=a,
+            out_grad=at + 20,
+            weight=scale,
+            bias=shift,
+            **_sizes(3, 2, 2, 3, 2, 2),
+        ),
         d.Op(
             d.DENSE,
             d.TRAINED | d.INPUT_GRADIENT,
@@ -197,10 +260,32 @@ def test_an_affine_operation_trains() -> None:
             **_sizes(12, 1, 1, 5, 1, 1),
         ),
     ]
-    header = d.Header(2, params, params, at + 68, 0, 4 * params, d.NONE, d.NONE, d.NONE, x0, 3, 2, 2, at, at, 5, d.NONE, d.NONE)
+    header = d.Header(
+        2,
+        params,
+        params,
+        at + 68,
+        0,
+        4 * params,
+        d.NONE,
+        d.NONE,
+        d.NONE,
+        x0,
+        3,
+        2,
+        2,
+        at,
+        at,
+        5,
+        d.NONE,
+        d.NONE,
+    )
     net = nn.Sequential(Affine(channels), nn.ReLU6(), nn.Flatten(), nn.Linear(12, 5))
     x, y = samples((3, 2, 2), 5, 6)
-    engine, blob = native.CRuntime(d.to_bytes(header, ops), header.arena), native.FlashData(data.pack(x, y))
+    engine, blob = (
+        native.CRuntime(d.to_bytes(header, ops), header.arena),
+        native.FlashData(data.pack(x, y)),
+    )
     flat = [t.detach().reshape(-1).numpy() for t in net.state_dict().values()]
     engine.write(native.WEIGHTS, np.concatenate(flat), "the weights")
     engine.begin(DescriptorSettings(0.1).to_bytes())
@@ -232,7 +317,10 @@ def test_forward_gives_the_logits() -> None:
     net = made()
     x, y = samples(shape, 10, 3)
     planned = plan(net, shape)
-    engine, blob = native.CRuntime(planned.descriptor, planned.arena), native.FlashData(data.pack(x, y))
+    engine, blob = (
+        native.CRuntime(planned.descriptor, planned.arena),
+        native.FlashData(data.pack(x, y)),
+    )
     engine.write(native.WEIGHTS, planned.pack(net.state_dict()), "the weights")
     with torch.no_grad():
         wanted = net.eval()(x).numpy()
@@ -240,7 +328,7 @@ def test_forward_gives_the_logits() -> None:
         assert np.abs(engine.forward(blob, row) - wanted[row]).max() < 1e-5
 
 
-# --- exactness -------------------------------------------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------------------
 
 
 def test_the_same_job_twice_gives_the_same_bits() -> None:
@@ -251,7 +339,10 @@ def test_the_same_job_twice_gives_the_same_bits() -> None:
 
 def builds() -> dict[str, tuple[list[str] | None, tuple[str, ...]]]:
     """Compilers and how they are to optimise: as different as this machine allows."""
-    found: dict[str, tuple[list[str] | None, tuple[str, ...]]] = {"O0": (None, ("-O0",)), "Os": (None, ("-Os",))}
+    found: dict[str, tuple[list[str] | None, tuple[str, ...]]] = {
+        "O0": (None, ("-O0",)),
+        "Os": (None, ("-Os",)),
+    }
     if platform.machine() in ("x86_64", "aarch64"):
         found["native"] = (None, ("-O3", "-march=native"))
     if toolchain.zig():
@@ -262,11 +353,19 @@ def builds() -> dict[str, tuple[list[str] | None, tuple[str, ...]]]:
 @pytest.mark.parametrize("how", ["O0", "Os", "native", "zig"])
 def test_every_build_gives_the_same_bits(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how not in builds():
-        pytest.skip("ziglang is not installed: pip install ziglang" if how == "zig" else "no such option on this machine")
+        pytest.skip(
+            "ziglang is not installed: pip install ziglang"
+            if how == "zig"
+            else "no such option on this machine"
+        )
     compiler, flags = builds()[how]
     sources = [toolchain.RUNTIME / name for name in native.SOURCES]
-    path = toolchain.build("nestling-other.so", sources, (*toolchain.FLAGS, *flags, "-fPIC"), ("-shared",), compiler)
-    jobs = [case_job(case) for case in ("everything", "inner loss")] + [network_job(name) for name in NETWORKS]
+    path = toolchain.build(
+        "nestling-other.so", sources, (*toolchain.FLAGS, *flags, "-fPIC"), ("-shared",), compiler
+    )
+    jobs = [case_job(case) for case in ("everything", "inner loss")] + [
+        network_job(name) for name in NETWORKS
+    ]
     usual = [native.run_job(*job) for job in jobs]
     other = native.load(path)
     monkeypatch.setattr(native, "library", lambda: other)
@@ -282,9 +381,17 @@ def case_job(case: str) -> tuple[Job, bytes]:
     torch.manual_seed(1)
     net = made()
     x, y = samples(shape, 5, 12)
-    steps = [Step(s.rows, None, inner) for s, inner in zip(batches(12), given.get("inner", [0] * 5), strict=True)]
+    steps = [
+        Step(s.rows, None, inner)
+        for s, inner in zip(batches(12), given.get("inner", [0] * 5), strict=True)
+    ]
     blocks = {"anchor": "anchor", "mask": "mask", "present": "present", "target": "targets"}
-    planned = plan(net, shape, momentum=settings.momentum > 0, **{block: key in given for block, key in blocks.items()})
+    planned = plan(
+        net,
+        shape,
+        momentum=settings.momentum > 0,
+        **{block: key in given for block, key in blocks.items()},
+    )
     return job_of(planned, net, settings, steps, given), data.pack(x, y)
 
 
@@ -295,7 +402,9 @@ def network_job(name: str) -> tuple[Job, bytes]:
     x, y = samples(shape, 10, 6)
     planned = plan(net, shape, momentum=True)
     steps = [Step(np.array([0, 3])), Step(np.array([5, 1, 2]))]
-    return Job(planned, planned.pack(net.state_dict()), DescriptorSettings(0.05, 0.9, clip=1.0), steps), data.pack(x, y)
+    return Job(
+        planned, planned.pack(net.state_dict()), DescriptorSettings(0.05, 0.9, clip=1.0), steps
+    ), data.pack(x, y)
 
 
 def test_a_training_that_breaks_down_leaves_one_kind_of_nan() -> None:
@@ -303,7 +412,12 @@ def test_a_training_that_breaks_down_leaves_one_kind_of_nan() -> None:
     net = made()
     x, y = samples(shape, 5, 12)
     planned = plan(net, shape, momentum=True)
-    job = Job(planned, planned.pack(net.state_dict()), DescriptorSettings(lr=1e38, momentum=0.9), batches(12))
+    job = Job(
+        planned,
+        planned.pack(net.state_dict()),
+        DescriptorSettings(lr=1e38, momentum=0.9),
+        batches(12),
+    )
     bits = native.run_job(job, data.pack(x, y)).weights.view(np.uint32)
     broken = bits[np.isnan(bits.view(np.float32))]
     assert len(broken) and set(broken) == {0x7FC00000}
@@ -311,23 +425,39 @@ def test_a_training_that_breaks_down_leaves_one_kind_of_nan() -> None:
 
 def test_exp_log_and_sqrt() -> None:
     library = native.library()
-    points = np.concatenate([np.linspace(-90, 90, 4001), np.linspace(-1, 1, 2001)]).astype(np.float32)
+    points = np.concatenate([np.linspace(-90, 90, 4001), np.linspace(-1, 1, 2001)]).astype(
+        np.float32
+    )
     for x in points:
         exact = math.exp(float(x))
         close = abs(library.nst_exp(x) - exact) <= 2e-7 * exact
-        assert close or (exact < 1.2e-38 and library.nst_exp(x) == 0) or (exact > 3.4e38 and library.nst_exp(x) == math.inf)
-    positive = np.concatenate([np.exp(np.linspace(-103, 88, 4001)), np.linspace(0.5, 2, 2001)]).astype(np.float32)
+        assert (
+            close
+            or (exact < 1.2e-38 and library.nst_exp(x) == 0)
+            or (exact > 3.4e38 and library.nst_exp(x) == math.inf)
+        )
+    positive = np.concatenate(
+        [np.exp(np.linspace(-103, 88, 4001)), np.linspace(0.5, 2, 2001)]
+    ).astype(np.float32)
     for x in positive[positive > 0]:
         exact = math.log(float(x))
         assert abs(library.nst_log(x) - exact) <= 2e-7 * max(abs(exact), 0.5)
     roots = np.array([library.nst_sqrt(x) for x in positive], np.float32)
     assert np.array_equal(roots, np.sqrt(positive))  # correctly rounded
     assert library.nst_exp(0.0) == 1.0 and library.nst_log(1.0) == 0.0
-    assert math.isnan(library.nst_exp(math.nan)) and math.isnan(library.nst_log(-1.0)) and math.isnan(library.nst_sqrt(-1.0))
-    assert library.nst_log(0.0) == -math.inf and library.nst_exp(math.inf) == math.inf and library.nst_exp(-math.inf) == 0.0
+    assert (
+        math.isnan(library.nst_exp(math.nan))
+        and math.isnan(library.nst_log(-1.0))
+        and math.isnan(library.nst_sqrt(-1.0))
+    )
+    assert (
+        library.nst_log(0.0) == -math.inf
+        and library.nst_exp(math.inf) == math.inf
+        and library.nst_exp(-math.inf) == 0.0
+    )
 
 
-# --- data ------------------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_data_takes_a_byte_an_entry_where_that_is_exact() -> None:
@@ -350,7 +480,10 @@ def test_what_the_board_reads_is_what_was_packed(shape: tuple[int, ...], coded: 
     net = nn.Sequential(nn.Flatten(), nn.Linear(size, size, bias=False))
     net[1].weight.data = torch.eye(size)
     planned = plan(net, shape)
-    engine, blob = native.CRuntime(planned.descriptor, planned.arena), native.FlashData(data.pack(x, torch.arange(4)))
+    engine, blob = (
+        native.CRuntime(planned.descriptor, planned.arena),
+        native.FlashData(data.pack(x, torch.arange(4))),
+    )
     assert blob.view.kind == coded
     engine.write(native.WEIGHTS, planned.pack(net.state_dict()), "the weights")
     for row in range(4):
@@ -388,7 +521,7 @@ def test_data_that_cannot_be_packed(x: Tensor, y: Tensor) -> None:
         data.pack(x, y)
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def small_job(**changes: Any) -> tuple[Job, bytes]:
@@ -398,10 +531,21 @@ def small_job(**changes: Any) -> tuple[Job, bytes]:
     x, y = samples(shape, 5, 12)
     blocks = changes.pop("blocks", {})
     planned = plan(net, shape, **blocks)
-    return replace(Job(planned, planned.pack(net.state_dict()), PLAIN, batches(12)), **changes), data.pack(x, y)
+    return replace(
+        Job(planned, planned.pack(net.state_dict()), PLAIN, batches(12)), **changes
+    ), data.pack(x, y)
 
 
-SETTINGS_CODE, NUMBER_CODE, STATE_CODE, ROW_CODE, LABEL_CODE, SHIFT_CODE, INNER_CODE, DATA_CODE = 13, 12, 14, 15, 16, 17, 18, 19
+SETTINGS_CODE, NUMBER_CODE, STATE_CODE, ROW_CODE, LABEL_CODE, SHIFT_CODE, INNER_CODE, DATA_CODE = (
+    13,
+    12,
+    14,
+    15,
+    16,
+    17,
+    18,
+    19,
+)
 
 
 @pytest.mark.parametrize(
@@ -442,8 +586,14 @@ def test_other_data_than_the_networks_is_refused() -> None:
 
 
 def test_labels_do_not_matter_without_a_loss_that_reads_them() -> None:
-    job, _ = small_job(settings=DescriptorSettings(0.1, ce=0.0, mse=1.0), blocks={"target": True}, targets=TARGETS.numpy())
-    assert native.run_job(job, data.pack(torch.zeros(12, 1, 8, 8), torch.full((12,), 500))).steps == 5
+    job, _ = small_job(
+        settings=DescriptorSettings(0.1, ce=0.0, mse=1.0),
+        blocks={"target": True},
+        targets=TARGETS.numpy(),
+    )
+    assert (
+        native.run_job(job, data.pack(torch.zeros(12, 1, 8, 8), torch.full((12,), 500))).steps == 5
+    )
 
 
 def test_arrays_of_the_wrong_size_are_refused() -> None:
@@ -467,7 +617,12 @@ def test_an_inner_loss_needs_a_trained_dense_layer_at_the_end() -> None:
         net = made()
         x, y = samples(shape, 5, 4)
         planned = plan(net, shape, freeze=freeze)
-        job = Job(planned, planned.pack(net.state_dict()), DescriptorSettings(0.1, inner=1.0), [Step(np.array([0]), inner=1)])
+        job = Job(
+            planned,
+            planned.pack(net.state_dict()),
+            DescriptorSettings(0.1, inner=1.0),
+            [Step(np.array([0]), inner=1)],
+        )
         with pytest.raises(native.RuntimeRefused) as error:
             native.run_job(job, data.pack(x, y))
         assert error.value.code == INNER_CODE
@@ -482,7 +637,9 @@ def test_an_arena_a_word_too_small_is_refused() -> None:
 
 def planned_and(**header: int) -> bytes:
     """The descriptor of a small job with some fields of the header changed."""
-    job, _ = small_job(blocks={"momentum": True, "anchor": True, "mask": True, "target": True, "present": True})
+    job, _ = small_job(
+        blocks={"momentum": True, "anchor": True, "mask": True, "target": True, "present": True}
+    )
     return d.to_bytes(replace(job.plan.header, **header), list(job.plan.ops))
 
 
@@ -493,17 +650,31 @@ def op_changed(number: int, **changes: Any) -> bytes:
     return d.to_bytes(job.plan.header, ops)
 
 
-ARENA = small_job(blocks={"momentum": True, "anchor": True, "mask": True, "target": True, "present": True})[0].plan.arena
+ARENA = small_job(
+    blocks={"momentum": True, "anchor": True, "mask": True, "target": True, "present": True}
+)[0].plan.arena
 OPS = small_job()[0].plan.ops
 
 
-PLACES = ("weights", "grads", "momentum", "anchor", "mask", "target", "present", "input", "output", "output_grad")
+PLACES = (
+    "weights",
+    "grads",
+    "momentum",
+    "anchor",
+    "mask",
+    "target",
+    "present",
+    "input",
+    "output",
+    "output_grad",
+)
 
 
 @pytest.mark.parametrize("field", PLACES)
 @pytest.mark.parametrize("value", [2, ARENA, ARENA - 4, 0xFFFFFFFC, 0x80000000, 4])
 def test_every_place_of_the_header_is_checked(field: str, value: int) -> None:
-    """Unaligned, behind the arena, partly behind it, where the sum overflows, and upon the weights (or they upon the gradients)."""
+    """Unaligned, behind the arena, partly behind it, where the sum overflows, and upon the weights
+    (or they upon the gradients)."""
     with pytest.raises(native.RuntimeRefused):
         native.CRuntime(planned_and(**{field: value}), 1 << 22)
 
@@ -636,4 +807,6 @@ def test_engines_run_in_threads() -> None:
     alone = native.run_job(job, blob)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: native.run_job(copy.copy(job), blob), range(16)))
-    assert all(f.weights.tobytes() == alone.weights.tobytes() and f.loss == alone.loss for f in found)
+    assert all(
+        f.weights.tobytes() == alone.weights.tobytes() and f.loss == alone.loss for f in found
+    )

@@ -1,4 +1,5 @@
-"""Boards of any memory map in Unicorn: with nothing but what pip brings, the same bits as the host, and no memory that is not there."""
+"""Boards of any memory map in Unicorn: with nothing but what pip brings, the same bits as the host,
+and no memory that is not there."""
 
 from __future__ import annotations
 
@@ -31,14 +32,19 @@ MAPS = [
 
 @pytest.mark.parametrize("with_compiler", ["zig", "gcc"])
 @pytest.mark.parametrize(("name", "width"), MAPS)
-def test_any_board_trains_to_the_bits_of_the_host(name: str, width: float, with_compiler: str) -> None:
+def test_any_board_trains_to_the_bits_of_the_host(
+    name: str, width: float, with_compiler: str
+) -> None:
     need("unicorn", "C compiler")
     todo, blob = job(width)
     expected = native.run_job(todo, blob)
     with running(boards.firmware(name, compiler=compiler(with_compiler)), blob) as (board, session):
         assert isinstance(board, UnicornBoard)
         done = session.run(todo)
-    assert np.array_equal(done.weights.view(np.uint32), expected.weights.view(np.uint32)) and done.loss == expected.loss
+    assert (
+        np.array_equal(done.weights.view(np.uint32), expected.weights.view(np.uint32))
+        and done.loss == expected.loss
+    )
     assert np.abs(done.weights - todo.weights).max() > 0.01
 
 
@@ -56,7 +62,8 @@ print(done.samples, bool((done.weights == native.run_job(todo, blob).weights).al
 
 
 def test_pip_alone_is_enough(tmp_path: Path) -> None:
-    """No program of the system's can be found: ziglang builds the host's library and the firmware, Unicorn runs it."""
+    """No program of the system's can be found: ziglang builds the host's library and the firmware,
+    Unicorn runs it."""
     need("unicorn", "ziglang")
     root = Path(__file__).parents[2]
     ran = subprocess.run(
@@ -76,7 +83,9 @@ def test_memory_that_is_not_there_ends_the_board_with_a_message() -> None:
     chip = boards.board(BLUE_PILL)
     todo, blob = job(1.0)
     assert len(todo.plan.descriptor) + todo.plan.arena > chip.ram_bytes
-    image = replace(boards.firmware(replace(chip, name="too-large", ram_bytes=64 * 1024)), board=chip)
+    image = replace(
+        boards.firmware(replace(chip, name="too-large", ram_bytes=64 * 1024)), board=chip
+    )
     with running(image, blob, LineTiming(patience=3.0, revival=0.5)) as (board, session):
         with pytest.raises(ConnectionError):
             session.run(todo)
@@ -101,7 +110,9 @@ def test_a_program_that_is_none_is_a_message(tmp_path: Path) -> None:
     need("unicorn", "ARM compiler")
     image = boards.firmware(BLUE_PILL)
     with tempfile.TemporaryDirectory(prefix="nst") as folder:
-        board = emulator(replace(image, blob=image.blob + image.blob_bytes), b"data", Path(folder) / "board")
+        board = emulator(
+            replace(image, blob=image.blob + image.blob_bytes), b"data", Path(folder) / "board"
+        )
         with pytest.raises(Exception, match="do not lie in the flash"):
             board.start()
         assert not board.alive

@@ -20,7 +20,9 @@ def test_a_shift_cuts_a_window_out_of_the_widened_image(shape: tuple[int, int, i
     x = torch.randn(len(offsets), *shape, generator=torch.Generator().manual_seed(0))
     wide = F.pad(x, (REACH,) * 4, mode="replicate")
     high, across = shape[1:]
-    windows = [w[:, d : d + high, r : r + across] for w, (d, r) in zip(wide, offsets.tolist(), strict=True)]
+    windows = [
+        w[:, d : d + high, r : r + across] for w, (d, r) in zip(wide, offsets.tolist(), strict=True)
+    ]
     assert torch.equal(shift(x, offsets), torch.stack(windows))
 
 
@@ -34,7 +36,9 @@ def test_every_offset_is_drawn() -> None:
     assert augment is not None
     drawn = augment.draws(np.random.default_rng(0).integers(0, 2**63, (40, 50), dtype=np.uint64))
     assert drawn.shape == (40, 50, 2)
-    assert sorted(set(map(tuple, drawn.reshape(-1, 2).tolist()))) == [(d, r) for d in range(5) for r in range(5)]
+    assert sorted(set(map(tuple, drawn.reshape(-1, 2).tolist()))) == [
+        (d, r) for d in range(5) for r in range(5)
+    ]
 
 
 def images(count: int, shape: tuple[int, int, int]) -> torch.Tensor:
@@ -42,13 +46,21 @@ def images(count: int, shape: tuple[int, int, int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28), (2, 5, 3)])
-def test_crop_flip_cuts_a_window_out_of_the_image_with_zeros_around_it(shape: tuple[int, int, int]) -> None:
+def test_crop_flip_cuts_a_window_out_of_the_image_with_zeros_around_it(
+    shape: tuple[int, int, int],
+) -> None:
     places = torch.arange(2 * PAD + 1)
     draws = torch.cartesian_prod(places, places, torch.arange(2))
     x = images(len(draws), shape)
     wide, (high, across) = F.pad(x, (PAD,) * 4), shape[1:]
-    windows = [w[:, d : d + high, r : r + across] for w, (d, r, _) in zip(wide, draws.tolist(), strict=True)]
-    expected = [w.flip(-1) if mirrored else w for w, (*_, mirrored) in zip(windows, draws.tolist(), strict=True)]
+    windows = [
+        w[:, d : d + high, r : r + across]
+        for w, (d, r, _) in zip(wide, draws.tolist(), strict=True)
+    ]
+    expected = [
+        w.flip(-1) if mirrored else w
+        for w, (*_, mirrored) in zip(windows, draws.tolist(), strict=True)
+    ]
     assert torch.equal(crop_flip(x, draws), torch.stack(expected))
 
 
@@ -76,7 +88,9 @@ def chance(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 2**64, shape, dtype=np.uint64)
 
 
-@pytest.mark.parametrize(("name", "wide"), [("crop-flip", 3), ("cutout", 2), ("crop-flip-cutout", 5)])
+@pytest.mark.parametrize(
+    ("name", "wide"), [("crop-flip", 3), ("cutout", 2), ("crop-flip-cutout", 5)]
+)
 def test_draws_are_a_row_for_every_number_whatever_its_company(name: str, wide: int) -> None:
     augment = AUGMENTATIONS[name]
     assert augment is not None
@@ -92,16 +106,30 @@ def test_crops_mirrors_and_holes_are_drawn_evenly_and_apart() -> None:
     augment = AUGMENTATIONS["crop-flip-cutout"]
     assert augment is not None
     drawn = augment.draws(chance(40000))
-    cases = np.stack([drawn[:, 0] == 4, drawn[:, 1] == 8, drawn[:, 2] == 1, drawn[:, 3] % 28 < 14, drawn[:, 4] % 28 < 14])
+    cases = np.stack(
+        [
+            drawn[:, 0] == 4,
+            drawn[:, 1] == 8,
+            drawn[:, 2] == 1,
+            drawn[:, 3] % 28 < 14,
+            drawn[:, 4] % 28 < 14,
+        ]
+    )
     shares = (1 / 9, 1 / 9, 1 / 2, 1 / 2, 1 / 2)
     assert np.allclose(cases.mean(1), shares, atol=0.01)
     together = cases.astype(float) @ cases.T.astype(float) / cases.shape[1]
-    assert np.allclose(together[~np.eye(5, dtype=bool)], np.outer(shares, shares)[~np.eye(5, dtype=bool)], atol=0.01)
+    assert np.allclose(
+        together[~np.eye(5, dtype=bool)],
+        np.outer(shares, shares)[~np.eye(5, dtype=bool)],
+        atol=0.01,
+    )
 
 
 def changed(name: str, engine: EngineConfig) -> torch.Tensor:
     train = Train(epochs=1, batch=16, lr=0.01, momentum=0.5, augment=name)
-    state = nestling.run(small("fedavg", rounds=2, train=train, engine=engine)).federation.method.state()["weights"]
+    state = nestling.run(
+        small("fedavg", rounds=2, train=train, engine=engine)
+    ).federation.method.state()["weights"]
     return torch.cat([t.reshape(-1).double() for t in state.values()])
 
 

@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestling.training.distiller import Distillation, Student, combine, distil, proxy, rows_of, whole
+from nestling.training.distiller import (
+    Distillation,
+    Student,
+    combine,
+    distil,
+    proxy,
+    rows_of,
+    whole,
+)
 from nestling.training.optimisers import Optim
 
 torch.manual_seed(0)
@@ -26,7 +34,13 @@ def student(optim: Optim = SETTINGS.optim) -> Student:
 
 
 def gap(state: dict[str, Tensor]) -> float:
-    return float(F.kl_div((X @ state["weight"].T + state["bias"]).log_softmax(1), TARGETS.softmax(1), reduction="batchmean"))
+    return float(
+        F.kl_div(
+            (X @ state["weight"].T + state["bias"]).log_softmax(1),
+            TARGETS.softmax(1),
+            reduction="batchmean",
+        )
+    )
 
 
 def test_a_student_comes_close_to_its_teachers_and_the_start_is_not_touched() -> None:
@@ -43,7 +57,11 @@ def test_a_step_is_the_gradient_of_the_loss() -> None:
     pupil = student(settings.optim)
     start = {name: t.clone().requires_grad_() for name, t in pupil.state().items()}
     found = distil(pupil, proxy(X, TARGETS, 40, 0, "test"), settings, 0, "test")
-    loss = F.kl_div((X @ start["weight"].T + start["bias"]).log_softmax(1), TARGETS.softmax(1), reduction="batchmean")
+    loss = F.kl_div(
+        (X @ start["weight"].T + start["bias"]).log_softmax(1),
+        TARGETS.softmax(1),
+        reduction="batchmean",
+    )
     grads = dict(zip(start, torch.autograd.grad(loss, list(start.values())), strict=True))
     for name, t in start.items():
         assert torch.allclose(found[name], t - 0.5 * grads[name], atol=1e-6)
@@ -66,7 +84,8 @@ def test_the_best_checked_state_is_returned_and_patience_ends_it() -> None:
     settings = replace(SETTINGS, steps=60, every=10, patience=20)
     pupil = student()
     best = distil(pupil, proxy(X, TARGETS, 16, 0, "test"), settings, 0, "test", check=check)
-    assert len(seen) == 5 and pupil.steps == 40  # better at the second, then twenty steps of nothing better
+    # better at the second, then twenty steps of nothing better
+    assert len(seen) == 5 and pupil.steps == 40
     assert all(torch.equal(t, seen[2][name]) for name, t in best.items())
 
 
@@ -80,9 +99,18 @@ def test_the_rate_falls_along_a_half_cosine() -> None:
 
     module = nn.Linear(6, 3)
     pupil = Noting(module.state_dict(), ("weight",), whole(module), Optim("sgd", 0.2, 0.0))
-    distil(pupil, proxy(X, TARGETS, 16, 0, "t"), replace(SETTINGS, steps=4, cosine=True, optim=pupil.optim), 0, "t")
-    assert used == pytest.approx([0.2, 0.1 * (1 + math.cos(math.pi / 4)), 0.1, 0.1 * (1 + math.cos(3 * math.pi / 4))])
-    assert torch.equal(pupil.state()["bias"], module.bias.detach())  # not among the parameters that are trained
+    distil(
+        pupil,
+        proxy(X, TARGETS, 16, 0, "t"),
+        replace(SETTINGS, steps=4, cosine=True, optim=pupil.optim),
+        0,
+        "t",
+    )
+    assert used == pytest.approx(
+        [0.2, 0.1 * (1 + math.cos(math.pi / 4)), 0.1, 0.1 * (1 + math.cos(3 * math.pi / 4))]
+    )
+    # not among the parameters that are trained
+    assert torch.equal(pupil.state()["bias"], module.bias.detach())
 
 
 def test_teachers_are_combined_by_samples_spread_or_equally() -> None:

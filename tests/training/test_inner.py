@@ -31,11 +31,23 @@ class Nested:
         self.masks = nested_masks(self.reference.axes, self.levels)
         prepare(self.reference, self.smaller)
         state = self.reference.initial
-        self.state = {name: t * self.masks[name] if name in self.masks else t.clone() for name, t in state.items()}
+        self.state = {
+            name: t * self.masks[name] if name in self.masks else t.clone()
+            for name, t in state.items()
+        }
         self.head = common_head(self.reference, self.own, self.smaller)
 
     def objective(self, net: Net, batch: Batch, head: str) -> Tensor:
-        return with_inner(net, batch, {}, reference=self.reference, own=self.own, smaller=self.smaller, weight=0.5, head=head)
+        return with_inner(
+            net,
+            batch,
+            {},
+            reference=self.reference,
+            own=self.own,
+            smaller=self.smaller,
+            weight=0.5,
+            head=head,
+        )
 
     def gradients(self, number: int, head: str) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and what the mask leaves of the gradients."""
@@ -43,7 +55,9 @@ class Nested:
         net = Net(module, dict(module.named_parameters()))
         loss = self.objective(net, batch(number), head)
         grads = torch.autograd.grad(loss, list(net.params.values()))
-        return loss.detach(), dict(masked_gradients(net.params, dict(zip(net.params, grads, strict=True)), self.masks))
+        return loss.detach(), dict(
+            masked_gradients(net.params, dict(zip(net.params, grads, strict=True)), self.masks)
+        )
 
 
 def batch(number: int = 0) -> Batch:
@@ -57,17 +71,29 @@ def batch(number: int = 0) -> Batch:
 def test_a_smaller_network_read_off_the_larger_one_trains_the_same(model: str, number: int) -> None:
     nested = Nested(model)
     assert nested.head
-    (apart, alone), (common, together) = nested.gradients(number, ""), nested.gradients(number, nested.head)
+    (apart, alone), (common, together) = (
+        nested.gradients(number, ""),
+        nested.gradients(number, nested.head),
+    )
     torch.testing.assert_close(apart, common, rtol=1e-5, atol=1e-6)
     for name, expected in alone.items():
-        torch.testing.assert_close(together[name], expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            together[name],
+            expected,
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def test_the_smaller_networks_take_turns() -> None:
     nested, x = Nested("tinycnn"), batch()
     module = nested.reference.network(nested.own, nested.state).train()
     net = Net(module, dict(module.named_parameters()))
-    first, second, third = (float(nested.objective(net, Batch(x.x, x.y, x.rows, n), nested.head).detach()) for n in range(3))
+    first, second, third = (
+        float(nested.objective(net, Batch(x.x, x.y, x.rows, n), nested.head).detach())
+        for n in range(3)
+    )
     assert first == third != second
 
 
@@ -86,7 +112,9 @@ def test_it_runs_for_many_clients_at_once() -> None:
     whole = Whole()
     state = {f"inner.{name}": t for name, t in nested.state.items()}
     many: Any = {name: torch.stack([t, t]) for name, t in state.items()}
-    found = vmap(grad(lambda s, x, y: functional_call(whole, s, (x, y))), in_dims=(0, None, None))(many, one.x, one.y)
+    found = vmap(grad(lambda s, x, y: functional_call(whole, s, (x, y))), in_dims=(0, None, None))(
+        many, one.x, one.y
+    )
     expected = nested.gradients(0, nested.head)[1]
     for name, t in expected.items():
         mask = nested.masks.get(name, torch.ones_like(t))

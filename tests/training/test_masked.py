@@ -16,7 +16,12 @@ ROWS, MASK = 5, torch.tensor([True, True, False, True, False])
 
 def networks(tracked: bool) -> tuple[nn.Sequential, nn.Sequential]:
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, track_running_stats=tracked), nn.Flatten(), nn.BatchNorm1d(27))
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3, track_running_stats=tracked),
+        nn.Flatten(),
+        nn.BatchNorm1d(27),
+    )
     return net, copy.deepcopy(net)
 
 
@@ -28,7 +33,10 @@ def test_outputs_gradients_and_statistics_are_those_of_the_short_batch(tracked: 
         filled = whole(x)[MASK]
     alone = short(x[MASK])
     assert torch.allclose(filled, alone, atol=1e-5)
-    grads = [torch.autograd.grad((out**3).sum(), list(n.parameters())) for out, n in ((filled, whole), (alone, short))]
+    grads = [
+        torch.autograd.grad((out**3).sum(), list(n.parameters()))
+        for out, n in ((filled, whole), (alone, short))
+    ]
     assert all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in zip(*grads, strict=True))
     for (name, a), b in zip(whole.named_buffers(), short.buffers(), strict=True):
         assert torch.allclose(a.float(), b.float(), atol=1e-5), name
@@ -62,5 +70,7 @@ def test_a_stack_of_networks_has_masks_of_its_own() -> None:
 
     both = vmap(run)(params, x, masks)
     for k in range(2):
-        alone = functional_call(net[:2], {name: t[k] for name, t in params.items()}, (x[k][masks[k]],))
+        alone = functional_call(
+            net[:2], {name: t[k] for name, t in params.items()}, (x[k][masks[k]],)
+        )
         assert torch.allclose(both[k][masks[k]], alone, atol=1e-5)

@@ -13,8 +13,14 @@ CASES = {
         Optim("sgd", 0.1, momentum=0.9, weight_decay=0.01),
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
     ),
-    "adamw": (Optim("adamw", 0.01, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1)),
-    "adam": (Optim("adam", 0.01, weight_decay=0.1), lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1)),
+    "adamw": (
+        Optim("adamw", 0.01, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    ),
+    "adam": (
+        Optim("adam", 0.01, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
+    ),
 }
 
 
@@ -36,7 +42,10 @@ def test_steps_equal_torch(case: str) -> None:
 
 def test_adamw_is_adam_without_decay_and_takes_a_rate_in_a_tensor() -> None:
     generator = torch.Generator().manual_seed(0)
-    start, grads = torch.randn(4, 3, generator=generator), [torch.randn(4, 3, generator=generator) for _ in range(3)]
+    start, grads = (
+        torch.randn(4, 3, generator=generator),
+        [torch.randn(4, 3, generator=generator) for _ in range(3)],
+    )
 
     def gone(optim: Optim, lr: torch.Tensor | None = None) -> torch.Tensor:
         params, buffers = [start.clone()], Buffers.zeros(optim, [start])
@@ -47,7 +56,9 @@ def test_adamw_is_adam_without_decay_and_takes_a_rate_in_a_tensor() -> None:
     assert torch.equal(gone(Optim("adamw", 0.01)), gone(Optim("adam", 0.01)))
     decayed = Optim("adamw", 0.01, weight_decay=0.1)
     assert not torch.allclose(gone(decayed), gone(Optim("adam", 0.01, weight_decay=0.1)), atol=1e-4)
-    assert torch.allclose(gone(decayed), gone(decayed, torch.tensor(0.01, dtype=torch.float64)), atol=1e-6)
+    assert torch.allclose(
+        gone(decayed), gone(decayed, torch.tensor(0.01, dtype=torch.float64)), atol=1e-6
+    )
 
 
 def test_adamw_leaves_alone_what_has_no_gradient_where_it_is_lazy() -> None:
@@ -66,4 +77,8 @@ def test_clipping_equals_torch(scale: float) -> None:
     for p, g in zip(params, grads, strict=True):
         p.grad = g.clone()
     torch.nn.utils.clip_grad_norm_(params, 1.0)
-    assert all(torch.allclose(c, p.grad) for c, p in zip(clip(grads, 1.0), params, strict=True) if p.grad is not None)
+    assert all(
+        torch.allclose(c, p.grad)
+        for c, p in zip(clip(grads, 1.0), params, strict=True)
+        if p.grad is not None
+    )

@@ -1,4 +1,5 @@
-"""The order of rows: permutations by counting, batches of every length, equal alone and in company."""
+"""The order of rows: permutations by counting, batches of every length, equal alone and in
+company."""
 
 from __future__ import annotations
 
@@ -37,8 +38,14 @@ def test_a_group_is_its_clients_side_by_side(sizes: list[int], drop_last: bool, 
     together = schedule(keys("order", 1, clients, 4, 0), sizes, **settings)
     for k, (client, size) in enumerate(zip(clients, sizes, strict=True)):
         alone = schedule(keys("order", 1, [client], 4, 0), [size], **settings)
-        own = [row[:n].tolist() for row, n in zip(alone.rows[0], alone.lengths[0], strict=True) if n]
-        shared = [row[:n].tolist() for row, n in zip(together.rows[k], together.lengths[k], strict=True) if n]
+        own = [
+            row[:n].tolist() for row, n in zip(alone.rows[0], alone.lengths[0], strict=True) if n
+        ]
+        shared = [
+            row[:n].tolist()
+            for row, n in zip(together.rows[k], together.lengths[k], strict=True)
+            if n
+        ]
         assert own == shared
         assert all(len(batch) >= 2 for batch in own)
         epoch = [row for batch in own[: len(own) // 2 or None] for row in batch]

@@ -65,7 +65,9 @@ def test_distillation_on_tensors_that_never_move_gives_the_same(optim: Optim, co
         for round in range(2):  # the second round takes the same student again
             state = {name: t + round for name, t in module.state_dict().items()}
             student = work.student("student", state, state.keys(), whole(module), optim)
-            found.append(distil(student, proxy(x, targets, 8, 0, round), settings, 0, round, work=work))
+            found.append(
+                distil(student, proxy(x, targets, 8, 0, round), settings, 0, round, work=work)
+            )
     for one, other in zip(found[:2], found[2:], strict=True):
         assert all(torch.allclose(t, other[name], atol=1e-6) for name, t in one.items())
 

@@ -35,20 +35,30 @@ def test_a_cosine_equals_torchs_over_the_run() -> None:
 
 
 def test_warm_up_climbs_in_equal_steps_and_then_the_schedule_begins() -> None:
-    assert rates(Train(lr=0.1, decay=1.0, warmup=3), 5) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+    assert rates(Train(lr=0.1, decay=1.0, warmup=3), 5) == pytest.approx(
+        [0.025, 0.05, 0.075, 0.1, 0.1]
+    )
     both = rates(Train(lr=0.1, schedule="cosine", warmup=2).over(6), 8)
     assert both[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
-    assert both[3:6] == pytest.approx([0.05 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]) and both[6:] == [0, 0]
+    assert both[3:6] == pytest.approx(
+        [0.05 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]
+    ) and both[6:] == [0, 0]
 
 
 def test_the_run_says_how_long_a_cosine_is_unless_the_user_does() -> None:
-    for train, span in ((Train(schedule="cosine"), 7), (Train(schedule="cosine", span=20), 20), (Train(), 0)):
+    for train, span in (
+        (Train(schedule="cosine"), 7),
+        (Train(schedule="cosine", span=20), 20),
+        (Train(), 0),
+    ):
         made, _, world = make_world(small(rounds=7, train=train))
         assert world.train.span == span and made.train == train
 
 
 def test_a_resumed_run_follows_the_same_cosine(tmp_path: Path) -> None:
-    train = Train(epochs=1, schedule="cosine", warmup=1, span=4, optimizer="adamw", lr=1e-3, weight_decay=0.05)
+    train = Train(
+        epochs=1, schedule="cosine", warmup=1, span=4, optimizer="adamw", lr=1e-3, weight_decay=0.05
+    )
     nestling.run(small(rounds=2, train=train), out=tmp_path / "run")
     parts = nestling.resume(tmp_path / "run", overrides=("rounds=4",)).federation.method.weights
     whole = nestling.run(small(rounds=4, train=train)).federation.method.weights
@@ -56,8 +66,14 @@ def test_a_resumed_run_follows_the_same_cosine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "train", [Train(lr=0.05, schedule="cosine", warmup=1), Train(optimizer="adamw", lr=3e-3, weight_decay=0.01)]
+    "train",
+    [
+        Train(lr=0.05, schedule="cosine", warmup=1),
+        Train(optimizer="adamw", lr=3e-3, weight_decay=0.01),
+    ],
 )
 def test_it_learns(train: Train) -> None:
-    result = nestling.run(experiment("fedavg", 0, rounds=8, train=train, evaluate=Evaluation(every=8)))
+    result = nestling.run(
+        experiment("fedavg", 0, rounds=8, train=train, evaluate=Evaluation(every=8))
+    )
     assert result.summary["global_accuracy"]["last"] > 0.4

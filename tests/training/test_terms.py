@@ -18,9 +18,12 @@ def notes(method: str, **options: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("method", "option"), [("fedprox", "mu"), ("fedhenn", "eta"), ("kt-pfl", "weight")])
+@pytest.mark.parametrize(
+    ("method", "option"), [("fedprox", "mu"), ("fedhenn", "eta"), ("kt-pfl", "weight")]
+)
 def test_a_term_without_effect_is_named(method: str, option: str) -> None:
-    """Terms that vanish where training begins (a pull to the weights received) and terms in a phase of their own are seen too."""
+    """Terms that vanish where training begins (a pull to the weights received) and terms in a phase
+    of their own are seen too."""
     (note,) = notes(method, **{option: 1e-6})
     assert note.startswith("WEAK TERM: in round 2 ") and "% of cross-entropy's gradient" in note
     assert notes(method, **{option: 100.0}) == []
@@ -37,17 +40,31 @@ def test_nothing_added_is_a_choice() -> None:
 
 @pytest.mark.parametrize("method", ["fedprox", "kt-pfl", "scaffold"])
 def test_looking_changes_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client that is looked at trains beside the round: models and what clients keep are the same bits without it."""
+    """The client that is looked at trains beside the round: models and what clients keep are the
+    same bits without it."""
 
     def played() -> dict[str, torch.Tensor]:
         federation = nestling.run(small(method, rounds=4)).federation
-        kept = {f"{c}/{n}": t for c in federation.world.store.clients() for n, t in federation.world.store.get(c).items()}
-        return {**kept, **{f"{kind}/{n}": t for kind, part in federation.method.state().items() for n, t in part.items()}}
+        kept = {
+            f"{c}/{n}": t
+            for c in federation.world.store.clients()
+            for n, t in federation.world.store.get(c).items()
+        }
+        return {
+            **kept,
+            **{
+                f"{kind}/{n}": t
+                for kind, part in federation.method.state().items()
+                for n, t in part.items()
+            },
+        }
 
     looked = played()
     monkeypatch.setattr("nestling.runs.run._weak_terms", lambda *_: [])
     plain = played()
-    assert looked.keys() == plain.keys() and all(torch.equal(t, plain[name]) for name, t in looked.items())
+    assert looked.keys() == plain.keys() and all(
+        torch.equal(t, plain[name]) for name, t in looked.items()
+    )
 
 
 def test_a_round_in_which_nobody_is_there_is_not_looked_at() -> None:

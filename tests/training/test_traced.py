@@ -19,7 +19,9 @@ def at_once(monkeypatch):
 
 
 def _weights(method: str, **changes):
-    experiment = small(method, rounds=2, participants=4, engine=EngineConfig("cohort", workers=1), **changes)
+    experiment = small(
+        method, rounds=2, participants=4, engine=EngineConfig("cohort", workers=1), **changes
+    )
     return nestling.run(experiment).federation.method.state()
 
 
@@ -47,7 +49,11 @@ def test_unequal_clients_and_short_batches_replay_too(at_once, monkeypatch):
     monkeypatch.setattr(traced, "OFTEN", 10**9)
     monkeypatch.setattr(traced, "_seen", traced.OrderedDict())
     plain = _weights("heterofl", **uneven)
-    assert all(torch.equal(t, replayed[kind][name]) for kind, part in plain.items() for name, t in part.items())
+    assert all(
+        torch.equal(t, replayed[kind][name])
+        for kind, part in plain.items()
+        for name, t in part.items()
+    )
 
 
 def test_a_tensor_from_outside_is_never_frozen_into_a_program(at_once):

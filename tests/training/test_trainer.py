@@ -52,7 +52,8 @@ def test_every_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
 def test_short_batches_can_be_dropped_and_steps_bounded() -> None:
     assert [len(b) for b in batches(23, Phase(batch=5, drop_last=True), net(), 0)] == [5] * 4
     assert len(list(batches(23, Phase(batch=5, epochs=9, steps=7), net(), 0))) == 7
-    assert [len(b) for b in batches(3, Phase(batch=5, drop_last=True), net(), 0)] == [3]  # all a small client has
+    # all a small client has
+    assert [len(b) for b in batches(3, Phase(batch=5, drop_last=True), net(), 0)] == [3]
 
 
 def test_a_batch_norm_never_sees_a_single_row() -> None:
@@ -63,21 +64,30 @@ def test_a_batch_norm_never_sees_a_single_row() -> None:
 
 def test_frozen_parameters_do_not_move() -> None:
     before, after = net().state_dict(), state_after(Phase(freeze=("0",)))
-    assert torch.equal(before["0.weight"], after["0.weight"]) and not torch.equal(before["3.weight"], after["3.weight"])
+    assert torch.equal(before["0.weight"], after["0.weight"]) and not torch.equal(
+        before["3.weight"], after["3.weight"]
+    )
 
 
 def test_the_gradient_rule_decides_what_is_applied() -> None:
-    frozen = state_after(Phase(rule=lambda params, grads, given: {n: g * 0 for n, g in grads.items()}))
+    frozen = state_after(
+        Phase(rule=lambda params, grads, given: {n: g * 0 for n, g in grads.items()})
+    )
     assert same(frozen, net().state_dict())
 
 
 def test_objectives_read_what_was_given() -> None:
     def pull(module: Net, batch: Batch, given: Given) -> Tensor:
-        return sum((p - given[n]).pow(2).sum() for n, p in module.params.items()) + 0 * module(batch.x).sum()
+        return (
+            sum((p - given[n]).pow(2).sum() for n, p in module.params.items())
+            + 0 * module(batch.x).sum()
+        )
 
     target = {n: torch.ones_like(p) for n, p in net().named_parameters()}
     phase = Phase(pull, Optim("sgd", 0.2), epochs=20, batch=23, given=target)
-    assert all(torch.allclose(t, torch.ones_like(t), atol=1e-3) for t in state_after(phase).values())
+    assert all(
+        torch.allclose(t, torch.ones_like(t), atol=1e-3) for t in state_after(phase).values()
+    )
 
 
 def test_hooks_change_layers_while_the_phase_runs_and_no_longer() -> None:
@@ -97,7 +107,8 @@ def test_train_settings_make_the_schedule() -> None:
 
 @pytest.mark.filterwarnings("ignore:reduction")
 def test_distillation_is_batch_mean_with_temperature_squared() -> None:
-    """Against the definition written out, and against torch's element-mean, which is smaller by the number of classes."""
+    """Against the definition written out, and against torch's element-mean, which is smaller by the
+    number of classes."""
     teacher, student = torch.randn(4, 10), torch.randn(4, 10)
     p, q = F.softmax(teacher / 3, 1), F.softmax(student / 3, 1)
     expected = 9 * (p * (p / q).log()).sum(1).mean()
@@ -108,7 +119,9 @@ def test_distillation_is_batch_mean_with_temperature_squared() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 23, 40])
-def test_how_many_rows_are_fetched_together_changes_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_rows_are_fetched_together_changes_nothing(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(rows, 2, 6, 6, generator=draw), torch.arange(rows) % 3
     found, seen = [], []
@@ -120,13 +133,17 @@ def test_how_many_rows_are_fetched_together_changes_nothing(rows: int, monkeypat
     for at_once in (1, 12, 512):
         monkeypatch.setattr("nestling.training.trainer.AT_ONCE", at_once)
         torch.manual_seed(1)
-        module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(64, 3))
+        module = nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(64, 3)
+        )
         done = train(module, Phase(noting, batch=5, epochs=2, augment="shift"), x, y, 0, 4, 2, 1)
         found.append((module.state_dict(), done, list(seen)))
         seen.clear()
     (first, told, batched), *others = found
     plan = batches(rows, Phase(batch=5, epochs=2), module, 0, 4, 2, 1)
-    assert [r for _, r, _, _ in batched] == [r.tolist() for r in plan] and [n for n, *_ in batched] == list(range(told.steps))
+    assert [r for _, r, _, _ in batched] == [r.tolist() for r in plan] and [
+        n for n, *_ in batched
+    ] == list(range(told.steps))
     assert all(torch.equal(labels, y[r]) for _, r, _, labels in batched)
     for state, done, same_batches in others:
         assert same(first, state) and done == told

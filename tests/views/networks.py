@@ -1,4 +1,5 @@
-"""Small networks of every tie: residual, depth-wise, concatenating, flattening, and mixtures of them."""
+"""Small networks of every tie: residual, depth-wise, concatenating, flattening, and mixtures of
+them."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Depthwise(nn.Module):
 
 
 class Concatenating(nn.Module):
-    """Dense connections, pooled and flattened: the reader's inputs come from several axes, each channel H×W wide."""
+    """Dense connections, pooled and flattened: the reader's inputs come from several axes, each
+    channel H×W wide."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,8 @@ def test_depthwise_ties_inputs_and_outputs() -> None:
 
 
 def test_concatenation_keeps_axes_apart_through_pool_and_flatten() -> None:
-    """A traced dependency graph that guesses channels from the linear layer's width ties the wrong ones here."""
+    """A traced dependency graph that guesses channels from the linear layer's width ties the wrong
+    ones here."""
     axes = trace(Concatenating(), SHAPE)
     assert axes.sizes == (8, 4, 4, 6)
     reader = axes.dims["fc.weight"][1]
@@ -77,7 +78,13 @@ def test_unknown_operations_freeze_what_they_touch() -> None:
 
 
 def test_a_grouped_convolution_is_left_whole() -> None:
-    net = nn.Sequential(nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(4 * 64, 3))
+    net = nn.Sequential(
+        nn.Conv2d(2, 8, 1),
+        nn.Conv2d(8, 8, 1, groups=2),
+        nn.Conv2d(8, 4, 1),
+        nn.Flatten(),
+        nn.Linear(4 * 64, 3),
+    )
     assert trace(net, SHAPE).sizes == (4,)
 
 
@@ -111,7 +118,9 @@ def test_a_forward_that_looks_at_values_is_refused() -> None:
 def test_earlier_exits_are_traced_too() -> None:
     net = build("exitcnn", shape=(1, 28, 28), classes=10)
     half = sub_module(net, prefix(trace(net, (1, 28, 28)), 0.5))
-    assert [out.shape for out in half.all_exits(torch.randn(2, 1, 28, 28))] == [torch.Size([2, 10])] * len(half.heads)
+    assert [out.shape for out in half.all_exits(torch.randn(2, 1, 28, 28))] == [
+        torch.Size([2, 10])
+    ] * len(half.heads)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +141,11 @@ def test_earlier_exits_are_traced_too() -> None:
     ],
 )
 def test_every_family_is_sliced_everywhere(name: str, shape: tuple[int, ...]) -> None:
-    """Half the width leaves no hidden layer whole: the traced half has exactly the tensors of the network built at half width."""
+    """Half the width leaves no hidden layer whole: the traced half has exactly the tensors of the
+    network built at half width."""
     with torch.device("meta"):
-        whole, half = (build(name, shape=shape, classes=10, width=w, norm="tracked") for w in (1.0, 0.5))
+        whole, half = (
+            build(name, shape=shape, classes=10, width=w, norm="tracked") for w in (1.0, 0.5)
+        )
     view = prefix(trace(whole, shape), 0.5)
     assert view.shapes == {n: tuple(t.shape) for n, t in half.state_dict().items()}

@@ -1,4 +1,5 @@
-"""Views from shallow to deep: which networks can be cut, and that what is cut is a network that works."""
+"""Views from shallow to deep: which networks can be cut, and that what is cut is a network that
+works."""
 
 from __future__ import annotations
 
@@ -40,8 +41,12 @@ def test_depths_of_a_network_with_exits_are_its_prefixes(name: str, x: Tensor) -
     assert family(found) == [[1], [2], [3], [4]] and views[-1].names == found.full.names
     for depth, view in enumerate(views, 1):
         part = found.network(view, view.extract(found.initial)).eval()
-        assert [torch.equal(a, b) for a, b in zip(part.all_exits(x), whole, strict=False)] == [True] * depth
-        assert len(part.stages) == len(part.heads) == depth and torch.equal(part(x), whole[depth - 1])
+        assert [torch.equal(a, b) for a, b in zip(part.all_exits(x), whole, strict=False)] == [
+            True
+        ] * depth
+        assert len(part.stages) == len(part.heads) == depth and torch.equal(
+            part(x), whole[depth - 1]
+        )
 
 
 def test_a_view_may_have_only_its_last_exit(x: Tensor) -> None:
@@ -49,7 +54,9 @@ def test_a_view_may_have_only_its_last_exit(x: Tensor) -> None:
     whole = found.module.eval().all_exits(x)
     for depth, view in enumerate(depth_views(found, exits="last"), 1):
         part = found.network(view, view.extract(found.initial)).eval()
-        assert {name.split(".")[1] for name in view.names if name.startswith("heads")} == {str(depth - 1)}
+        assert {name.split(".")[1] for name in view.names if name.startswith("heads")} == {
+            str(depth - 1)
+        }
         (only,) = part.all_exits(x)
         assert torch.equal(only, whole[depth - 1]) and torch.equal(part(x), only)
 
@@ -58,7 +65,9 @@ def test_a_view_may_have_only_its_last_exit(x: Tensor) -> None:
 def test_inference_is_the_last_exit_or_the_mean_of_all(inference: str, x: Tensor) -> None:
     network = reference("tinyexits").module.answering(inference)
     exits = network.eval().all_exits(x)
-    assert torch.allclose(network(x), exits[-1] if inference == "last" else sum(exits) / 4, atol=1e-6)
+    assert torch.allclose(
+        network(x), exits[-1] if inference == "last" else sum(exits) / 4, atol=1e-6
+    )
     assert torch.equal(network.train()(x), network.all_exits(x)[-1])
     assert network.prefix(2).inference == inference
 
@@ -67,7 +76,10 @@ def test_a_block_that_is_left_out_is_one_whose_weights_are_zero(x: Tensor) -> No
     """The cut network computes what the whole one does with the other blocks silenced."""
     found = reference("tinyresnet")
     for view in depth_views(found):
-        state = {name: t if name in view.shapes else torch.zeros_like(t) for name, t in found.initial.items()}
+        state = {
+            name: t if name in view.shapes else torch.zeros_like(t)
+            for name, t in found.initial.items()
+        }
         silenced = found.network(found.full, state).eval()(x)
         part = found.network(view, view.extract(found.initial)).eval()(x)
         assert torch.allclose(part, silenced, atol=1e-6)
@@ -78,7 +90,13 @@ def test_the_usual_family_deepens_the_later_half_first() -> None:
     uneven = reference("tinyresnet", blocks=(1, 3, 2), channels=(4, 4, 4, 4))
     assert family(uneven) == [[1, 1, 1], [1, 2, 2], [1, 3, 2]]
     assert family(reference("resnet18", width=0.0625)) == [[1] * 4, [1, 1, 2, 2], [2] * 4]
-    assert family(reference("tinyresnet", blocks=(5,), channels=(4, 4))) == [[1], [2], [3], [4], [5]]
+    assert family(reference("tinyresnet", blocks=(5,), channels=(4, 4))) == [
+        [1],
+        [2],
+        [3],
+        [4],
+        [5],
+    ]
 
 
 def test_a_family_of_ones_own() -> None:
@@ -99,12 +117,15 @@ def test_views_are_nested_and_travel_as_plain_data() -> None:
         assert all(from_spec(found.axes, to_spec(view)).key() == view.key() for view in views)
 
 
-CUTTABLE = {"resnet14", "resnet18", "resnet22", "resnet26", "resnet34", "resnet50", "preresnet18", "mobilenetv2"} | {
-    "exitcnn", "exitresnet", "tinyexits", "tinyresnet", "resnet101", "resnet152"
+CUTTABLE = {
+    "resnet14", "resnet18", "resnet22", "resnet26", "resnet34", "resnet50", "preresnet18",
+    "mobilenetv2", "exitcnn", "exitresnet", "tinyexits", "tinyresnet", "resnet101", "resnet152",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if MODELS[n].input != "sequence" and not n.startswith("densenet")])
+@pytest.mark.parametrize(
+    "name", [n for n in MODELS if MODELS[n].input != "sequence" and not n.startswith("densenet")]
+)
 def test_which_networks_can_be_cut(name: str) -> None:
     shape = (1, 32, 32)
     narrow = {} if name == "mlp" else {"width": 0.0625}

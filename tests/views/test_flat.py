@@ -10,7 +10,12 @@ from nestling.views import Contribution, Reference, merge, prefix
 from nestling.views.flat import Packed, Row, Stack, layout_of, only, pack
 from tests.views.networks import NETWORKS, SHAPE
 
-STATE = {"a": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3), "b": torch.tensor(2.5), "c": torch.zeros(0, 4)}
+STATE = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "n": torch.tensor(3),
+    "b": torch.tensor(2.5),
+    "c": torch.zeros(0, 4),
+}
 
 
 def test_packing_keeps_every_tensor() -> None:
@@ -43,7 +48,9 @@ def test_equal_states_have_one_layout() -> None:
 
 def test_rows_of_a_stack_are_states() -> None:
     layout = layout_of(STATE)
-    stack = Stack(layout, torch.stack([pack(STATE).flat, pack(STATE).flat * 2]), {"n": torch.tensor([3, 4])})  # type: ignore[list-item]
+    stack = Stack(
+        layout, torch.stack([pack(STATE).flat, pack(STATE).flat * 2]), {"n": torch.tensor([3, 4])}
+    )  # type: ignore[list-item]
     first, second = stack.rows()
     assert {n: t.tolist() for n, t in first.items()} == {n: t.tolist() for n, t in STATE.items()}
     assert second["a"].sum() == 30 and second["n"] == 4 and len(second) == 4
@@ -81,22 +88,35 @@ def test_the_merge_of_packed_rows_and_plain_states_is_one() -> None:
     views = [prefix(reference.axes, r) for r in (1.0, 0.5, 0.5, 0.25)]
     torch.manual_seed(0)
     states = [
-        {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in v.extract(reference.initial).items()} for v in views
+        {
+            n: torch.randn_like(t) if t.is_floating_point() else t
+            for n, t in v.extract(reference.initial).items()
+        }
+        for v in views
     ]
     weights = [3.0, 1.0, 2.0, 5.0]
     kinds = (lambda s: s, pack, _as_row)
     merged = [
-        merge(reference.initial, [Contribution(v, kind(s), w) for v, s, w in zip(views, states, weights, strict=True)])
+        merge(
+            reference.initial,
+            [Contribution(v, kind(s), w) for v, s, w in zip(views, states, weights, strict=True)],
+        )
         for kind in kinds
     ]
     for name, old in reference.initial.items():
         if not old.is_floating_point():
             continue
-        total, count = torch.zeros(old.shape, dtype=torch.float64), torch.zeros(old.shape, dtype=torch.float64)
+        total, count = (
+            torch.zeros(old.shape, dtype=torch.float64),
+            torch.zeros(old.shape, dtype=torch.float64),
+        )
         for v, s, w in zip(views, states, weights, strict=True):
-            whole = v.scatter({n: torch.zeros_like(t) for n, t in reference.initial.items()}, s)[name].double()
+            whole = v.scatter({n: torch.zeros_like(t) for n, t in reference.initial.items()}, s)[
+                name
+            ].double()
             held = v.scatter(
-                {n: torch.zeros_like(t) for n, t in reference.initial.items()}, {n: torch.ones_like(t) for n, t in s.items()}
+                {n: torch.zeros_like(t) for n, t in reference.initial.items()},
+                {n: torch.ones_like(t) for n, t in s.items()},
             )[name].double()
             total, count = total + w * whole, count + w * held
         expected = torch.where(count > 0, total / count, old.double()).float()

@@ -35,7 +35,11 @@ from nestling.views.sparse import (
 
 def reference(norm: str = "group", name: str = "tinycnn") -> Reference:
     torch.manual_seed(0)
-    return Reference("main", build(name, shape=(1, 12, 12), classes=4, channels=(8, 12, 16), norm=norm), (1, 12, 12))
+    return Reference(
+        "main",
+        build(name, shape=(1, 12, 12), classes=4, channels=(8, 12, 16), norm=norm),
+        (1, 12, 12),
+    )
 
 
 def pruned(view: View, found: Reference, share: float = 0.3) -> View:
@@ -45,7 +49,12 @@ def pruned(view: View, found: Reference, share: float = 0.3) -> View:
 def test_masks_are_for_weights_never_for_biases_or_norms() -> None:
     found = reference("tracked")
     names = prunable(found)
-    assert names == ("stages.0.conv.weight", "stages.1.conv.weight", "stages.2.conv.weight", "head.weight")
+    assert names == (
+        "stages.0.conv.weight",
+        "stages.1.conv.weight",
+        "stages.2.conv.weight",
+        "head.weight",
+    )
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
@@ -54,19 +63,30 @@ def test_what_survives_comes_back_and_costs_only_itself(ratio: float) -> None:
     view = pruned(prefix(found.axes, ratio) if ratio < 1 else found.full, found)
     state = view.extract(found.initial)
     sent = survivors(view, state)
-    assert Message({"weights": sent}).nbytes == 4 * view.numel() < 4 * sum(t.numel() for t in state.values())
+    assert (
+        Message({"weights": sent}).nbytes
+        == 4 * view.numel()
+        < 4 * sum(t.numel() for t in state.values())
+    )
     back = restored(view, sent)
     assert all(torch.equal(back[name], state[name]) for name in state)
     like = like_survivors(view, found.initial)
-    assert all(like[name].shape == sent[name].shape and like[name].dtype == sent[name].dtype for name in sent)
+    assert all(
+        like[name].shape == sent[name].shape and like[name].dtype == sent[name].dtype
+        for name in sent
+    )
 
 
 def test_view_laws_hold_under_masks() -> None:
-    """Scatter after extract is the identity on owned entries; the mean of equal parts is the part itself."""
+    """Scatter after extract is the identity on owned entries; the mean of equal parts is the part
+    itself."""
     found = reference()
     view = pruned(prefix(found.axes, 0.5), found)
     local = view.extract(found.initial)
-    assert all(torch.equal(t, found.initial[name]) for name, t in view.scatter(found.initial, local).items())
+    assert all(
+        torch.equal(t, found.initial[name])
+        for name, t in view.scatter(found.initial, local).items()
+    )
     merged = merge(found.initial, [Contribution(view, local, 1.0)] * 3)
     assert all(torch.equal(t, found.initial[name]) for name, t in merged.items())
 
@@ -77,12 +97,16 @@ def test_parties_with_other_masks_of_one_view_are_merged_entry_by_entry() -> Non
     half = prefix(found.axes, 0.5)
     views = [pruned(half, found, 0.3), pruned(half, found, 0.6), found.full]
     states = [
-        {name: torch.full_like(t, k + 1.0) for name, t in view.extract(found.initial).items()} for k, view in enumerate(views)
+        {name: torch.full_like(t, k + 1.0) for name, t in view.extract(found.initial).items()}
+        for k, view in enumerate(views)
     ]
     for view, state in zip(views[:2], states[:2], strict=True):
         for name, mask in masks_of(view).items():
             state[name][~mask] = torch.nan
-    merged = merge(found.initial, [Contribution(v, s, k + 1) for k, (v, s) in enumerate(zip(views, states, strict=True))])
+    merged = merge(
+        found.initial,
+        [Contribution(v, s, k + 1) for k, (v, s) in enumerate(zip(views, states, strict=True))],
+    )
     for name in prunable(found):
         held = [torch.zeros(found.axes.shapes[name], dtype=torch.bool) for _ in views]
         for flags, view in zip(held, views, strict=True):
@@ -110,16 +134,24 @@ def test_the_smallest_share_of_what_is_kept_goes_layer_by_layer() -> None:
     once = prune_lowest(found.full, found.initial, prunable(found), 0.2)
     for name, mask in once.items():
         size, gone = mask.numel(), found.initial[name].abs()[~mask]
-        assert int((~mask).sum()) == math.floor(0.2 * size) and gone.max() <= found.initial[name].abs()[mask].min()
+        assert (
+            int((~mask).sum()) == math.floor(0.2 * size)
+            and gone.max() <= found.initial[name].abs()[mask].min()
+        )
     view = masked(found.full, once)
     twice = prune_lowest(view, view.extract(found.initial), prunable(found), 0.2)
     for name, mask in twice.items():
         alive = int(once[name].sum())
-        assert int(mask.sum()) == alive - math.floor(0.2 * alive) and bool((mask <= once[name]).all())
+        assert int(mask.sum()) == alive - math.floor(0.2 * alive) and bool(
+            (mask <= once[name]).all()
+        )
 
 
 def test_equal_weights_go_first_come_and_masked_ones_not_twice() -> None:
-    weight, mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0]), torch.tensor([False, True, True, True, True])
+    weight, mask = (
+        torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0]),
+        torch.tensor([False, True, True, True, True]),
+    )
     assert lowest_off(weight, mask, 0.5).tolist() == [False, False, False, True, True]
     assert lowest_off(weight, None, 0.0).all()
 
@@ -146,7 +178,9 @@ def test_pruned_weights_stay_exactly_zero_through_momentum_and_decay(optim: Opti
     found = reference()
     view = pruned(found.full, found)
     module = found.network(view, view.extract(found.initial)).train()
-    phase = Phase(optim=optim, given={n: m.float() for n, m in masks_of(view).items()}, rule=masked_gradients)
+    phase = Phase(
+        optim=optim, given={n: m.float() for n, m in masks_of(view).items()}, rule=masked_gradients
+    )
     net, buffers = Net(module, dict(module.named_parameters())), Buffers()
     for _ in range(5):
         batch = Batch(torch.randn(6, 1, 12, 12), torch.randint(0, 4, (6,)), torch.arange(6))
@@ -155,8 +189,15 @@ def test_pruned_weights_stay_exactly_zero_through_momentum_and_decay(optim: Opti
         after = module.state_dict()[name]
         assert (after[~mask] == 0).all() and not torch.equal(after[mask], found.initial[name][mask])
     # Without the rule they move at once, which is what the rule is for.
-    train_step(net, Phase(optim=optim), Batch(torch.randn(6, 1, 12, 12), torch.randint(0, 4, (6,)), torch.arange(6)), Buffers())
-    assert any((module.state_dict()[name][~mask] != 0).any() for name, mask in masks_of(view).items())
+    train_step(
+        net,
+        Phase(optim=optim),
+        Batch(torch.randn(6, 1, 12, 12), torch.randint(0, 4, (6,)), torch.arange(6)),
+        Buffers(),
+    )
+    assert any(
+        (module.state_dict()[name][~mask] != 0).any() for name, mask in masks_of(view).items()
+    )
     assert cross_entropy is phase.objective
 
 
@@ -170,15 +211,20 @@ def test_the_strongest_channels_stay_in_whole_groups(norm: str, grain: int) -> N
     view = strongest(found.full, norms, [n * 0.5 for n in found.axes.sizes])
     assert [len(view.indices(a)) for a in range(3)] == [4, 8 if grain == 4 else 6, 8]
     for axis in range(3):
-        own = norms[found.axes.offsets[axis] : found.axes.offsets[axis + 1]].reshape(-1, grain).sum(1)
+        own = (
+            norms[found.axes.offsets[axis] : found.axes.offsets[axis + 1]].reshape(-1, grain).sum(1)
+        )
         kept = sorted(set((view.indices(axis) // grain).tolist()))
         assert kept == sorted(np.argsort(-own)[: len(kept)].tolist())
 
 
 def test_dropped_channels_are_as_if_zero() -> None:
-    """The dependency closure: the smaller network says what the large one says with those channels' outputs at zero."""
+    """The dependency closure: the smaller network says what the large one says with those channels'
+    outputs at zero."""
     found = reference()
-    view = strongest(found.full, channel_norms(found.full, found.initial), [n * 0.5 for n in found.axes.sizes])
+    view = strongest(
+        found.full, channel_norms(found.full, found.initial), [n * 0.5 for n in found.axes.sizes]
+    )
     x = torch.randn(3, 1, 12, 12)
     with torch.no_grad():
         small = found.network(view, view.extract(found.initial)).eval()(x)
@@ -194,7 +240,11 @@ def test_dropped_channels_are_as_if_zero() -> None:
 def test_a_common_part_is_overwritten_and_the_rest_is_left_alone() -> None:
     found = reference("tracked")
     outer, part = prefix(found.axes, 0.75), prefix(found.axes, 0.5)
-    mine = {name: torch.full(outer.shape(name), 7.0) for name in outer.names if found.initial[name].is_floating_point()}
+    mine = {
+        name: torch.full(outer.shape(name), 7.0)
+        for name in outer.names
+        if found.initial[name].is_floating_point()
+    }
     counter = {name: found.initial[name].clone() + 3 for name in outer.names if name not in mine}
     changed = overwritten(outer, {**mine, **counter}, part, found.initial)
     got = inside_of(part, outer, changed)

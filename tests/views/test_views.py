@@ -42,7 +42,9 @@ def network(name: str, seed: int = 0) -> nn.Module:
         net = NETWORKS[name]()
         for key, tensor in net.state_dict().items():
             if tensor.is_floating_point():
-                tensor.copy_(torch.rand_like(tensor) + 0.5 if "var" in key else torch.randn_like(tensor) / 2)
+                tensor.copy_(
+                    torch.rand_like(tensor) + 0.5 if "var" in key else torch.randn_like(tensor) / 2
+                )
     return net.eval()
 
 
@@ -89,7 +91,9 @@ def test_scatter_writes_owned_entries_and_no_others(drawn: tuple[str, View], see
 
 @settings(max_examples=40, deadline=None)
 @given(named_views, seeds, st.lists(st.integers(1, 5000), min_size=1, max_size=4))
-def test_merging_identical_clients_returns_them(drawn: tuple[str, View], seed: int, weights: list[int]) -> None:
+def test_merging_identical_clients_returns_them(
+    drawn: tuple[str, View], seed: int, weights: list[int]
+) -> None:
     name, view = drawn
     local = view.extract(state_of(name, seed))
     merged = merge(state_of(name, seed + 1), [Contribution(view, local, float(w)) for w in weights])
@@ -99,17 +103,27 @@ def test_merging_identical_clients_returns_them(drawn: tuple[str, View], seed: i
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(MERGED).flatmap(lambda n: st.tuples(st.just(n), views(n), views(n))), seeds)
-def test_the_merge_is_the_weighted_mean_of_the_holders(drawn: tuple[str, View, View], seed: int) -> None:
-    """Checked entry by entry against NaN-filled full tensors, an independent way to say the same."""
+def test_the_merge_is_the_weighted_mean_of_the_holders(
+    drawn: tuple[str, View, View], seed: int
+) -> None:
+    """Checked entry by entry against NaN-filled full tensors, an independent way to say the
+    same."""
     name, a, b = drawn
     old, one, two = state_of(name, seed), state_of(name, seed + 1), state_of(name, seed + 2)
-    merged = merge(old, [Contribution(a, a.extract(one), 3.0), Contribution(b, b.extract(two), 1.0)])
+    merged = merge(
+        old, [Contribution(a, a.extract(one), 3.0), Contribution(b, b.extract(two), 1.0)]
+    )
     holes = {k: torch.full(v.shape, torch.nan, dtype=torch.float64) for k, v in old.items()}
-    left, right = (view.scatter(holes, {k: v.double() for k, v in view.extract(s).items()}) for view, s in ((a, one), (b, two)))
+    left, right = (
+        view.scatter(holes, {k: v.double() for k, v in view.extract(s).items()})
+        for view, s in ((a, one), (b, two))
+    )
     for key, tensor in old.items():
         if tensor.is_floating_point():
             both = (3 * left[key] + right[key]) / 4
-            expected = torch.where(both.isnan(), torch.where(left[key].isnan(), right[key], left[key]), both)
+            expected = torch.where(
+                both.isnan(), torch.where(left[key].isnan(), right[key], left[key]), both
+            )
             expected = torch.where(expected.isnan(), tensor.double(), expected)
             assert torch.allclose(merged[key].double(), expected, atol=1e-7)
 
@@ -117,7 +131,9 @@ def test_the_merge_is_the_weighted_mean_of_the_holders(drawn: tuple[str, View, V
 def test_what_nobody_trained_keeps_its_value() -> None:
     old = state_of("Residual", 0)
     small = prefix(AXES["Residual"], 0.25)
-    merged = merge(old, [Contribution(small, {k: torch.zeros_like(v) for k, v in small.extract(old).items()})])
+    merged = merge(
+        old, [Contribution(small, {k: torch.zeros_like(v) for k, v in small.extract(old).items()})]
+    )
     zeroed = sum(int((merged[k] == 0).sum()) for k in merged if merged[k].is_floating_point())
     changed = sum(int((merged[k] != old[k]).sum()) for k in merged if merged[k].is_floating_point())
     assert changed <= zeroed <= small.numel()
@@ -125,9 +141,15 @@ def test_what_nobody_trained_keeps_its_value() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([n for n in MERGED if n != "Grouped"]).flatmap(lambda n: st.tuples(st.just(n), views(n))), seeds)
+@given(
+    st.sampled_from([n for n in MERGED if n != "Grouped"]).flatmap(
+        lambda n: st.tuples(st.just(n), views(n))
+    ),
+    seeds,
+)
 def test_sliced_equals_masked(drawn: tuple[str, View], seed: int) -> None:
-    """The sliced module computes what the full module computes when every entry outside the view is zero."""
+    """The sliced module computes what the full module computes when every entry outside the view is
+    zero."""
     _assert_sliced_equals_masked(drawn[0], drawn[1], seed)
 
 
@@ -157,7 +179,10 @@ def test_sliced_equals_masked_on_real_networks(name: str) -> None:
         net = build(name, shape=(3, 32, 32), classes=10, norm="tracked", width=0.25).eval()
         x = torch.randn(2, 3, 32, 32)
     view = prefix(trace(net, (3, 32, 32)), 0.5)
-    zeros = {k: torch.ones_like(v) if "var" in k else torch.zeros_like(v) for k, v in net.state_dict().items()}
+    zeros = {
+        k: torch.ones_like(v) if "var" in k else torch.zeros_like(v)
+        for k, v in net.state_dict().items()
+    }
     small = sub_module(net, view)
     masked_state = view.scatter(zeros, view.extract(net.state_dict()))
     net.load_state_dict(masked_state)
@@ -176,8 +201,12 @@ def test_prefixes_are_nested_and_rounded_up() -> None:
     axes = AXES["Residual"]
     quarter, half = prefix(axes, 0.25), prefix(axes, 0.5)
     assert full(axes).contains(half) and half.contains(quarter) and not quarter.contains(half)
-    assert [len(prefix(axes, 0.3).indices(a)) for a in axes.names] == [3, 2, 4]  # ⌈0.3·8⌉, ⌈0.3·6⌉, ⌈0.3·12⌉
-    assert len(prefix(axes, {"stem": 0.5}).indices("stem")) == 4 and len(prefix(axes, {"stem": 0.5}).indices("a")) == 6
+    # ⌈0.3·8⌉, ⌈0.3·6⌉, ⌈0.3·12⌉
+    assert [len(prefix(axes, 0.3).indices(a)) for a in axes.names] == [3, 2, 4]
+    assert (
+        len(prefix(axes, {"stem": 0.5}).indices("stem")) == 4
+        and len(prefix(axes, {"stem": 0.5}).indices("a")) == 6
+    )
 
 
 def test_depth_views_drop_units() -> None:
@@ -186,19 +215,29 @@ def test_depth_views_drop_units() -> None:
     last = len(net.stages) - 1
     shallow = without(full(axes), [f"stages.{last}", f"heads.{last}"])
     small = sub_module(net, shallow)
-    assert len(small.stages) == last and not any(n.startswith((f"stages.{last}.", f"heads.{last}.")) for n in shallow.names)
+    assert len(small.stages) == last and not any(
+        n.startswith((f"stages.{last}.", f"heads.{last}.")) for n in shallow.names
+    )
     x = torch.randn(2, 1, 28, 28)
     with torch.no_grad():
         assert torch.allclose(small.eval()(x), net.eval().all_exits(x)[last - 1])
     old = {k: v.clone() for k, v in net.state_dict().items()}
-    merged = merge(old, [Contribution(shallow, {k: v + 1 for k, v in shallow.extract(old).items()})])
-    assert all(torch.equal(merged[k], old[k]) == (k not in shallow.names) for k in old if old[k].is_floating_point())
+    merged = merge(
+        old, [Contribution(shallow, {k: v + 1 for k, v in shallow.extract(old).items()})]
+    )
+    assert all(
+        torch.equal(merged[k], old[k]) == (k not in shallow.names)
+        for k in old
+        if old[k].is_floating_point()
+    )
 
 
 def test_a_residual_block_can_be_left_out() -> None:
     net = build("resnet18", shape=(3, 32, 32), classes=10, width=0.125)
     axes = trace(net, (3, 32, 32))
-    block = next(n.rsplit(".", 2)[0] for n in axes.shapes if ".1." in n and n.startswith("stages.0"))
+    block = next(
+        n.rsplit(".", 2)[0] for n in axes.shapes if ".1." in n and n.startswith("stages.0")
+    )
     small = sub_module(net, without(full(axes), [block]))
     assert small(torch.randn(2, 3, 32, 32)).shape == (2, 10)
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in net.parameters())
@@ -220,7 +259,10 @@ def test_masks_own_single_entries() -> None:
 
 def test_private_names_do_not_travel_but_stay_in_the_network() -> None:
     view = keep_private(full(AXES["Flattening"]), ["head"])
-    assert "head.weight" not in view.extract(state_of("Flattening", 0)) and "head.weight" in view.members
+    assert (
+        "head.weight" not in view.extract(state_of("Flattening", 0))
+        and "head.weight" in view.members
+    )
 
 
 def test_rows_that_do_not_count_are_left_to_others() -> None:
@@ -239,7 +281,10 @@ def test_gradients_of_a_nested_forward_reach_owned_entries_only() -> None:
     net = network("Residual")
     reference = Reference("main", net, SHAPE)
     view = prefix(reference.axes, 0.5)
-    state = {k: v.clone().requires_grad_(v.is_floating_point() and "running" not in k) for k, v in net.state_dict().items()}
+    state = {
+        k: v.clone().requires_grad_(v.is_floating_point() and "running" not in k)
+        for k, v in net.state_dict().items()
+    }
     out = forward(reference, view, state, torch.randn(4, *SHAPE))
     out.sum().backward()
     grad = state["b.weight"].grad

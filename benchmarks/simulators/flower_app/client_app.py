@@ -24,7 +24,10 @@ def train_client(message: Message, context: Context) -> Message:
     network.load_state_dict(message.content["arrays"].to_torch_state_dict())
     train(network, optimiser, plan, int(config["round"]), int(config["place"]))
     metrics = MetricRecord({"num-examples": plan.rows.shape[1]})
-    return Message(RecordDict({"arrays": ArrayRecord(network.state_dict()), "metrics": metrics}), reply_to=message)
+    return Message(
+        RecordDict({"arrays": ArrayRecord(network.state_dict()), "metrics": metrics}),
+        reply_to=message,
+    )
 
 
 @cache

@@ -25,11 +25,15 @@ class PlannedFedAvg(FedAvg):
         )
         self.folder = folder
 
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
         """One message a sampled node."""
         messages = list(super().configure_train(server_round, arrays, config, grid))
         for place, message in enumerate(messages):
-            own = ConfigRecord({"folder": str(self.folder), "round": server_round - 1, "place": place})
+            own = ConfigRecord(
+                {"folder": str(self.folder), "round": server_round - 1, "place": place}
+            )
             message.content = RecordDict({"arrays": arrays, "config": own})
         return messages
 
@@ -47,7 +51,10 @@ def server_app(plan: Plan, folder: Path, watch: Stopwatch, found: dict[str, Tens
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         result = PlannedFedAvg(plan, folder).start(
-            grid=grid, initial_arrays=ArrayRecord(plan.start), num_rounds=plan.rounds, evaluate_fn=lap
+            grid=grid,
+            initial_arrays=ArrayRecord(plan.start),
+            num_rounds=plan.rounds,
+            evaluate_fn=lap,
         )
         found.update(result.arrays.to_torch_state_dict())
 

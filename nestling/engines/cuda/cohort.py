@@ -1,9 +1,11 @@
 """The cohort engine on a CUDA device.
 
-All data and weights live on the device. Work is known by its form: networks of the same shapes with the same phase are the same work,
-in every round and whichever channels they hold, so that it is recorded once and replayed (see `lane`). All groups of a round are
-trained side by side. Nothing here waits for the device: replies and losses are tensors that it may still be computing. What does not
-fit into memory at once is trained in parts, and what cannot be recorded runs plainly; `notes` says what and why.
+All data and weights live on the device. Work is known by its form: networks of the same shapes with
+the same phase are the same work, in every round and whichever channels they hold, so that it is
+recorded once and replayed (see `lane`). All groups of a round are trained side by side. Nothing
+here waits for the device: replies and losses are tensors that it may still be computing. What does
+not fit into memory at once is trained in parts, and what cannot be recorded runs plainly; `notes`
+says what and why.
 """
 
 from __future__ import annotations
@@ -38,18 +40,20 @@ MOST_SLOTS = 32
 """How many clients of one kind are trained side by side; more take turns."""
 
 MOST_LARGE = 6
-"""How many clients with large networks are: so many fill the device, and more push one another out of its caches."""
+"""How many clients with large networks are: so many fill the device, and more push one another out
+of its caches."""
 
 GROWTH = 4
-"""How many times as many slots a kind may have as in the round before. It begins with one: recording a slot takes about as long as
-training a client in one that is there, and some kinds of work never come back."""
+"""How many times as many slots a kind may have as in the round before. It begins with one:
+recording a slot takes about as long as training a client in one that is there, and some kinds of
+work never come back."""
 
 MOST_HIGH = 512
 """The most clients in one stack."""
 
 MADE_TO_MEASURE = 4
-"""How many stacks of one kind are as high as the number of clients at hand; further ones have one of few heights, or every number of
-clients would be recorded."""
+"""How many stacks of one kind are as high as the number of clients at hand; further ones have one
+of few heights, or every number of clients would be recorded."""
 
 MOST_KINDS = 128
 """How many kinds of work keep their programs; those that were used last."""
@@ -57,7 +61,8 @@ MOST_KINDS = 128
 
 @dataclass(eq=False)
 class WorkKind:
-    """What is known of one kind of work: its programs by way, and how many of its clients fit into memory at once."""
+    """What is known of one kind of work: its programs by way, and how many of its clients fit into
+    memory at once."""
 
     name: str
     programs: dict[str, list[Program]] = field(default_factory=dict)
@@ -78,8 +83,14 @@ class CudaCohort(Engine):
 
     name, lookahead = "cohort", 1
 
-    def __init__(self, where: Where, settings: CudaSettings | None = None, decisions: ways.Decisions | None = None) -> None:
-        """Starts without any program; `decisions` are the ways that earlier trials found to be fastest."""
+    def __init__(
+        self,
+        where: Where,
+        settings: CudaSettings | None = None,
+        decisions: ways.Decisions | None = None,
+    ) -> None:
+        """Starts without any program; `decisions` are the ways that earlier trials found to be
+        fastest."""
         self.where, self.settings = where, settings or CudaSettings(where.precision)
         self.decisions = decisions or ways.Decisions()
         self.notes: list[str] = []
@@ -109,7 +120,11 @@ class CudaCohort(Engine):
     def recorded(self) -> dict[str, object]:
         """How many kinds of work were recorded as graphs so far, and how many were not."""
         self._count()
-        return {"kinds_recorded": self._recorded, "kinds_not_recorded": self._plain, "graphs": self._graphs}
+        return {
+            "kinds_recorded": self._recorded,
+            "kinds_not_recorded": self._plain,
+            "graphs": self._graphs,
+        }
 
     def _count(self) -> None:
         kinds = list(self._kinds.values())
@@ -118,7 +133,7 @@ class CudaCohort(Engine):
             self._graphs = sum(p.lane.graphs for k in kinds for p in k.all())
             self._plain, self._recorded = len(refused), len(kinds) - len(refused)
 
-    # -- training --------------------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def _train(self, found: list[Group]) -> list[Losses]:
         """All groups side by side; again with fewer clients at once where memory is too small."""
@@ -140,20 +155,26 @@ class CudaCohort(Engine):
             if way == ways.PLAIN:
                 results.append(None)
                 continue
-            result = _Result.of(group, with_table=way not in ways.STACKS or not drawn_on_device(group))
+            result = _Result.of(
+                group, with_table=way not in ways.STACKS or not drawn_on_device(group)
+            )
             results.append(result)
             work += self._work(kind, way, result)
         side_by_side(work)
-        # Clients get their new weights only now: had there been too little memory, they would begin again.
+        # Clients get their new weights only now: had there been too little memory, they would begin
+        # again.
         return [
-            train_one_by_one(group) if result is None else result.finish() for group, result in zip(found, results, strict=True)
+            train_one_by_one(group) if result is None else result.finish()
+            for group, result in zip(found, results, strict=True)
         ]
 
     def _kind(self, group: Group) -> WorkKind:
         if group.key not in self._kinds:
             client = group.clients[0]
             share = client.view.keep.mean() if client.view.keep.size else 1.0
-            self._kinds[group.key] = WorkKind(f"{client.reference.name} (width {share:.2f}, batch {group.phase.batch})")
+            self._kinds[group.key] = WorkKind(
+                f"{client.reference.name} (width {share:.2f}, batch {group.phase.batch})"
+            )
             while len(self._kinds) > MOST_KINDS:
                 self._wait()
                 self._kinds.popitem(last=False)
@@ -171,11 +192,15 @@ class CudaCohort(Engine):
             for program, part in zip(programs, parts, strict=True):
                 found.setdefault(id(program), (program, []))[1].append(part)
             return [(program.lane, _in_turn(program, own)) for program, own in found.values()]
-        queues = _queues(result.group, min(kind.most, kind.room, MOST_LARGE if way == ways.SLOTS_LAST else MOST_SLOTS))
+        queues = _queues(
+            result.group,
+            min(kind.most, kind.room, MOST_LARGE if way == ways.SLOTS_LAST else MOST_SLOTS),
+        )
         kind.room = min(kind.room * GROWTH, MOST_SLOTS)
         slots = self._slots(kind, way, result, len(queues))
         return [
-            (slot.lane, _in_turn(slot, [result.part(k, k + 1) for k in queue])) for slot, queue in zip(slots, queues, strict=True)
+            (slot.lane, _in_turn(slot, [result.part(k, k + 1) for k in queue]))
+            for slot, queue in zip(slots, queues, strict=True)
         ]
 
     def _slots(self, kind: WorkKind, way: str, result: _Result, count: int) -> list[Program]:
@@ -189,7 +214,8 @@ class CudaCohort(Engine):
         own, count = kind.programs.setdefault(way, []), len(job.group.clients)
         fitting = [p for p in own if isinstance(p, StackProgram) and p.fits(job)]
         best = min(fitting, key=lambda p: p.height) if fitting else None
-        # A place without a client costs as much as one with a client, so the first heights are made to measure.
+        # A place without a client costs as much as one with a client, so the first heights are made
+        # to measure.
         if best is None or (best.height > count and len(own) < MADE_TO_MEASURE):
             high = count if len(own) < MADE_TO_MEASURE else min(height_for(count), kind.most)
             best = StackProgram(job.group, high, self.settings, way == ways.MATRICES)
@@ -198,7 +224,11 @@ class CudaCohort(Engine):
 
     def _unstack(self, found: list[Group], error: Exception) -> bool:
         """From now on trains in slots what failed as a stack; False where nothing was a stack."""
-        stacked = [kind for kind in map(self._kind, found) if not kind.unstacked and set(kind.programs) & set(ways.STACKS)]
+        stacked = [
+            kind
+            for kind in map(self._kind, found)
+            if not kind.unstacked and set(kind.programs) & set(ways.STACKS)
+        ]
         for kind in stacked:
             kind.unstacked = first_line(error)
             kind.programs.clear()
@@ -206,21 +236,27 @@ class CudaCohort(Engine):
         return bool(stacked)
 
     def _make_room(self, found: list[Group]) -> None:
-        """Forgets all programs, and takes at most half as many clients of the kind that needs most at once."""
+        """Forgets all programs, and takes at most half as many clients of the kind that needs most
+        at once."""
         largest = max(found, key=lambda g: min(len(g.clients), self._kind(g).most) * g.layout.numel)
         kind = self._kind(largest)
         now = min(len(largest.clients), kind.most)
         if now == 1:
-            raise torch.OutOfMemoryError(f"one client of {kind.name} does not fit into the memory of {self.where.device}")
+            raise torch.OutOfMemoryError(
+                f"one client of {kind.name} does not fit into the memory of {self.where.device}"
+            )
         kind.most = (now + 1) // 2
         self._wait()  # what still runs must not lose its memory
         for other in self._kinds.values():
             other.programs.clear()
-        self._note(f"{kind.name}: {now} clients at once do not fit into the device's memory: {kind.most} at a time")
+        self._note(
+            f"{kind.name}: {now} clients at once do not fit into the device's memory: "
+            f"{kind.most} at a time"
+        )
         if self.where.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # -- how -------------------------------------------------------------------------------------------------------------------
+    # -- how ---------------------------------------------------------------------------------------
 
     def _way(self, kind: WorkKind, group: Group) -> str:
         if kind.plain:
@@ -248,7 +284,9 @@ class CudaCohort(Engine):
             return known
         times = {way: self._measure(kind, group, way) for way in likely}
         best = min(times, key=lambda way: times[way])
-        self._note(f"{kind.name}: tried {', '.join(f'{way} {1e3 * t:.2f} ms' for way, t in times.items())}")
+        self._note(
+            f"{kind.name}: tried {', '.join(f'{way} {1e3 * t:.2f} ms' for way, t in times.items())}"
+        )
         for way in likely:
             if way != best:
                 kind.programs.pop(way, None)
@@ -260,7 +298,9 @@ class CudaCohort(Engine):
         taken = []
         try:
             for _ in range(TRIALS + 2):
-                result = _Result.of(group, with_table=way not in ways.STACKS or not drawn_on_device(group))
+                result = _Result.of(
+                    group, with_table=way not in ways.STACKS or not drawn_on_device(group)
+                )
                 self._wait()
                 began = time.perf_counter()
                 side_by_side(self._work(kind, way, result))
@@ -296,20 +336,36 @@ class _Result:
     def of(group: Group, with_table: bool) -> _Result:
         device, count, layout = group.site.x.device, len(group.clients), group.layout
         weights = group.clients[0].weights
-        table = host_table(group, group.width).to(device, non_blocking=True) if with_table else torch.empty(count, 0, 0)
+        table = (
+            host_table(group, group.width).to(device, non_blocking=True)
+            if with_table
+            else torch.empty(count, 0, 0)
+        )
         others = {
-            name: torch.empty((count, *weights[name].shape), dtype=weights[name].dtype, device=device) for name in layout.others
+            name: torch.empty(
+                (count, *weights[name].shape), dtype=weights[name].dtype, device=device
+            )
+            for name in layout.others
         }
-        return _Result(group, table, torch.empty(count, layout.numel, device=device), torch.empty(count, device=device), others)
+        return _Result(
+            group,
+            table,
+            torch.empty(count, layout.numel, device=device),
+            torch.empty(count, device=device),
+            others,
+        )
 
     def part(self, start: int, end: int) -> LaneJob:
         """The share of some of the clients."""
         pick = slice(start, end)
         others = {name: t[pick] for name, t in self.others.items()}
-        return LaneJob(self.group.part(start, end), self.table[pick], self.out[pick], self.losses[pick], others)
+        return LaneJob(
+            self.group.part(start, end), self.table[pick], self.out[pick], self.losses[pick], others
+        )
 
     def finish(self) -> Losses:
-        """Gives the clients their new weights. Losses and the sums that tell whether states are finite go to the host in one copy."""
+        """Gives the clients their new weights. Losses and the sums that tell whether states are
+        finite go to the host in one copy."""
         told = Fetched(torch.stack([self.losses, self.out.sum(1)]))
         stack = Stack(self.group.layout, self.out, self.others, told.row(1))
         for client, row in zip(self.group.clients, stack.rows(), strict=True):

@@ -11,7 +11,8 @@ import torch
 from nestling.files import cache_folder
 
 HELPERS = 4
-"""Processes that compile kernels. By default torch starts one per core, each of half a gigabyte: more than all the training."""
+"""Processes that compile kernels. By default torch starts one per core, each of half a gigabyte:
+more than all the training."""
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

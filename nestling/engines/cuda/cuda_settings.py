@@ -15,7 +15,8 @@ from nestling.training.phase import Phase
 
 @dataclass(frozen=True)
 class CudaSettings:
-    """precision: "float32", "tf32" or "bf16". compile: whether torch.compile fuses the stacked step."""
+    """precision: "float32", "tf32" or "bf16". compile: whether torch.compile fuses the stacked
+    step."""
 
     precision: str = "tf32"
     compile: bool = False
@@ -28,6 +29,8 @@ class CudaSettings:
         return replace(phase, objective=partial(_autocast, objective=phase.objective), also=also)
 
 
-def _autocast(net: Net, batch: Batch, given: Given, *, objective: Callable[[Net, Batch, Given], Tensor]) -> Tensor:
+def _autocast(
+    net: Net, batch: Batch, given: Given, *, objective: Callable[[Net, Batch, Given], Tensor]
+) -> Tensor:
     with torch.autocast(batch.x.device.type, torch.bfloat16, cache_enabled=False):
         return objective(net, batch, given)

@@ -27,8 +27,9 @@ class LaneJob:
 
 
 def side_by_side(work: Sequence[tuple[Lane, Iterator[None]]]) -> None:
-    """Plays the steps of several lanes: everybody's first, then everybody's second. Launching costs about as much as running, so that a
-    lane launched as a whole would be done before the next one began."""
+    """Plays the steps of several lanes: everybody's first, then everybody's second. Launching costs
+    about as much as running, so that a lane launched as a whole would be done before the next one
+    began."""
     with beside([lane for lane, _ in work]):
         active = list(work)
         while active:

@@ -1,8 +1,9 @@
 """Convolutions as matrix products.
 
-A stack of convolutions with weights of their own is a grouped convolution, and for some shapes the library computes its forward pass
-group by group, without tensor cores. As shifted copies of the input and one batch of matrix products it is a few large calls; the
-same holds for its gradient, which follows from the plain operations here and which a compiler can fuse.
+A stack of convolutions with weights of their own is a grouped convolution, and for some shapes the
+library computes its forward pass group by group, without tensor cores. As shifted copies of the
+input and one batch of matrix products it is a few large calls; the same holds for its gradient,
+which follows from the plain operations here and which a compiler can fuse.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ class _MatrixConv2d(nn.Conv2d):
         padded = F.pad(x, (left, left, top, top)).transpose(0, 1)
         rows, columns = (padded.shape[2] - high) // down + 1, (padded.shape[3] - wide) // right + 1
         shifted = [
-            padded[:, :, i : i + (rows - 1) * down + 1 : down, j : j + (columns - 1) * right + 1 : right]
+            padded[
+                :,
+                :,
+                i : i + (rows - 1) * down + 1 : down,
+                j : j + (columns - 1) * right + 1 : right,
+            ]
             for i in range(high)
             for j in range(wide)
         ]
@@ -31,8 +37,14 @@ class _MatrixConv2d(nn.Conv2d):
 
 
 def use_matrices(module: nn.Module) -> None:
-    """Makes the plain 2-d convolutions of a network compute this way; its state and its results stay what they are."""
+    """Makes the plain 2-d convolutions of a network compute this way; its state and its results
+    stay what they are."""
     for layer in module.modules():
-        plain = type(layer) is nn.Conv2d and layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+        plain = (
+            type(layer) is nn.Conv2d
+            and layer.groups == 1
+            and layer.dilation == (1, 1)
+            and layer.padding_mode == "zeros"
+        )
         if plain and isinstance(layer.padding, tuple):
             layer.__class__ = _MatrixConv2d

@@ -1,5 +1,5 @@
-"""A slot: a place where one client at a time is trained by recorded steps. Several slots work side by side, each on a lane of its own,
-whatever their clients' networks are."""
+"""A slot: a place where one client at a time is trained by recorded steps. Several slots work side
+by side, each on a lane of its own, whatever their clients' networks are."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from nestling.views.flat import flat_of
 
 
 class Slot:
-    """One client's network and optimiser state in tensors that never move, and the graphs of a step: one for full batches, one for
-    short ones (one for every length where neither the network nor the objective honours a mask), times the objective's turns."""
+    """One client's network and optimiser state in tensors that never move, and the graphs of a
+    step: one for full batches, one for short ones (one for every length where neither the network
+    nor the objective honours a mask), times the objective's turns."""
 
     def __init__(self, group: Group, settings: CudaSettings, channels_last: bool) -> None:
-        """Copies the group's network and makes every tensor that its recorded steps read or write."""
+        """Copies the group's network and makes every tensor that its recorded steps read or
+        write."""
         device = group.site.x.device
         self.lane, self.layout, self.channels_last = Lane(device), group.layout, channels_last
         self.looks, self.maskable = looks_of(group), honours_masks(group)
@@ -52,7 +54,8 @@ class Slot:
         self.state = self.module.state_dict()
 
     def fits(self, job: LaneJob) -> bool:
-        """Whether it can train such clients: it cannot where they take more steps than there is room for."""
+        """Whether it can train such clients: it cannot where they take more steps than there is
+        room for."""
         return self.order.steps >= job.group.schedule.steps
 
     def work(self, job: LaneJob) -> Iterator[None]:
@@ -81,7 +84,9 @@ class Slot:
 
     @torch.no_grad()
     def _spread(self) -> None:
-        torch._foreach_copy_([self.state[name] for name in self.layout.names], self.layout.split(self.flat))
+        torch._foreach_copy_(
+            [self.state[name] for name in self.layout.names], self.layout.split(self.flat)
+        )
         zero(self.memory, self.losses, self.order.now)
 
     @torch.no_grad()
@@ -100,7 +105,14 @@ class Slot:
         x, y = self.feed.gather(places[0, :shown], None if draws is None else draws[0, :shown])
         if self.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        batch = Batch(x, y, rows[0, :shown], number, mask[0] if length is None else None, self.looks.at(self.order.now))
+        batch = Batch(
+            x,
+            y,
+            rows[0, :shown],
+            number,
+            mask[0] if length is None else None,
+            self.looks.at(self.order.now),
+        )
         with hooked(self.module, self.phase):
             loss = train_step(self.net, self.phase, batch, self.memory, lr=self.lr.tensor)
         self.losses += loss * lengths[0]

@@ -1,8 +1,9 @@
 """How a group is trained: one network after another in slots side by side, or as one stack.
 
-Guessed from shapes: a stack pays for many small networks, whose kernels would not fill the device, and slots for everything else, since
-the library's kernels for one network are better than those for a stack of them. Only where neither is clear are both tried out; what
-was found is remembered on disk, for the next run on such a device.
+Guessed from shapes: a stack pays for many small networks, whose kernels would not fill the device,
+and slots for everything else, since the library's kernels for one network are better than those for
+a stack of them. Only where neither is clear are both tried out; what was found is remembered on
+disk, for the next run on such a device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ MANY, SOME = 16, 8
 """From how many clients a stack of small networks surely pays, and from how many it may."""
 
 SMALL, TINY = 5e8, 2.5e7
-"""Multiply-accumulates of a forward pass over one batch of one client, up to which a stack of many pays, and one of some may."""
+"""Multiply-accumulates of a forward pass over one batch of one client, up to which a stack of many
+pays, and one of some may."""
 
 LARGE = 7e8
 """From how many the library's convolutions are faster with channels last."""
@@ -41,12 +43,13 @@ def candidates(group: Group, settings: CudaSettings) -> list[str]:
     """The ways that may be the fastest; one where the shapes say which."""
     macs, count = macs_of(group), len(group.clients)
     alone = single(group)
-    # The library computes a stack of convolutions group by group, or at least their gradients; as products of shifted copies a
-    # compiler can fuse them.
+    # The library computes a stack of convolutions group by group, or at least their gradients; as
+    # products of shifted copies a compiler can fuse them.
     stack = MATRICES if settings.compile and _convolves(group) else STACK
     if not can_stack(group) or count < SOME or macs > SMALL:
         return [alone]
-    # Clients with fewer batches than others wait in a stack until all are done; in slots they do not.
+    # Clients with fewer batches than others wait in a stack until all are done; in slots they do
+    # not.
     if count >= MANY and _filled(group) > 0.5:
         return [stack]
     return [stack, alone] if macs <= TINY and group.schedule.even else [alone]
@@ -63,7 +66,9 @@ def _convolves(group: Group) -> bool:
 
 def can_stack(group: Group) -> bool:
     """Whether the clients can be one stack: layers that mix rows cannot be filled up."""
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in group.module.modules()):
+    if any(
+        isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in group.module.modules()
+    ):
         return False
     full = group.schedule.even and group.schedule.wide == group.width
     return full or honours_masks(group)
@@ -84,9 +89,18 @@ def macs_of(group: Group) -> float:
 def description(group: Group, settings: CudaSettings) -> str:
     """What a decision depends on, in words that another run will use too."""
     layout, phase = group.layout, group.phase
-    parts = (layout.names, layout.shapes, group.clients[0].reference.shape, len(group.clients), phase.batch, group.schedule.even)
+    parts = (
+        layout.names,
+        layout.shapes,
+        group.clients[0].reference.shape,
+        len(group.clients),
+        phase.batch,
+        group.schedule.even,
+    )
     optim = (phase.optim.name, phase.optim.momentum > 0, settings.precision, settings.compile)
-    return hashlib.sha256(repr((parts, optim, getattr(phase.objective, "__qualname__", ""))).encode()).hexdigest()[:24]
+    return hashlib.sha256(
+        repr((parts, optim, getattr(phase.objective, "__qualname__", ""))).encode()
+    ).hexdigest()[:24]
 
 
 @dataclass
@@ -125,4 +139,7 @@ class Decisions:
 def _machine() -> str:
     """The device and the libraries that a decision holds for."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, nestling {__version__}"
+    return (
+        f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, nestling "
+        f"{__version__}"
+    )

@@ -1,12 +1,14 @@
-"""Certificates and keys of a fleet: a test authority of its own, the server's certificate, a key pair for every device.
+"""Certificates and keys of a fleet: a test authority of its own, the server's certificate, a key
+pair for every device.
 
     DIR/ca/             ca.key, ca.crt                      stays with whoever issues
     DIR/server/         ca.crt, server.crt, server.key,     goes to the server
                         devices/NAME.pub, revoked/NAME.pub
     DIR/devices/NAME/   ca.crt, device.key, name            goes to that device, and nowhere else
 
-Devices prove who they are with an elliptic-curve key (P-384, OpenSSH format: what a Flower SuperNode takes); the server proves it
-with a certificate. Folders are 0700, files 0600. Nothing is overwritten unless it is asked for.
+Devices prove who they are with an elliptic-curve key (P-384, OpenSSH format: what a Flower
+SuperNode takes); the server proves it with a certificate. Folders are 0700, files 0600. Nothing is
+overwritten unless it is asked for.
 """
 
 from __future__ import annotations
@@ -96,8 +98,8 @@ def issue(
     force: bool = False,
     days: int = DAYS,
 ) -> list[str]:
-    """Makes what is missing and what was asked for; returns a line for each thing done. With `force` a named host or device gets
-    new files; the authority is never replaced."""
+    """Makes what is missing and what was asked for; returns a line for each thing done. With
+    `force` a named host or device gets new files; the authority is never replaced."""
     need_cryptography()
     for name in (*devices, *revoke):
         check_name(name)
@@ -108,7 +110,14 @@ def issue(
     with writing(folder, "DIR"):
         fresh = not (folder / "ca" / "ca.key").exists()
         _check_room(folder, server, hosts, devices, revoke, force, fresh)
-        for part in (folder, folder / "ca", server.root, server.devices, server.revoked, folder / "devices"):
+        for part in (
+            folder,
+            folder / "ca",
+            server.root,
+            server.devices,
+            server.revoked,
+            folder / "devices",
+        ):
             private_folder(part)
     if fresh:
         _make_authority(folder / "ca", days)
@@ -127,7 +136,11 @@ def need_cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError:
-        raise InputError("keys need the package cryptography", field="nestling", fix="pip install 'nestling[fleet]'") from None
+        raise InputError(
+            "keys need the package cryptography",
+            field="nestling",
+            fix="pip install 'nestling[fleet]'",
+        ) from None
 
 
 def default_hosts() -> list[str]:
@@ -138,12 +151,17 @@ def default_hosts() -> list[str]:
 def check_name(name: str, field: str = "--device") -> str:
     """Refuses a name that cannot be a file's."""
     if not NAME.fullmatch(name):
-        raise InputError(f"{name!r} is not a name", field=field, fix="letters, digits, dots, hyphens and underscores, at most 63")
+        raise InputError(
+            f"{name!r} is not a name",
+            field=field,
+            fix="letters, digits, dots, hyphens and underscores, at most 63",
+        )
     return name
 
 
 def server_files(folder: Path) -> ServerFiles:
-    """The server's files in DIR/server, or in the folder itself where only that was copied; complete, or an `InputError`."""
+    """The server's files in DIR/server, or in the folder itself where only that was copied;
+    complete, or an `InputError`."""
     files = ServerFiles(folder / "server" if (folder / "server").is_dir() else folder)
     for path in (files.certificate, files.key, files.devices):
         _there(path, "--certs")
@@ -154,23 +172,37 @@ def server_files(folder: Path) -> ServerFiles:
 def device_files(folder: Path, name: str | None = None) -> DeviceFiles:
     """A device's files in DIR/devices/NAME, or in the folder itself where only that was copied."""
     if (folder / "devices").is_dir():
-        names = sorted(p.name for p in (folder / "devices").iterdir() if (p / "device.key").exists())
+        names = sorted(
+            p.name for p in (folder / "devices").iterdir() if (p / "device.key").exists()
+        )
         if name is None and len(names) != 1:
-            raise InputError(f"{folder} holds keys of {len(names)} devices", field="--name", fix="say which this device is")
+            raise InputError(
+                f"{folder} holds keys of {len(names)} devices",
+                field="--name",
+                fix="say which this device is",
+            )
         folder = folder / "devices" / (name or names[0])
     key = _there(folder / "device.key", "--certs")
     _closed(key)
     written = folder / "name"
-    files = DeviceFiles(folder, check_name(written.read_text().strip() if written.exists() else name or folder.name, "--certs"))
+    files = DeviceFiles(
+        folder,
+        check_name(
+            written.read_text().strip() if written.exists() else name or folder.name, "--certs"
+        ),
+    )
     if name is not None and name != files.name:
         raise InputError(
-            f"the key in {folder} was made for {files.name!r}", field="--name", fix="use that name, or that device's key"
+            f"the key in {folder} was made for {files.name!r}",
+            field="--name",
+            fix="use that name, or that device's key",
         )
     return files
 
 
 def public_keys(folder: Path) -> dict[str, str]:
-    """What a node sends as its public key (base64 of PEM) → name, for every NAME.pub in the folder that holds a key."""
+    """What a node sends as its public key (base64 of PEM) → name, for every NAME.pub in the folder
+    that holds a key."""
     found = {}
     for path in sorted(folder.glob("*.pub")):
         try:
@@ -185,7 +217,9 @@ def wire_key(openssh: bytes) -> str:
     from cryptography.hazmat.primitives import serialization
 
     key = serialization.load_ssh_public_key(openssh)
-    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    pem = key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
     return base64.b64encode(pem).decode()
 
 
@@ -207,7 +241,8 @@ def write_private(path: Path, data: bytes, force: bool = True) -> None:
 
 
 def make_loopback_authority(folder: Path, days: int = DAYS) -> ServerFiles:
-    """An authority and a certificate for 127.0.0.1, for what two processes of one machine say to each other."""
+    """An authority and a certificate for 127.0.0.1, for what two processes of one machine say to
+    each other."""
     private_folder(folder)
     server = ServerFiles(folder)
     _make_authority(folder, days)
@@ -226,20 +261,42 @@ def _check_room(
 ) -> None:
     """All refusals come before the first file is written."""
     if fresh and revoke:
-        raise InputError(f"there is no authority in {folder}", field="--revoke", fix="name the folder that issued the key")
+        raise InputError(
+            f"there is no authority in {folder}",
+            field="--revoke",
+            fix="name the folder that issued the key",
+        )
     if fresh and (folder / "ca" / "ca.crt").exists():
-        raise InputError(f"{folder / 'ca'} holds a certificate but not its key", field="DIR", fix="issue where the key is")
+        raise InputError(
+            f"{folder / 'ca'} holds a certificate but not its key",
+            field="DIR",
+            fix="issue where the key is",
+        )
     if hosts and server.certificate.exists() and not force:
-        raise InputError(f"{server.certificate} exists", field="--host", fix="--force replaces it; devices need nothing new")
+        raise InputError(
+            f"{server.certificate} exists",
+            field="--host",
+            fix="--force replaces it; devices need nothing new",
+        )
     for name in devices:
         gone = (server.revoked / f"{name}.pub").exists()
-        if not force and (gone or (server.devices / f"{name}.pub").exists() or (folder / "devices" / name).exists()):
+        if not force and (
+            gone
+            or (server.devices / f"{name}.pub").exists()
+            or (folder / "devices" / name).exists()
+        ):
             state = "is revoked" if gone else "has a key"
-            raise InputError(f"{name} {state} already", field="--device", fix="--force gives it a new one and ends the old")
+            raise InputError(
+                f"{name} {state} already",
+                field="--device",
+                fix="--force gives it a new one and ends the old",
+            )
     for name in revoke:
         if not (server.devices / f"{name}.pub").exists():
             known = ", ".join(sorted(p.stem for p in server.devices.glob("*.pub"))) or "none"
-            raise InputError(f"there is no device {name!r}", field="--revoke", fix=f"devices: {known}")
+            raise InputError(
+                f"there is no device {name!r}", field="--revoke", fix=f"devices: {known}"
+            )
 
 
 def _make_authority(folder: Path, days: int) -> None:
@@ -265,11 +322,19 @@ def _make_server(authority: Path, files: ServerFiles, hosts: Sequence[str], days
     assert isinstance(ca_key, ec.EllipticCurvePrivateKey)  # noqa: S101 (the authority is our own)
     ca = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
     key = ec.generate_private_key(ec.SECP384R1())
-    builder = _certificate(_named(hosts[0]), ca.subject, key.public_key(), ca_key.public_key(), days)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = _certificate(
+        _named(hosts[0]), ca.subject, key.public_key(), ca_key.public_key(), days
+    )
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    )
     builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName(_alternatives(hosts)), critical=False)
+    builder = builder.add_extension(
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False
+    )
+    builder = builder.add_extension(
+        x509.SubjectAlternativeName(_alternatives(hosts)), critical=False
+    )
     write_private(files.key, _pem(key))
     write_private(files.certificate, _signed(builder, ca_key))
     if authority != files.root:
@@ -282,14 +347,22 @@ def _make_device(folder: Path, server: ServerFiles, name: str) -> str:
 
     key = ec.generate_private_key(ec.SECP384R1())
     home = private_folder(folder / "devices" / name)
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.OpenSSH,
+        serialization.NoEncryption(),
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
     _retire(server, name)
     write_private(home / "device.key", private)
     write_private(home / "name", f"{name}\n".encode())
     write_private(home / "ca.crt", (folder / "ca" / "ca.crt").read_bytes())
     write_private(server.devices / f"{name}.pub", public + f" {name}\n".encode())
-    return f"device {name}: {home} (copy it there); its public key: {server.devices / f'{name}.pub'}"
+    return (
+        f"device {name}: {home} (copy it there); its public key: {server.devices / f'{name}.pub'}"
+    )
 
 
 def _retire(server: ServerFiles, name: str) -> None:
@@ -303,11 +376,17 @@ def _retire(server: ServerFiles, name: str) -> None:
 
 def _revoke(server: ServerFiles, name: str) -> str:
     os.replace(server.devices / f"{name}.pub", server.revoked / f"{name}.pub")
-    return f"device {name}: revoked; copy {server.root} to the server, which refuses it from then on"
+    return (
+        f"device {name}: revoked; copy {server.root} to the server, which refuses it from then on"
+    )
 
 
 def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey, days: int
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer_key: ec.EllipticCurvePublicKey,
+    days: int,
 ) -> x509.CertificateBuilder:
     from cryptography import x509
 
@@ -321,7 +400,9 @@ def _certificate(
         .not_valid_before(now - CLOCKS_DIFFER)
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False
+        )
     )
 
 
@@ -329,10 +410,21 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
     from cryptography import x509
 
     off = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
     )
     return x509.KeyUsage(
-        digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates, **off
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        **off,
     )
 
 
@@ -352,7 +444,9 @@ def _alternatives(hosts: Iterable[str]) -> list[x509.GeneralName]:
             found.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:  # noqa: PERF203 (each may be a name or an address)
             if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", host):
-                raise InputError(f"{host!r} is neither a host's name nor an address", field="--host") from None
+                raise InputError(
+                    f"{host!r} is neither a host's name nor an address", field="--host"
+                ) from None
             found.append(x509.DNSName(host))
     return found
 
@@ -366,12 +460,16 @@ def _signed(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
 
 
 def _there(path: Path, field: str) -> Path:
     if not path.exists():
-        raise InputError(f"there is no {path}", field=field, fix="make it with `nestling certs`, or copy it here")
+        raise InputError(
+            f"there is no {path}", field=field, fix="make it with `nestling certs`, or copy it here"
+        )
     return path
 
 

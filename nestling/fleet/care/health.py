@@ -1,11 +1,12 @@
-"""Whether a fleet is well: a verdict on how a run stands, and a small server on loopback that tells it.
+"""Whether a fleet is well: a verdict on how a run stands, and a small server on loopback that tells
+it.
 
     /health     ok, waiting or stalled, with the reason (503 where stalled)
     /metrics    counts for Prometheus
     /status     everything that `nestling watch` shows, as JSON
 
-It runs in the process that supervises the run, and reads what the run writes: it answers whatever becomes of the run. Nothing can be
-changed through it.
+It runs in the process that supervises the run, and reads what the run writes: it answers whatever
+becomes of the run. Nothing can be changed through it.
 
     python -m nestling.fleet.care.health [URL]              exit code 0: well
     python -m nestling.fleet.care.health --worker FOLDER    the same of a device that joined
@@ -37,19 +38,23 @@ log = logging.getLogger("nestling.fleet")
 OK, WAITING, STALLED = "ok", "waiting", "stalled"
 PORT = 8444
 STALE, BUSY = 60.0, 900.0
-"""Seconds without a word of a run that waits for others, and of one that computes, after which something is wrong with it."""
+"""Seconds without a word of a run that waits for others, and of one that computes, after which
+something is wrong with it."""
 SILENCE, TIMES = 60.0, 5.0
-"""A round is slow when nobody has answered for this long, and for so many times what a round usually takes."""
+"""A round is slow when nobody has answered for this long, and for so many times what a round
+usually takes."""
 ASKERS, PATIENCE = 16, 5.0
 LARGEST = 2**24
 
 Parts = Mapping[str, Any]
-"""What the supervisor knows: "trouble", in words, where the run cannot go on now, and "programs"."""
+"""What the supervisor knows: "trouble", in words, where the run cannot go on now, and
+"programs"."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run is. `since` is a time (seconds since 1970), `missing` who has not answered in this round."""
+    """How a run is. `since` is a time (seconds since 1970), `missing` who has not answered in this
+    round."""
 
     state: str
     reason: str
@@ -72,19 +77,33 @@ def judge(table: Mapping[str, Any], parts: Parts | None = None) -> Verdict:
     if phase == status.STOPPED:
         return Verdict(STALLED, str(doing.get("reason", "the run stopped")), round, since)
     if quiet > (BUSY if phase == status.MERGING else STALE):
-        return Verdict(STALLED, f"the run has written nothing for {quiet:.0f} s (it was {phase})", round, table["written"])
+        return Verdict(
+            STALLED,
+            f"the run has written nothing for {quiet:.0f} s (it was {phase})",
+            round,
+            table["written"],
+        )
     if phase == status.GATHERING:
-        return Verdict(WAITING, f"{doing['here']} of {doing['needed']} clients are there", round, since)
+        return Verdict(
+            WAITING, f"{doing['here']} of {doing['needed']} clients are there", round, since
+        )
     if phase == status.MERGING:
         return Verdict(OK, f"after round {table['round']} of {table['rounds']}", round, since)
     return _of_round(table, doing, quiet)
 
 
 def _of_round(table: Mapping[str, Any], doing: Mapping[str, Any], quiet: float) -> Verdict:
-    seconds, silent, typical = doing["seconds"] + quiet, doing["silent"] + quiet, table["totals"]["typical_seconds"]
+    seconds, silent, typical = (
+        doing["seconds"] + quiet,
+        doing["silent"] + quiet,
+        table["totals"]["typical_seconds"],
+    )
     began = table["time"] - seconds
     missing = [{**one, "since": began} for one in doing["missing"]]
-    stands = f"round {doing['round']} of {table['rounds']}: {doing['answered']} of {len(doing['chosen'])} replies"
+    stands = (
+        f"round {doing['round']} of {table['rounds']}: {doing['answered']} of "
+        f"{len(doing['chosen'])} replies"
+    )
     usual = max(SILENCE, TIMES * typical) if typical else doing["deadline"]
     if seconds >= doing["deadline"] and doing["answered"] < doing["needed"]:
         why = f"{stands} after {seconds:.0f} s, {doing['needed']} are needed; {_names(missing)}"
@@ -105,7 +124,11 @@ def _names(missing: list[dict[str, Any]], most: int = 10) -> str:
 def run_status(folder: Path, parts: Parts | None = None, begun: bool = False) -> dict[str, Any]:
     """What a folder tells, with the verdict on it."""
     table = status.snapshot(folder, begun=begun)
-    return {**table, "health": asdict(judge(table, parts)), "programs": dict((parts or {}).get("programs", {}))}
+    return {
+        **table,
+        "health": asdict(judge(table, parts)),
+        "programs": dict((parts or {}).get("programs", {})),
+    }
 
 
 class HealthServer(ThreadingHTTPServer):
@@ -113,8 +136,11 @@ class HealthServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, host: str, port: int, parts: Callable[[], Parts] = dict) -> None:
-        """Binds to an address, IPv6 where it has a colon, and answers at most `ASKERS` requests at once."""
+    def __init__(
+        self, folder: Path, host: str, port: int, parts: Callable[[], Parts] = dict
+    ) -> None:
+        """Binds to an address, IPv6 where it has a colon, and answers at most `ASKERS` requests at
+        once."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self.folder, self.parts, self.host = folder, parts, host
@@ -124,7 +150,10 @@ class HealthServer(ThreadingHTTPServer):
         """Binds without looking up this machine's name."""
         # The usual way asks the network for this machine's name, and waits where there is none.
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
 
     @property
     def url(self) -> str:
@@ -159,7 +188,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             code, kind, text = self._answer(self.path.partition("?")[0])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            code, kind, text = 500, "text/plain", f"cannot read the run: {type(error).__name__}: {error}\n"
+            code, kind, text = (
+                500,
+                "text/plain",
+                f"cannot read the run: {type(error).__name__}: {error}\n",
+            )
         body = text.encode()
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -184,16 +217,22 @@ class _Handler(BaseHTTPRequestHandler):
 
             return 200, "text/plain; version=0.0.4", exposition(table)
         well = 503 if path == "/health" and table["health"]["state"] == STALLED else 200
-        return well, "application/json", json.dumps(table["health"] if path == "/health" else table, indent=1) + "\n"
+        return (
+            well,
+            "application/json",
+            json.dumps(table["health"] if path == "/health" else table, indent=1) + "\n",
+        )
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: somebody looks every few seconds."""
 
 
 @contextmanager
-def telling(folder: Path, address: str, parts: Callable[[], Parts] = dict) -> Iterator[HealthServer | None]:
-    """While the block lasts, the run in a folder is told of at "HOST:PORT"; empty or "off": nowhere. Where the usual port is taken by
-    another server of this machine, it is a free one."""
+def telling(
+    folder: Path, address: str, parts: Callable[[], Parts] = dict
+) -> Iterator[HealthServer | None]:
+    """While the block lasts, the run in a folder is told of at "HOST:PORT"; empty or "off":
+    nowhere. Where the usual port is taken by another server of this machine, it is a free one."""
     if address in ("", "off"):
         yield None
         return
@@ -202,7 +241,9 @@ def telling(folder: Path, address: str, parts: Callable[[], Parts] = dict) -> It
     if not is_loopback(host):
         log.warning("health: %s can be read by everybody who reaches it", server.url)
     log.info("health: %s/health, /metrics; nestling watch %s", server.url, server.url)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True
+    )
     thread.start()
     try:
         yield server
@@ -216,7 +257,9 @@ def parse_health(address: str) -> tuple[str, int]:
     """Host and port of "HOST:PORT" or "PORT"; port 0 is any that is free."""
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= 65535) or "/" in host:
-        raise InputError(f"cannot read {address!r}", field="--health", fix="write HOST:PORT, a port, or off")
+        raise InputError(
+            f"cannot read {address!r}", field="--health", fix="write HOST:PORT, a port, or off"
+        )
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
@@ -227,19 +270,26 @@ def _bound(folder: Path, host: str, port: int, parts: Callable[[], Parts]) -> He
         if port == PORT and is_loopback(host):
             return HealthServer(folder, host, 0, parts)
         raise InputError(
-            f"cannot listen on {host}:{port}: {error.strerror}", field="--health", fix="name another, or off"
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            field="--health",
+            fix="name another, or off",
         ) from None
 
 
 def fetch(url: str, seconds: float = PATIENCE) -> dict[str, Any]:
     """The table that a server tells at /status; `InputError` where there is none."""
-    place = url.rstrip("/").removesuffix("/status").removesuffix("/health").removesuffix("/metrics") + "/status"
+    place = (
+        url.rstrip("/").removesuffix("/status").removesuffix("/health").removesuffix("/metrics")
+        + "/status"
+    )
     fix = "use the address that `nestling serve` names as health"
     try:
         with _open(place, seconds) as answer:
             table = json.loads(answer.read(LARGEST + 1)[:LARGEST])
     except (OSError, ValueError) as error:
-        raise InputError(f"{place} does not tell: {getattr(error, 'reason', error)}", field="RUN", fix=fix) from None
+        raise InputError(
+            f"{place} does not tell: {getattr(error, 'reason', error)}", field="RUN", fix=fix
+        ) from None
     if not isinstance(table, dict) or "health" not in table or "doing" not in table:
         raise InputError(f"{place} is not the health address of a fleet", field="RUN", fix=fix)
     return table
@@ -278,9 +328,12 @@ def check_worker(folder: Path) -> tuple[bool, str]:
 def main() -> int:
     """The command, for container engines and scripts."""
     parser = argparse.ArgumentParser(
-        prog="python -m nestling.fleet.care.health", description="Whether a fleet is well: exit code 0."
+        prog="python -m nestling.fleet.care.health",
+        description="Whether a fleet is well: exit code 0.",
     )
-    parser.add_argument("url", nargs="?", default=f"http://127.0.0.1:{PORT}", help="the health address of a server")
+    parser.add_argument(
+        "url", nargs="?", default=f"http://127.0.0.1:{PORT}", help="the health address of a server"
+    )
     parser.add_argument("--worker", type=Path, help="instead: the folder of a device that joined")
     given = parser.parse_args()
     well, said = check_worker(given.worker) if given.worker else check(given.url)

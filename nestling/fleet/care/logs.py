@@ -1,8 +1,9 @@
 """What happens, as JSON lines that programs can read, one per record: when, how severe, what, and
 in which round, of which client and node.
 
-Several processes may write to one file (the server and its run): each line is one write under a lock, and whoever finds the file full
-puts it aside. Nothing that looks like a key, a certificate or a token gets into a file: whatever a library may log, it is hidden here.
+Several processes may write to one file (the server and its run): each line is one write under a
+lock, and whoever finds the file full puts it aside. Nothing that looks like a key, a certificate or
+a token gets into a file: whatever a library may log, it is hidden here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ HIDDEN = "[hidden]"
 _PEM = re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL)
 _SSH = re.compile(r"\b(?:ssh-[a-z0-9-]+|ecdsa-sha2-[a-z0-9-]+) AAAA[0-9A-Za-z+/=]+")
 _NAMED = re.compile(
-    r"""(?ix) \b( [a-z_-]*(?:token|secret|passwd|password|signature|public-key|private[-_]key|api[-_]?key) | authorization )
+    r"""(?ix) \b(
+    [a-z_-]*(?:token|secret|passwd|password|signature|public-key|private[-_]key|api[-_]?key)
+    | authorization )
     (["']? \s* [=:] \s* ["']? (?:bearer\s+|basic\s+)?) ([^\s"',;}]{6,})"""
 )
 _HEX = re.compile(r"(?<![0-9A-Za-z])[0-9a-fA-F]{32,}(?![0-9A-Za-z])")
@@ -67,7 +70,8 @@ def hide(text: str) -> str:
 
 
 def _unless_a_path(found: re.Match[str]) -> str:
-    """Random bytes in base64 have small and capital letters and digits; a path seldom has all three without a dot or a hyphen."""
+    """Random bytes in base64 have small and capital letters and digits; a path seldom has all three
+    without a dot or a hyphen."""
     text = found.group()
     random = all(re.search(kind, text) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
     return HIDDEN if random else text
@@ -85,7 +89,8 @@ class Discreet(logging.Filter):
 
 
 class PlainLines(RotatingFileHandler):
-    """A file of plain lines. What a full disk does not take is left out without a word: the terminal would fill with the same."""
+    """A file of plain lines. What a full disk does not take is left out without a word: the
+    terminal would fill with the same."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Nothing."""
@@ -97,10 +102,12 @@ class PlainLines(RotatingFileHandler):
 
 
 class JsonLines(logging.Handler):
-    """Writes records to a file. Until its folder is there, they are kept back: a run's folder must be empty when the run begins."""
+    """Writes records to a file. Until its folder is there, they are kept back: a run's folder must
+    be empty when the run begins."""
 
     def __init__(self, path: Path, limit: int = LIMIT, needs: Path | None = None) -> None:
-        """For the file at `path`, put aside when it has `limit` bytes; nothing is written before `needs` exists."""
+        """For the file at `path`, put aside when it has `limit` bytes; nothing is written before
+        `needs` exists."""
         super().__init__()
         self.path, self.limit, self.needs = path, limit, needs or path.parent
         self._waiting: deque[bytes] = deque(maxlen=KEPT_BACK)
@@ -109,7 +116,8 @@ class JsonLines(logging.Handler):
         """Queues a record as a line, and writes the queue if it can."""
         if not getattr(record, "echo", False):  # else another process wrote it already
             self._waiting.append(line_of(record))
-        # A full disk must not end a run for the sake of its log; what was kept back is written when there is room.
+        # A full disk must not end a run for the sake of its log; what was kept back is written when
+        # there is room.
         with contextlib.suppress(OSError):
             self._write()
 
@@ -154,15 +162,25 @@ def line_of(record: logging.LogRecord) -> bytes:
     """A record as a line of JSON."""
     facts: dict[str, Any] = getattr(record, "facts", {}) or {}
     when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-    row: dict[str, Any] = {"time": when, "level": record.levelname.lower(), "event": str(facts.get("event", "log"))}
+    row: dict[str, Any] = {
+        "time": when,
+        "level": record.levelname.lower(),
+        "event": str(facts.get("event", "log")),
+    }
     for name, value in facts.items():
         if name != "event" and value is not None:
-            exact = isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**53)
-            row[name] = value if exact else hide(str(value))[:TEXT]  # numbers of nodes are larger than JSON's readers can hold
+            exact = isinstance(value, (bool, float)) or (
+                isinstance(value, int) and abs(value) < 2**53
+            )
+            # numbers of nodes are larger than JSON's readers can hold
+            row[name] = value if exact else hide(str(value))[:TEXT]
     row["text"] = hide(record.getMessage())[:TEXT]
     if record.exc_info:
         row["trace"] = hide(logging.Formatter().formatException(record.exc_info))[-TEXT:]
-    return json.dumps({**row, "from": record.name, "pid": record.process}, ensure_ascii=False).encode() + b"\n"
+    return (
+        json.dumps({**row, "from": record.name, "pid": record.process}, ensure_ascii=False).encode()
+        + b"\n"
+    )
 
 
 def facts_of_line(program: str, line: str) -> dict[str, Any]:
@@ -170,11 +188,19 @@ def facts_of_line(program: str, line: str) -> dict[str, Any]:
     found = _LINE_OF_A_PROXY.search(line) if program == "proxy" else None
     if found is None:
         return {"event": "program", "program": program}
-    return {"event": "refused", "program": program, "address": found["from"], "key": found["who"], "reason": found["reason"]}
+    return {
+        "event": "refused",
+        "program": program,
+        "address": found["from"],
+        "key": found["who"],
+        "reason": found["reason"],
+    }
 
 
 @contextmanager
-def written_to(path: Path, needs: Path | None = None, logger: str = "nestling") -> Iterator[JsonLines]:
+def written_to(
+    path: Path, needs: Path | None = None, logger: str = "nestling"
+) -> Iterator[JsonLines]:
     """While the block lasts, what `nestling` logs is written to the file as well."""
     root, handler = logging.getLogger(logger), JsonLines(path, needs=needs)
     before = root.level

@@ -12,19 +12,41 @@ Sample = tuple[dict[str, str], Any]
 
 
 def exposition(table: Mapping[str, Any]) -> str:
-    """All that is known of a run (see `health.run_status`). What a restart of the run begins anew (letters) is a counter to
-    Prometheus all the same: it expects that."""
+    """All that is known of a run (see `health.run_status`). What a restart of the run begins anew
+    (letters) is a counter to Prometheus all the same: it expects that."""
     totals, doing, health = table["totals"], table["doing"], table["health"]
     missing = doing.get("missing", [])
     blocks = [
-        _block("health", "gauge", "1 for the state the fleet is in", [({"state": s}, int(s == health["state"])) for s in STATES]),
+        _block(
+            "health",
+            "gauge",
+            "1 for the state the fleet is in",
+            [({"state": s}, int(s == health["state"])) for s in STATES],
+        ),
         _block("rounds_total", "counter", "rounds finished", [({}, totals["rounds"])]),
-        _block("rounds_planned", "gauge", "rounds that the experiment has", [({}, table["rounds"])]),
+        _block(
+            "rounds_planned", "gauge", "rounds that the experiment has", [({}, table["rounds"])]
+        ),
         _block("replies_total", "counter", "replies that came in time", [({}, totals["replies"])]),
         _block("refused_total", "counter", "replies refused", [({}, totals["refused"])]),
-        _block("late_total", "counter", "replies after the deadline of the experiment's clock", [({}, totals["late"])]),
-        _block("dropped_total", "counter", "clients that were asked and gave no reply", [({}, totals["dropped"])]),
-        _block("bytes_total", "counter", "bytes of messages", [({"direction": d}, totals[f"bytes_{d}"]) for d in ("up", "down")]),
+        _block(
+            "late_total",
+            "counter",
+            "replies after the deadline of the experiment's clock",
+            [({}, totals["late"])],
+        ),
+        _block(
+            "dropped_total",
+            "counter",
+            "clients that were asked and gave no reply",
+            [({}, totals["dropped"])],
+        ),
+        _block(
+            "bytes_total",
+            "counter",
+            "bytes of messages",
+            [({"direction": d}, totals[f"bytes_{d}"]) for d in ("up", "down")],
+        ),
         _block(
             "letters_total",
             "counter",
@@ -32,26 +54,48 @@ def exposition(table: Mapping[str, Any]) -> str:
             [({"kind": str(kind)}, count) for kind, count in sorted(table["letters"].items())],
         ),
         _summary("round_seconds", "seconds a round", totals["seconds"], totals["rounds"]),
-        _block("last_round_seconds", "gauge", "seconds of the last round", [({}, totals["round_seconds"])]),
-        _block("round_missing", "gauge", "clients that a round waits for now", [({}, len(missing))]),
-        _block("round_running_seconds", "gauge", "seconds that the round has taken so far", [({}, doing.get("seconds", 0))]),
+        _block(
+            "last_round_seconds",
+            "gauge",
+            "seconds of the last round",
+            [({}, totals["round_seconds"])],
+        ),
+        _block(
+            "round_missing", "gauge", "clients that a round waits for now", [({}, len(missing))]
+        ),
+        _block(
+            "round_running_seconds",
+            "gauge",
+            "seconds that the round has taken so far",
+            [({}, doing.get("seconds", 0))],
+        ),
         _block(
             "clients",
             "gauge",
             "clients by tier: here, away, or expected by the experiment",
-            [({"tier": t, "state": s}, row[s]) for t, row in table["tiers"].items() for s in ("here", "away", "expected")],
+            [
+                ({"tier": t, "state": s}, row[s])
+                for t, row in table["tiers"].items()
+                for s in ("here", "away", "expected")
+            ],
         ),
         _block(
             "accuracy",
             "gauge",
             "accuracy when last tested, 0 to 1",
-            [({"kind": kind.removesuffix("_accuracy")}, row["last"]) for kind, row in table["accuracy"].items()],
+            [
+                ({"kind": kind.removesuffix("_accuracy")}, row["last"])
+                for kind, row in table["accuracy"].items()
+            ],
         ),
         _block(
             "program_up",
             "gauge",
             "whether a process of the server runs",
-            [({"program": name}, int(bool(row["running"]))) for name, row in table.get("programs", {}).items()],
+            [
+                ({"program": name}, int(bool(row["running"])))
+                for name, row in table.get("programs", {}).items()
+            ],
         ),
     ]
     return "".join(blocks)
@@ -59,8 +103,16 @@ def exposition(table: Mapping[str, Any]) -> str:
 
 def _block(name: str, kind: str, help: str, samples: Iterable[Sample]) -> str:
     """One family; nothing where nothing is known."""
-    lines = [f"nestling_{name}{_labels(labels)} {_value(value)}\n" for labels, value in samples if number(value) is not None]
-    return f"# HELP nestling_{name} {help}\n# TYPE nestling_{name} {kind}\n{''.join(lines)}" if lines else ""
+    lines = [
+        f"nestling_{name}{_labels(labels)} {_value(value)}\n"
+        for labels, value in samples
+        if number(value) is not None
+    ]
+    return (
+        f"# HELP nestling_{name} {help}\n# TYPE nestling_{name} {kind}\n{''.join(lines)}"
+        if lines
+        else ""
+    )
 
 
 def _summary(name: str, help: str, total: float, count: int) -> str:

@@ -1,6 +1,8 @@
-"""Keeping processes alive: each is started again when it ends, later and later while it keeps ending, and all end with their keeper.
+"""Keeping processes alive: each is started again when it ends, later and later while it keeps
+ending, and all end with their keeper.
 
-What they print goes to a file of bounded size; lines that a person should see go to the log as well.
+What they print goes to a file of bounded size; lines that a person should see go to the log as
+well.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FLOWER = (1, 40)
 """The first version whose nodes speak HTTP, which the proxy understands."""
 
-# The kernel ends the child with the thread that started it (Linux; elsewhere it outlives a keeper that was killed).
+# The kernel ends the child with the thread that started it (Linux; elsewhere it outlives a keeper
+# that was killed).
 TETHER = """
 import ctypes, os, signal, sys
 try: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -89,10 +92,19 @@ class KeptProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Starts it; call this from the thread that lives longest, since the process ends with it."""
+        """Starts it; call this from the thread that lives longest, since the process ends with
+        it."""
         self._tail.clear()
         self._sick = 0.0
-        command = [sys.executable, "-I", "-S", "-c", TETHER, str(os.getpid()), *self.program.command]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            TETHER,
+            str(os.getpid()),
+            *self.program.command,
+        ]
         self._process = subprocess.Popen(  # noqa: S603 (a list of our own words, no shell)
             command,
             env=dict(self.program.env) or None,
@@ -115,7 +127,9 @@ class KeptProcess:
         kill_group(self._process.pid)
         self._process = None
         self.failures = 0 if lived >= SETTLED else self.failures + 1
-        delay = 0.0 if not self.failures else min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self.failures - 1))
+        delay = (
+            0.0 if not self.failures else min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self.failures - 1))
+        )
         delay *= random.uniform(0.8, 1.2)  # noqa: S311 (no secret: many devices must not come back in step)
         self.due = time.monotonic() + delay
         why = self.program.advice(self.tail()) or _exit_words(code)
@@ -131,7 +145,8 @@ class KeptProcess:
             self._process.send_signal(signal.SIGTERM)
 
     def heal(self) -> None:
-        """Ends what said that it is of no use, so that it is started again: asked first, later made to."""
+        """Ends what said that it is of no use, so that it is started again: asked first, later made
+        to."""
         if self._sick and self.running and self._process:
             self.ask_to_stop()
             if time.monotonic() - self._sick > SICK_SECONDS:
@@ -164,7 +179,12 @@ class KeptProcess:
                 if self.program.sick(line) and not self._sick:
                     self._sick = time.monotonic()
                 if self.program.show(line):
-                    log.info("%s: %s", self.program.name, record.msg, extra={"facts": facts_of_line(self.program.name, line)})
+                    log.info(
+                        "%s: %s",
+                        self.program.name,
+                        record.msg,
+                        extra={"facts": facts_of_line(self.program.name, line)},
+                    )
         finally:
             sink.close()
             stream.close()
@@ -234,7 +254,8 @@ def kill_group(pid: int) -> None:
 
 
 def born(pid: int) -> str:
-    """When a process began, as the kernel counts; with its number this names it for ever. Empty: there is no such process."""
+    """When a process began, as the kernel counts; with its number this names it for ever. Empty:
+    there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -248,7 +269,9 @@ def flower_command(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise InputError(f"there is no command {name}", field="nestling", fix="pip install 'nestling[fleet]'")
+        raise InputError(
+            f"there is no command {name}", field="nestling", fix="pip install 'nestling[fleet]'"
+        )
     return found
 
 
@@ -258,15 +281,22 @@ def need_flower() -> None:
         text = metadata.version("flwr")
     except metadata.PackageNotFoundError:
         raise InputError(
-            "this needs Flower", field="nestling", fix="pip install 'nestling[fleet]' (Python 3.11 or newer)"
+            "this needs Flower",
+            field="nestling",
+            fix="pip install 'nestling[fleet]' (Python 3.11 or newer)",
         ) from None
     numbers = tuple(int(part) for part in re.findall(r"\d+", text)[:2])
     if numbers < FLOWER:
-        raise InputError(f"Flower {text} is too old", field="nestling", fix="pip install -U 'nestling[fleet]' (1.40 or newer)")
+        raise InputError(
+            f"Flower {text} is too old",
+            field="nestling",
+            fix="pip install -U 'nestling[fleet]' (1.40 or newer)",
+        )
 
 
 def flower_env(home: Path) -> dict[str, str]:
-    """The environment of Flower's commands: they call nobody, install nothing, and keep their files in `home`."""
+    """The environment of Flower's commands: they call nobody, install nothing, and keep their files
+    in `home`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     env |= {

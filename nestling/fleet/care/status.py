@@ -1,6 +1,8 @@
-"""How a fleet is now: a small file of the run folder that the run keeps up to date, and everything a folder tells, in one table.
+"""How a fleet is now: a small file of the run folder that the run keeps up to date, and everything
+a folder tells, in one table.
 
-The file is for people who look, not for the run itself, which never reads it; so it is replaced without waiting for the disk.
+The file is for people who look, not for the run itself, which never reads it; so it is replaced
+without waiting for the disk.
 """
 
 from __future__ import annotations
@@ -29,36 +31,63 @@ Table = dict[str, Any]
 
 
 class StatusFile:
-    """The file, written at most once in `every` seconds unless something must be told at once. `path` None: none is kept."""
+    """The file, written at most once in `every` seconds unless something must be told at once.
+    `path` None: none is kept."""
 
-    def __init__(self, path: Path | None, every: float = SECONDS, clock: Callable[[], float] = time.time) -> None:
-        """Has written nothing, so that the first `write` is due; remembers the last `REFUSALS` refusals."""
+    def __init__(
+        self, path: Path | None, every: float = SECONDS, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Has written nothing, so that the first `write` is due; remembers the last `REFUSALS`
+        refusals."""
         self.path, self.every, self.clock = path, every, clock
         self.refusals: deque[Table] = deque(maxlen=REFUSALS)
         self._written = -1e18
 
-    def refused(self, reason: str, round: int | None = None, client: int | None = None, node: int | None = None) -> None:
+    def refused(
+        self,
+        reason: str,
+        round: int | None = None,
+        client: int | None = None,
+        node: int | None = None,
+    ) -> None:
         """Remembers a refusal, to be told with the rest."""
-        self.refusals.append({"time": self.clock(), "round": round, "client": client, "node": node, "reason": reason[:500]})
+        self.refusals.append(
+            {
+                "time": self.clock(),
+                "round": round,
+                "client": client,
+                "node": node,
+                "reason": reason[:500],
+            }
+        )
 
     def write(self, table: Callable[[], Mapping[str, Any]], now: bool = False) -> None:
         """Writes what `table` gives, where it is time for it."""
         when = self.clock()
-        if self.path is None or not (now or when - self._written >= self.every or when < self._written):
+        if self.path is None or not (
+            now or when - self._written >= self.every or when < self._written
+        ):
             return
         self._written = when
-        text = json.dumps({**table(), "refusals": list(self.refusals), "written": when, "pid": os.getpid()}, indent=1)
+        text = json.dumps(
+            {**table(), "refusals": list(self.refusals), "written": when, "pid": os.getpid()},
+            indent=1,
+        )
         # A full disk is told by what matters more: the checkpoint.
         with contextlib.suppress(OSError):
             write_atomic(self.path, text, flush=False)
 
 
 def snapshot(folder: Path, now: float | None = None, begun: bool = True) -> Table:
-    """Everything that a run folder tells of its fleet. Where it is no run folder: an `InputError`, or, if it need not have `begun`,
-    the same table with nothing in it."""
+    """Everything that a run folder tells of its fleet. Where it is no run folder: an `InputError`,
+    or, if it need not have `begun`, the same table with nothing in it."""
     there = (folder / EXPERIMENT).exists()
     if begun and not there:
-        raise InputError(f"{folder} is not a run folder", field="RUN", fix=f"name one that holds {EXPERIMENT}, or a URL")
+        raise InputError(
+            f"{folder} is not a run folder",
+            field="RUN",
+            fix=f"name one that holds {EXPERIMENT}, or a URL",
+        )
     experiment = read_toml(folder / EXPERIMENT, field="RUN") if there else {}
     status, tiers = object_in(folder / STATUS), _tiers(folder)
     rows = lines_of(folder / METRICS)
@@ -127,18 +156,40 @@ def _totals(rows: list[Table]) -> Table:
     seconds = [row["seconds"] for row in rows if row.get("seconds") is not None]
     return {
         "rounds": len(rows),
-        **{name: total[name] for name in ("asked", "replies", "refused", "late", "dropped", "bytes_up", "bytes_down", "seconds")},
+        **{
+            name: total[name]
+            for name in (
+                "asked",
+                "replies",
+                "refused",
+                "late",
+                "dropped",
+                "bytes_up",
+                "bytes_down",
+                "seconds",
+            )
+        },
         "round_seconds": seconds[-1] if seconds else None,
-        "typical_seconds": sorted(seconds[-20:])[(len(seconds[-20:]) - 1) // 2] if seconds else None,
+        "typical_seconds": sorted(seconds[-20:])[(len(seconds[-20:]) - 1) // 2]
+        if seconds
+        else None,
     }
 
 
 def _refusals(folder: Path, status: Table) -> list[Table]:
-    """The last refusals: of the run itself, and of the proxy in front of it, which only the log tells."""
+    """The last refusals: of the run itself, and of the proxy in front of it, which only the log
+    tells."""
     names = {row["client"]: row["name"] for row in status.get("clients", [])}
     found = [{**row, "name": names.get(row["client"])} for row in status.get("refusals", [])]
-    told = [row for row in logs.read(folder / logs.SERVER_LOG, last=2000) if row.get("event") == "refused" and "address" in row]
-    found += [{"time": _epoch(r["time"]), "name": r.get("key") or r["address"], "reason": r.get("reason")} for r in told]
+    told = [
+        row
+        for row in logs.read(folder / logs.SERVER_LOG, last=2000)
+        if row.get("event") == "refused" and "address" in row
+    ]
+    found += [
+        {"time": _epoch(r["time"]), "name": r.get("key") or r["address"], "reason": r.get("reason")}
+        for r in told
+    ]
     return sorted(found, key=lambda row: row["time"])[-REFUSALS:]
 
 
@@ -152,7 +203,11 @@ def _epoch(text: str) -> float:
 
 
 def _tiers(folder: Path) -> dict[str, int]:
-    return {str(t["name"]): int(t.get("count") or 0) for t in object_in(folder / FEDERATION).get("tiers", []) if t.get("name")}
+    return {
+        str(t["name"]): int(t.get("count") or 0)
+        for t in object_in(folder / FEDERATION).get("tiers", [])
+        if t.get("name")
+    }
 
 
 def _name(value: Any) -> str:

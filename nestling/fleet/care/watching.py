@@ -1,4 +1,5 @@
-"""`nestling watch`: a fleet on the terminal, from its run folder or from the address where its server tells of it."""
+"""`nestling watch`: a fleet on the terminal, from its run folder or from the address where its
+server tells of it."""
 
 from __future__ import annotations
 
@@ -33,16 +34,26 @@ def status_reader(target: str) -> ReadStatus:
     return lambda: health.run_status(Path(target), begun=True)
 
 
-def follow(read: ReadStatus, console: Console, every: float = 1.0, sleep: Callable[[float], None] = time.sleep) -> dict[str, Any]:
+def follow(
+    read: ReadStatus,
+    console: Console,
+    every: float = 1.0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
     """Shows a fleet until its run is over, or ctrl-C; what was seen last."""
     table = read()
-    with Live(view(table, console.height), console=console, auto_refresh=False, screen=False) as live:
+    with Live(
+        view(table, console.height), console=console, auto_refresh=False, screen=False
+    ) as live:
         while table["phase"] not in ENDED:
             sleep(every)
             try:
                 table = read()
             except InputError as error:  # a server that restarts is away for a moment
-                table = {**table, "health": {**table["health"], "state": health.STALLED, "reason": str(error)}}
+                table = {
+                    **table,
+                    "health": {**table["health"], "state": health.STALLED, "reason": str(error)},
+                }
             live.update(view(table, console.height), refresh=True)
     return table
 
@@ -51,7 +62,13 @@ def view(table: dict[str, Any], height: int | None = None) -> Group:
     """A fleet as it is now; where there is a height, no more rows of clients than fit."""
     refusals = table["refusals"][-SHOWN_REFUSALS:]
     room = max(3, height - 12 - len(refusals)) if height else None
-    parts: list[Any] = [_head(table), _rounds(table), _numbers(table), Text(""), _clients(table, room)]
+    parts: list[Any] = [
+        _head(table),
+        _rounds(table),
+        _numbers(table),
+        Text(""),
+        _clients(table, room),
+    ]
     if refusals:
         parts += [Text(""), _refusals(refusals)]
     return Group(*parts)
@@ -59,7 +76,11 @@ def view(table: dict[str, Any], height: int | None = None) -> Group:
 
 def _head(table: dict[str, Any]) -> Text:
     verdict = table["health"]
-    text = Text.assemble((verdict["state"], f"bold {COLOURS.get(verdict['state'], '')}"), ": ", clean(verdict["reason"]))
+    text = Text.assemble(
+        (verdict["state"], f"bold {COLOURS.get(verdict['state'], '')}"),
+        ": ",
+        clean(verdict["reason"]),
+    )
     if verdict["since"]:
         text.append(f" (since {_clock(verdict['since'])})", "dim")
     down = [name for name, row in table["programs"].items() if not row["running"]]
@@ -92,11 +113,15 @@ def _of_round(table: dict[str, Any]) -> list[Any]:
 def _numbers(table: dict[str, Any]) -> Text:
     totals, kinds = table["totals"], table["accuracy"]
     words = [
-        f"{kind.removesuffix('_accuracy')} accuracy {percent(row['last'])} (best {percent(row['best'])}, round {row['best_round']})"
+        f"{kind.removesuffix('_accuracy')} accuracy {percent(row['last'])} (best "
+        f"{percent(row['best'])}, round {row['best_round']})"
         for kind, row in kinds.items()
         if row["last"] is not None
     ]
-    words.append(f"{totals['replies']} replies, {totals['dropped']} missed, {totals['refused']} refused, {totals['late']} late")
+    words.append(
+        f"{totals['replies']} replies, {totals['dropped']} missed, {totals['refused']} refused, "
+        f"{totals['late']} late"
+    )
     words.append(f"{traffic(totals['bytes_up'])} up, {traffic(totals['bytes_down'])} down")
     if totals["typical_seconds"] is not None:
         words.append(f"{totals['typical_seconds']:.1f} s a round")
@@ -111,7 +136,9 @@ def _clients(table: dict[str, Any], room: int | None) -> Table:
     for name in ("last seen", "memory free"):
         grid.add_column(name, justify="right", no_wrap=True)
     # Who is missing comes first: with many clients the others may not fit.
-    rows = sorted(table["clients"], key=lambda row: (list(STATES)[::-1].index(row["state"]), row["client"]))
+    rows = sorted(
+        table["clients"], key=lambda row: (list(STATES)[::-1].index(row["state"]), row["client"])
+    )
     if room is None or len(rows) <= room:
         rows.sort(key=lambda row: row["client"])
     for row in rows[:room]:
@@ -126,30 +153,45 @@ def _clients(table: dict[str, Any], room: int | None) -> Table:
         )
     left = len(rows) - len(rows[:room])
     awaited = {
-        t: r["expected"] - r["here"] - r["away"] for t, r in table["tiers"].items() if r["expected"] > r["here"] + r["away"]
+        t: r["expected"] - r["here"] - r["away"]
+        for t, r in table["tiers"].items()
+        if r["expected"] > r["here"] + r["away"]
     }
     notes = [f"{left} more"] if left else []
-    notes += [f"not seen yet: {', '.join(f'{count} {clean(tier)}' for tier, count in awaited.items())}"] if awaited else []
+    notes += (
+        [f"not seen yet: {', '.join(f'{count} {clean(tier)}' for tier, count in awaited.items())}"]
+        if awaited
+        else []
+    )
     grid.caption, grid.caption_justify = Text("; ".join(notes)) if notes else None, "left"
     return grid
 
 
 def _refusals(rows: list[dict[str, Any]]) -> Table:
-    grid = Table(box=None, padding=(0, 2, 0, 0), title="refused", title_justify="left", show_header=False)
+    grid = Table(
+        box=None, padding=(0, 2, 0, 0), title="refused", title_justify="left", show_header=False
+    )
     for row in rows:
-        who = row.get("name") or (f"client {row['client']}" if row.get("client") is not None else f"node {row.get('node')}")
+        who = row.get("name") or (
+            f"client {row['client']}"
+            if row.get("client") is not None
+            else f"node {row.get('node')}"
+        )
         when = f"round {row['round']}" if row.get("round") else ""
         grid.add_row(_clock(row["time"]), when, clean(who), clean(row.get("reason") or ""))
     return grid
 
 
 def clean(value: object, style: str = "") -> Text:
-    """What others wrote, as plain text: neither markup nor control characters of theirs reach the terminal."""
+    """What others wrote, as plain text: neither markup nor control characters of theirs reach the
+    terminal."""
     return Text("".join(c if c.isprintable() else "?" for c in str(value)[:300]), style)
 
 
 def _clock(when: float) -> str:
-    return datetime.fromtimestamp(when).strftime("%d %b %H:%M:%S" if abs(time.time() - when) > 80_000 else "%H:%M:%S")
+    return datetime.fromtimestamp(when).strftime(
+        "%d %b %H:%M:%S" if abs(time.time() - when) > 80_000 else "%H:%M:%S"
+    )
 
 
 def _ago(seconds: float) -> str:

@@ -1,10 +1,11 @@
 """Nestling on Flower (`pip install nestling[fleet]`).
 
-    from nestling.fleet.flower import Strategy     # in a ServerApp: Strategy("heterofl").start(grid)
-    from nestling.fleet.flower import client_app   # in a ClientApp: app = client_app()
+    from nestling.fleet.flower import Strategy    # in a ServerApp: Strategy("heterofl").start(grid)
+    from nestling.fleet.flower import client_app  # in a ClientApp: app = client_app()
 
-Only Flower's public modules are used: `flwr.app`, `flwr.serverapp` and `flwr.clientapp`. Names are loaded when first used, since the
-process that Flower starts on a device for every message must not wait for torch.
+Only Flower's public modules are used: `flwr.app`, `flwr.serverapp` and `flwr.clientapp`. Names are
+loaded when first used, since the process that Flower starts on a device for every message must not
+wait for torch.
 """
 
 from __future__ import annotations

@@ -31,16 +31,18 @@ def client_fn(
     folder: str | Path | Callable[[Context], str | Path] = "",
     experiment: Any = None,
 ) -> Handler:
-    """What a ClientApp does with our messages. In an app of the user's own: `app.train("nestling")(handler)` and
-    `app.query("nestling")(handler)`, beside whatever else it does.
+    """What a ClientApp does with our messages. In an app of the user's own:
+    `app.train("nestling")(handler)` and `app.query("nestling")(handler)`, beside whatever else it
+    does.
 
-    data:       an .npz file or a folder of them, or "experiment": the node's share of the experiment's own data.
+    data:       an .npz file or a folder of them, or "experiment": the node's share of the
+                experiment's own data.
     device:     the kind of device, or the tier of the experiment; empty: any.
     folder:     where the client keeps what stays on the device.
     experiment: the `Experiment`, where its method or network is an object of the user's own code.
 
-    What is not given is taken from the node's configuration: `data`, `device`, `folder`, `name`, `client` (or `partition-id`, which
-    Flower's simulation sets).
+    What is not given is taken from the node's configuration: `data`, `device`, `folder`, `name`,
+    `client` (or `partition-id`, which Flower's simulation sets).
     """
 
     def handle(message: Message, context: Context) -> Message:
@@ -49,18 +51,26 @@ def client_fn(
         config = context.node_config
         number = config.get("client", config.get("partition-id"))
         name = str(config.get("name") or f"client {context.node_id if number is None else number}")
-        source = (data(context) if callable(data) else data) or str(config.get("data") or EXPERIMENT)
+        source = (data(context) if callable(data) else data) or str(
+            config.get("data") or EXPERIMENT
+        )
         given = folder(context) if callable(folder) else folder
-        home = Path(given or str(config.get("folder") or FOLDER)).expanduser() / name.replace("/", "_")
+        home = Path(given or str(config.get("folder") or FOLDER)).expanduser() / name.replace(
+            "/", "_"
+        )
         kind = device or str(config.get("device") or "")
-        worker = _worker(str(home), name, None if number is None else int(number), kind, source, experiment)
+        worker = _worker(
+            str(home), name, None if number is None else int(number), kind, source, experiment
+        )
         return Message(pack(worker.handle(unpack(message.content))), reply_to=message)
 
     return handle
 
 
 @lru_cache(maxsize=64)
-def _worker(home: str, name: str, client: int | None, device: str, data: str, experiment: Any) -> Any:
+def _worker(
+    home: str, name: str, client: int | None, device: str, data: str, experiment: Any
+) -> Any:
     """A process that goes on keeps its workers, so that networks are built once."""
     from nestling.fleet.node.profile import memory
     from nestling.fleet.node.worker import Worker

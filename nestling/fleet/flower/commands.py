@@ -1,6 +1,8 @@
-"""Flower's own command line, several calls in one process: `flwr` needs seconds to start, and a fleet has many devices to register.
+"""Flower's own command line, several calls in one process: `flwr` needs seconds to start, and a
+fleet has many devices to register.
 
-python -m nestling.fleet.flower.commands   reads a JSON list of argument lists from standard input, prints one JSON line per call
+python -m nestling.fleet.flower.commands   reads a JSON list of argument lists from standard input,
+prints one JSON line per call
 """
 
 from __future__ import annotations

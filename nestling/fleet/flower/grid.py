@@ -18,10 +18,11 @@ TTL = 12 * 3600.0
 
 
 class GridCourier:
-    """Carries letters as Flower messages. `ttl` is how long Flower keeps a letter, and its answer, in seconds.
+    """Carries letters as Flower messages. `ttl` is how long Flower keeps a letter, and its answer,
+    in seconds.
 
-    Which node an answer is from follows from the message it answers: an error that the SuperLink reports on a node's behalf names the
-    SuperLink as its sender.
+    Which node an answer is from follows from the message it answers: an error that the SuperLink
+    reports on a node's behalf names the SuperLink as its sender.
     """
 
     def __init__(self, grid: Grid, ttl: float = TTL) -> None:
@@ -35,8 +36,10 @@ class GridCourier:
         return list(self.grid.get_node_ids())
 
     def push(self, letters: Mapping[int, bytes]) -> dict[int, str]:
-        """Sends each letter as a message of its kind; what the grid gives no number for was not sent."""
-        contents = {id(letter): pack(letter) for letter in letters.values()}  # the same letter to all is uploaded once
+        """Sends each letter as a message of its kind; what the grid gives no number for was not
+        sent."""
+        # the same letter to all is uploaded once
+        contents = {id(letter): pack(letter) for letter in letters.values()}
         messages = [
             Message(
                 content=contents[id(letter)],

@@ -1,4 +1,5 @@
-"""The run inside Flower's ServerApp: plays it from where its folder says it stands, and leaves its end in a file for the server."""
+"""The run inside Flower's ServerApp: plays it from where its folder says it stands, and leaves its
+end in a file for the server."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def host(grid: Grid, home: str) -> None:
     folder = Path(home)
     settings = json.loads((folder / SETTINGS).read_text())
     # The file that names this process also tells the server that it is alive.
-    write_private(folder / PROCESS, json.dumps({"pid": os.getpid(), "born": born(os.getpid())}).encode())
+    write_private(
+        folder / PROCESS, json.dumps({"pid": os.getpid(), "born": born(os.getpid())}).encode()
+    )
     _log_to(folder / "log" / RUN_LOG)
     lines = Path(settings["folder"]) / logs.SERVER_LOG
     with logs.written_to(lines, needs=lines.parent / EXPERIMENT):
@@ -72,7 +75,8 @@ def _played(grid: Grid, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Registered(Mapping[int, str]):
-    """Node → the name its key is registered under, as the server's file says now: devices may be added while the run goes on."""
+    """Node → the name its key is registered under, as the server's file says now: devices may be
+    added while the run goes on."""
 
     def __init__(self, path: Path) -> None:
         """Takes the path of the server's file, which is read when first asked."""
@@ -95,7 +99,9 @@ class Registered(Mapping[int, str]):
     def _read(self) -> dict[int, str]:
         changed = self.path.stat().st_mtime_ns if self.path.exists() else 0
         if changed != self._seen:
-            self._names = {int(node): row["name"] for node, row in json.loads(self.path.read_text()).items()}
+            self._names = {
+                int(node): row["name"] for node, row in json.loads(self.path.read_text()).items()
+            }
             self._seen = changed
         return self._names
 
@@ -113,15 +119,29 @@ def _watcher() -> Watcher:
         tested = f", global accuracy {accuracy:.2%}" if accuracy is not None else ""
         missing = len(row["missed"])
         less = f", {missing} gave no reply" if missing else ""
-        text = f"round {row['round']}: {len(row['clients'])} clients{less}{tested}, {row['seconds']:.1f} s"
-        facts = {name: row[name] for name in ("round", "dropped", "refused", "late", "seconds", "bytes_up", "bytes_down")}
-        logs.tell(log, logs.Note(text, "round", clients=len(row["clients"]), accuracy=accuracy, **facts))
+        text = (
+            f"round {row['round']}: {len(row['clients'])} clients{less}{tested}, "
+            f"{row['seconds']:.1f} s"
+        )
+        facts = {
+            name: row[name]
+            for name in ("round", "dropped", "refused", "late", "seconds", "bytes_up", "bytes_down")
+        }
+        logs.tell(
+            log, logs.Note(text, "round", clients=len(row["clients"]), accuracy=accuracy, **facts)
+        )
 
     def refusal(client: int, round: int, reason: str) -> None:
         text = f"round {round}: a reply of client {client} is refused: {reason}"
-        logs.tell(log, logs.Note(text, "refused", round=round, client=client, reason=reason), logging.WARNING)
+        logs.tell(
+            log,
+            logs.Note(text, "refused", round=round, client=client, reason=reason),
+            logging.WARNING,
+        )
 
-    return Watcher(started=started, round=round, refusal=refusal, note=lambda text: logs.tell(log, text))
+    return Watcher(
+        started=started, round=round, refusal=refusal, note=lambda text: logs.tell(log, text)
+    )
 
 
 def _log_to(path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A Grid without a SuperLink, SuperNodes or Ray: any Flower strategy and ClientApp in this process."""
+"""A Grid without a SuperLink, SuperNodes or Ray: any Flower strategy and ClientApp in this
+process."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ _APP_FAILED = 2  # Flower's code of a ClientApp that raised
 
 
 class InProcessGrid(Grid):
-    """Nodes of one ClientApp in this process. A message is worked on when it is pushed, in the order in which messages come.
+    """Nodes of one ClientApp in this process. A message is worked on when it is pushed, in the
+    order in which messages come.
 
-    nodes: how many, or the configuration of each (Flower's `node_config`); without one a node has `partition-id` and
-           `num-partitions`, as in Flower's simulation.
+    nodes: how many, or the configuration of each (Flower's `node_config`); without one a node has
+           `partition-id` and `num-partitions`, as in Flower's simulation.
 
-    Since Flower 1.40 a `Message` can only be made in a process that knows its task, so the first grid tells this process who it is,
-    unless it knows. That is the one thing done to Flower here that is not in its public modules; where Flower has no such notion
-    (before 1.40, or should it go again) nothing is done.
+    Since Flower 1.40 a `Message` can only be made in a process that knows its task, so the first
+    grid tells this process who it is, unless it knows. That is the one thing done to Flower here
+    that is not in its public modules; where Flower has no such notion (before 1.40, or should it go
+    again) nothing is done.
     """
 
     def __init__(
@@ -36,10 +39,16 @@ class InProcessGrid(Grid):
     ) -> None:
         """Gives each node a context of its own; all have the same `run_config`."""
         _know_who_we_are()
-        configs = [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)] if isinstance(nodes, int) else nodes
+        configs = (
+            [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
+            if isinstance(nodes, int)
+            else nodes
+        )
         self.app, self.run_config = app, dict(run_config or {})
         self.contexts = {
-            SUPERLINK + 1 + k: Context(RUN, SUPERLINK + 1 + k, dict(config), RecordDict(), dict(self.run_config))
+            SUPERLINK + 1 + k: Context(
+                RUN, SUPERLINK + 1 + k, dict(config), RecordDict(), dict(self.run_config)
+            )
             for k, config in enumerate(configs)
         }
         self._numbers = itertools.count(1)
@@ -62,10 +71,21 @@ class InProcessGrid(Grid):
         return self._run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """A message to a node; it gets its number when it is pushed."""
-        return Message(content=content, message_type=message_type, dst_node_id=dst_node_id, group_id=group_id, ttl=ttl)
+        return Message(
+            content=content,
+            message_type=message_type,
+            dst_node_id=dst_node_id,
+            group_id=group_id,
+            ttl=ttl,
+        )
 
     def get_node_ids(self) -> Iterable[int]:
         """All nodes: none of them ever goes away."""
@@ -84,7 +104,12 @@ class InProcessGrid(Grid):
         """The replies to messages of these numbers, each given once."""
         return [self._replies.pop(ticket) for ticket in message_ids if ticket in self._replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:  # noqa: ARG002 (Flower's)
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float | None = None,  # noqa: ARG002 (Flower's)
+    ) -> Iterable[Message]:
         """The replies to messages, which are there at once: `timeout` changes nothing."""
         return self.pull_messages(self.push_messages(messages))
 
@@ -95,7 +120,9 @@ class InProcessGrid(Grid):
         try:
             return self.app(message, context)
         except Exception as error:
-            return Message(Error(code=_APP_FAILED, reason=f"{type(error).__name__}: {error}"), reply_to=message)
+            return Message(
+                Error(code=_APP_FAILED, reason=f"{type(error).__name__}: {error}"), reply_to=message
+            )
 
     def _numbered(self, message: Message) -> Message:
         """The message with a number of its own, as a SuperLink gives it."""

@@ -1,4 +1,5 @@
-"""Letters as Flower's records: one array of bytes whatever is inside, since Flower makes one request per tensor and hop."""
+"""Letters as Flower's records: one array of bytes whatever is inside, since Flower makes one
+request per tensor and hop."""
 
 from __future__ import annotations
 
@@ -19,13 +20,19 @@ _ARRAYS, _ABOUT, _BYTES = "letter", "about", "bytes"
 def pack(letter: bytes) -> RecordDict:
     """A letter as the content of a message."""
     data = np.frombuffer(letter, np.uint8)
-    return RecordDict({_ARRAYS: ArrayRecord({_BYTES: Array(data)}), _ABOUT: ConfigRecord({"size": len(letter)})})
+    return RecordDict(
+        {_ARRAYS: ArrayRecord({_BYTES: Array(data)}), _ABOUT: ConfigRecord({"size": len(letter)})}
+    )
 
 
 def unpack(content: RecordDict) -> bytes:
     """The letter in a message; an `InputError` where there is none."""
     record, about = content.get(_ARRAYS), content.get(_ABOUT)
-    if not isinstance(record, ArrayRecord) or _BYTES not in record or not isinstance(about, ConfigRecord):
+    if (
+        not isinstance(record, ArrayRecord)
+        or _BYTES not in record
+        or not isinstance(about, ConfigRecord)
+    ):
         raise InputError("a message without a letter in it")
     array = record[_BYTES]
     if array.dtype != "uint8" or len(array.shape) != 1 or array.shape[0] != about.get("size"):

@@ -22,8 +22,13 @@ app = ClientApp()
 @app.train(ACTION)
 @app.query(ACTION)
 def relay(message: Message, context: Context) -> Message:
-    """Hands a letter to the worker whose socket the node's configuration (or the environment) names."""
+    """Hands a letter to the worker whose socket the node's configuration (or the environment)
+    names."""
     path = str(context.node_config.get("socket") or os.environ.get(SOCKET, ""))
     if not path:
-        raise InputError("no worker is named", field="socket", fix="start the SuperNode with --node-config 'socket=\"PATH\"'")
+        raise InputError(
+            "no worker is named",
+            field="socket",
+            fix="start the SuperNode with --node-config 'socket=\"PATH\"'",
+        )
     return Message(pack(ask(path, unpack(message.content))), reply_to=message)

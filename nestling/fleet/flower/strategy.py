@@ -27,14 +27,18 @@ log = getLogger("nestling.fleet.flower")
 
 
 class Strategy(FlowerStrategy):
-    """Runs an experiment, or a method with the other settings of `Experiment`, on the nodes of a grid.
+    """Runs an experiment, or a method with the other settings of `Experiment`, on the nodes of a
+    grid.
 
         Strategy("heterofl", fleet=..., rounds=20).start(grid)
 
-    folder:      the run folder, which a run also goes on from; None: none is written, and a run that dies starts again.
-    min_clients: how many must be there before a round starts, waited for at most `wait` seconds (0: as many as take part in a round).
-    deadline, quorum: when a round goes on without those that have not answered (see `nestling.fleet.server.engine.Patience`).
-    result:      after `start`: nestling's own result, with the models.
+    folder:      the run folder, which a run also goes on from; None: none is written, and a run
+                 that dies starts again.
+    min_clients: how many must be there before a round starts, waited for at most `wait` seconds (0:
+                 as many as take part in a round).
+    deadline, quorum: when a round goes on without those that have not answered (see
+    `nestling.fleet.server.engine.Patience`). result:      after `start`: nestling's own result,
+    with the models.
     """
 
     def __init__(
@@ -49,7 +53,8 @@ class Strategy(FlowerStrategy):
         patience: Patience | None = None,
         **settings: Any,
     ) -> None:
-        """Takes an experiment, which `settings` change, or a method, to which they are the rest of its experiment."""
+        """Takes an experiment, which `settings` change, or a method, to which they are the rest of
+        its experiment."""
         if isinstance(method, Experiment):
             self.experiment = method.with_changes(**settings)
         else:
@@ -68,8 +73,9 @@ class Strategy(FlowerStrategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
     ) -> FlowerResult:
-        """Runs the experiment. `num_rounds` and `timeout` take the place of its rounds and of the deadline; its weights come from its
-        seed, and its settings from itself, so that arrays and configurations are refused."""
+        """Runs the experiment. `num_rounds` and `timeout` take the place of its rounds and of the
+        deadline; its weights come from its seed, and its settings from itself, so that arrays and
+        configurations are refused."""
         for name, given in (
             ("initial_arrays", initial_arrays),
             ("train_config", train_config),
@@ -77,7 +83,11 @@ class Strategy(FlowerStrategy):
         ):
             if given:
                 raise InputError("the experiment says all of that", field=name, fix="leave it out")
-        experiment = self.experiment if num_rounds is None else self.experiment.with_changes(rounds=num_rounds)
+        experiment = (
+            self.experiment
+            if num_rounds is None
+            else self.experiment.with_changes(rounds=num_rounds)
+        )
         found = FlowerResult()
         self.result = play(
             GridCourier(grid),
@@ -119,7 +129,8 @@ class Strategy(FlowerStrategy):
 
 
 def arrays_of(result: Result) -> ArrayRecord:
-    """The global model's state, or where a method has none, all of the server's state, under names with its parts in front."""
+    """The global model's state, or where a method has none, all of the server's state, under names
+    with its parts in front."""
     method = result.federation.shown
     model = method.global_model()
     state: Mapping[str, Any] = model.state if model is not None else _joined(method.state())
@@ -127,18 +138,26 @@ def arrays_of(result: Result) -> ArrayRecord:
 
 
 def _joined(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{kind}/{name}": tensor for kind, part in state.items() for name, tensor in part.items()}
+    return {
+        f"{kind}/{name}": tensor for kind, part in state.items() for name, tensor in part.items()
+    }
 
 
 def _watcher(found: FlowerResult) -> Watcher:
     def after_round(row: Metrics) -> None:
         number = row["round"]
         names = ("loss", "bytes_up", "bytes_down", "refused", "dropped")
-        found.train_metrics_clientapp[number] = MetricRecord({n: row[n] for n in names if row[n] is not None})
+        found.train_metrics_clientapp[number] = MetricRecord(
+            {n: row[n] for n in names if row[n] is not None}
+        )
         tested = {n: row[n] for n in ("global_accuracy", "personal_accuracy") if row[n] is not None}
         if tested:
             found.evaluate_metrics_serverapp[number] = MetricRecord(tested)
-        log.info("round %d: %s", number, {n: row[n] for n in ("loss", "global_accuracy", "refused", "dropped")})
+        log.info(
+            "round %d: %s",
+            number,
+            {n: row[n] for n in ("loss", "global_accuracy", "refused", "dropped")},
+        )
 
     def refusal(client: int, round: int, reason: str) -> None:
         log.warning("round %d: the reply of client %d was refused: %s", round, client, reason)
@@ -147,4 +166,7 @@ def _watcher(found: FlowerResult) -> Watcher:
 
 
 def _whole_only() -> NoReturn:
-    raise NotImplementedError("a nestling strategy runs its rounds itself, with deadlines and checkpoints: call start(grid)")
+    raise NotImplementedError(
+        "a nestling strategy runs its rounds itself, with deadlines and checkpoints: call "
+        "start(grid)"
+    )

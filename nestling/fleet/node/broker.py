@@ -1,7 +1,9 @@
-"""The MQTT broker between a gateway and its devices: how it is reached, and the files that a Mosquitto broker needs to keep devices
-apart. Topics are nestling/DEVICE/down (jobs), /up (results) and /state (who is there; retained).
+"""The MQTT broker between a gateway and its devices: how it is reached, and the files that a
+Mosquitto broker needs to keep devices apart. Topics are nestling/DEVICE/down (jobs), /up (results)
+and /state (who is there; retained).
 
-    python -m nestling.fleet.node.broker DIR --certs KEYS --device kitchen --device cellar [--host ADDRESS] [--port PORT]
+    python -m nestling.fleet.node.broker DIR --certs KEYS --device kitchen --device cellar
+        [--host ADDRESS] [--port PORT]
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ KEEPALIVE = 30
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 GATEWAY = "gateway"
-_ROUNDS = 101  # of Mosquitto's own tool: passwords here are random and long, so that more of them protect nothing
+# of Mosquitto's own tool: passwords here are random and long, so that more of them protect nothing
+_ROUNDS = 101
 
 
 @dataclass(frozen=True)
 class Broker:
-    """How a broker is reached. `ca`: the authority that signed its certificate (None: one that the system trusts)."""
+    """How a broker is reached. `ca`: the authority that signed its certificate (None: one that the
+    system trusts)."""
 
     host: str
     user: str
@@ -50,9 +54,13 @@ class Broker:
     def client(self, keepalive: int = KEEPALIVE) -> Client:
         """A client that connects, and connects again, as soon as its loop is started."""
         mqtt = _paho()
-        made: Client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=self.user, protocol=mqtt.MQTTv311)
+        made: Client = mqtt.Client(
+            mqtt.CallbackAPIVersion.VERSION2, client_id=self.user, protocol=mqtt.MQTTv311
+        )
         if self.tls:
-            made.tls_set_context(ssl.create_default_context(cafile=str(self.ca) if self.ca else None))
+            made.tls_set_context(
+                ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
+            )
         elif not is_loopback(self.host):
             raise InputError(
                 f"without TLS only a broker on this machine can be reached, not {self.host}",
@@ -74,7 +82,11 @@ def topic(device: str, end: str) -> str:
 def check_device(name: str, field: str) -> str:
     """Refuses a name that cannot be part of a topic and of a file's name."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise InputError(f"{name!r} is not a name", field=field, fix="letters, digits, dots, hyphens and underscores, at most 63")
+        raise InputError(
+            f"{name!r} is not a name",
+            field=field,
+            fix="letters, digits, dots, hyphens and underscores, at most 63",
+        )
     return name
 
 
@@ -82,23 +94,38 @@ def read_secret(path: Path) -> str:
     """The password in a file that nobody else may read."""
     try:
         if path.stat().st_mode & 0o077:
-            raise InputError(f"{path} can be read by others", field="password_file", fix=f"chmod 600 {path}")
+            raise InputError(
+                f"{path} can be read by others", field="password_file", fix=f"chmod 600 {path}"
+            )
         return path.read_text().strip()
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}", field="password_file") from None
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}", field="password_file"
+        ) from None
 
 
 def write_broker(
-    folder: Path, devices: Sequence[str], certificate: ServerFiles, host: str = "127.0.0.1", port: int = 8883, user: str = ""
+    folder: Path,
+    devices: Sequence[str],
+    certificate: ServerFiles,
+    host: str = "127.0.0.1",
+    port: int = 8883,
+    user: str = "",
 ) -> Path:
-    """The files of a Mosquitto broker for a gateway and its devices; gives its configuration's path.
+    """The files of a Mosquitto broker for a gateway and its devices; gives its configuration's
+    path.
 
-    A password is made for each of them that has none yet, in secrets/NAME, to be copied to that device. Nobody without one gets in,
-    and a device reaches its own topics only. `user`: who the broker is to run as where root starts it (default: who owns the files).
+    A password is made for each of them that has none yet, in secrets/NAME, to be copied to that
+    device. Nobody without one gets in, and a device reaches its own topics only. `user`: who the
+    broker is to run as where root starts it (default: who owns the files).
     """
     names = [check_device(name, "devices") for name in devices]
     if GATEWAY in names or len(set(names)) < len(names):
-        raise InputError(f"two devices of one name, or one called {GATEWAY!r}", field="devices", fix="give each its own name")
+        raise InputError(
+            f"two devices of one name, or one called {GATEWAY!r}",
+            field="devices",
+            fix="give each its own name",
+        )
     private_folder(folder)
     place = private_folder(folder / "secrets")
     lines = []
@@ -130,8 +157,10 @@ def write_broker(
 def _acl() -> str:
     """Who may do what; %u is the name that a device has proved with its password."""
     return (
-        f"user {GATEWAY}\ntopic read {TOPICS}/+/up\ntopic read {TOPICS}/+/state\ntopic write {TOPICS}/+/down\n"
-        f"\npattern read {TOPICS}/%u/down\npattern write {TOPICS}/%u/up\npattern write {TOPICS}/%u/state\n"
+        f"user {GATEWAY}\ntopic read {TOPICS}/+/up\ntopic read {TOPICS}/+/state\ntopic write "
+        f"{TOPICS}/+/down\n"
+        f"\npattern read {TOPICS}/%u/down\npattern write {TOPICS}/%u/up\npattern write "
+        f"{TOPICS}/%u/state\n"
     )
 
 
@@ -146,25 +175,37 @@ def _paho():  # type: ignore[no-untyped-def]
     try:
         from paho.mqtt import client
     except ImportError:
-        raise InputError("paho-mqtt is not installed", field="mqtt", fix="pip install 'nestling[mqtt]'") from None
+        raise InputError(
+            "paho-mqtt is not installed", field="mqtt", fix="pip install 'nestling[mqtt]'"
+        ) from None
     return client
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command: writes the broker's files and says how to start it; exit code 2 where an input is wrong."""
+    """The command: writes the broker's files and says how to start it; exit code 2 where an input
+    is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m nestling.fleet.node.broker", description="Makes the files of a Mosquitto broker."
+        prog="python -m nestling.fleet.node.broker",
+        description="Makes the files of a Mosquitto broker.",
     )
     parser.add_argument("folder", type=Path, help="where; made where it is missing")
-    parser.add_argument("--certs", type=Path, required=True, help="certificates (see `nestling certs`)")
-    parser.add_argument("--device", action="append", default=[], help="a device; repeatable. All of them, each time")
+    parser.add_argument(
+        "--certs", type=Path, required=True, help="certificates (see `nestling certs`)"
+    )
+    parser.add_argument(
+        "--device", action="append", default=[], help="a device; repeatable. All of them, each time"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=int, default=8883, help="the port to listen on")
-    parser.add_argument("--user", default="", help="who the broker runs as where root starts it (default: you)")
+    parser.add_argument(
+        "--user", default="", help="who the broker runs as where root starts it (default: you)"
+    )
     told = parser.parse_args(words)
     try:
         files = server_files(told.certs.absolute())
-        path = write_broker(told.folder.absolute(), told.device, files, told.host, told.port, told.user)
+        path = write_broker(
+            told.folder.absolute(), told.device, files, told.host, told.port, told.user
+        )
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

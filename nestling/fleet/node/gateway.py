@@ -2,9 +2,10 @@
 
     python -m nestling.fleet.node.gateway --socket PATH --folder DIR --name NAME --devices FILE.toml
 
-The devices cannot run Python, and their rows never leave them. The gateway does the part of the method that is not training (what
-a client does with a message, what it replies), turns each phase of training into a job (`tiny.lowering`), and has the device do
-it. Devices work side by side; one that dies, or takes too long, costs its own reply only.
+The devices cannot run Python, and their rows never leave them. The gateway does the part of the
+method that is not training (what a client does with a message, what it replies), turns each phase
+of training into a job (`tiny.lowering`), and has the device do it. Devices work side by side; one
+that dies, or takes too long, costs its own reply only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,16 @@ from nestling.fleet.node.worker import Begun, OwnRows, Worker, _Run, _said
 from nestling.fleet.protocol import wire
 from nestling.fleet.protocol.links import Facts, Link, board_shape
 from nestling.fleet.protocol.local import serve
-from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Member, Order, Welcome
+from nestling.fleet.protocol.wire import (
+    Answer,
+    Failed,
+    Hello,
+    JobDone,
+    JobOrder,
+    Member,
+    Order,
+    Welcome,
+)
 from nestling.schema import check_keys
 from nestling.tiny.link.gateway import BoardConfig
 from nestling.tiny.link.line import LineTiming
@@ -55,16 +65,19 @@ ON_DEVICE = "device"
 """The data of a worker whose clients' rows are on their devices."""
 
 
-# -- the devices of a gateway ------------------------------------------------------------------------------------------------------
+# -- the devices of a gateway ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SmallDevice:
     """A device behind a gateway.
 
-    link:     "mqtt", or where a board is: "serial:/dev/ttyUSB0:115200", "tcp:HOST:PORT", "unix:PATH".
-    device:   the kind of device (a name of the catalogue) or tier it is; client: the number it would like to have.
-    deadline: seconds that a job may take (0: the gateway's). counts: rows by class, where the method asks and a board does not say.
+    link:     "mqtt", or where a board is: "serial:/dev/ttyUSB0:115200", "tcp:HOST:PORT",
+              "unix:PATH".
+    device:   the kind of device (a name of the catalogue) or tier it is; client: the number it
+              would like to have.
+    deadline: seconds that a job may take (0: the gateway's). counts: rows by class, where the
+              method asks and a board does not say.
     every:    steps between two notes of a board's state.
     """
 
@@ -93,7 +106,11 @@ class Devices:
         found: dict[str, Link] = {}
         if speak:
             if self.mqtt is None:
-                raise InputError("there are devices that speak MQTT, and no broker", field="mqtt", fix="add a table [mqtt]")
+                raise InputError(
+                    "there are devices that speak MQTT, and no broker",
+                    field="mqtt",
+                    fix="add a table [mqtt]",
+                )
             found |= dict.fromkeys(speak, MqttDevices(self.mqtt, speak, self.absence))
         if wired:
             found |= dict.fromkeys(wired, SerialDevices(wired, home / "boards"))
@@ -101,28 +118,41 @@ class Devices:
 
 
 def _board(device: SmallDevice, deadline: float) -> SerialBoard:
-    # A board that is lost is looked for as long as its job may take: then there is another one, or none.
+    # A board that is lost is looked for as long as its job may take: then there is another one, or
+    # none.
     timing = LineTiming(revival=device.deadline or deadline)
     return SerialBoard(BoardConfig(device.link, device.every, timing=timing), device.counts)
 
 
 def read_devices(path: Path) -> Devices:
-    """The devices in a file: `deadline`, `absence`, a table [mqtt] and [[devices]] tables. Paths in it are relative to the file."""
+    """The devices in a file: `deadline`, `absence`, a table [mqtt] and [[devices]] tables. Paths in
+    it are relative to the file."""
     table = read_toml(path, "--devices")
     check_keys(table, [field.name for field in fields(Devices)], "")
     rows = table.get("devices", [])
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise InputError("names no devices", field="devices", fix="write [[devices]] before each of them")
+        raise InputError(
+            "names no devices", field="devices", fix="write [[devices]] before each of them"
+        )
     devices = tuple(_device(row, f"devices[{index}]") for index, row in enumerate(rows))
     if len({one.name for one in devices}) < len(devices):
         raise InputError("two devices of one name", field="devices", fix="give each its own")
     broker = _broker(table["mqtt"], path.parent) if "mqtt" in table else None
-    return Devices(devices, _seconds(table, "deadline", DEADLINE), _seconds(table, "absence", ABSENCE), broker)
+    return Devices(
+        devices, _seconds(table, "deadline", DEADLINE), _seconds(table, "absence", ABSENCE), broker
+    )
 
 
 def _device(row: Mapping[str, Any], where: str) -> SmallDevice:
     check_keys(row, [field.name for field in fields(SmallDevice)], where)
-    kinds: dict[str, Any] = {"link": str, "device": str, "client": int, "deadline": (int, float), "counts": list, "every": int}
+    kinds: dict[str, Any] = {
+        "link": str,
+        "device": str,
+        "client": int,
+        "deadline": (int, float),
+        "counts": list,
+        "every": int,
+    }
     for name, kind in kinds.items():
         if name in row and (not isinstance(row[name], kind) or isinstance(row[name], bool)):
             raise InputError(f"{row[name]!r}", field=f"{where}.{name}", fix="see docs/fleet.md")
@@ -132,16 +162,26 @@ def _device(row: Mapping[str, Any], where: str) -> SmallDevice:
         raise InputError(f"{link!r} is no link to a device", field=f"{where}.link", fix=fix)
     counts = row.get("counts")
     if counts is not None and not all(type(count) is int and count >= 0 for count in counts):
-        raise InputError(f"{counts!r}", field=f"{where}.counts", fix="rows by class, all of them 0 or more")
+        raise InputError(
+            f"{counts!r}", field=f"{where}.counts", fix="rows by class, all of them 0 or more"
+        )
     name = check_device(row.get("name", ""), f"{where}.name")
-    return SmallDevice(**{**row, "name": name, "counts": tuple(counts) if counts is not None else None})
+    return SmallDevice(
+        **{**row, "name": name, "counts": tuple(counts) if counts is not None else None}
+    )
 
 
 def _broker(row: Any, folder: Path) -> Broker:
     known = [field.name for field in fields(Broker)]
-    if not isinstance(row, dict) or not isinstance(row.get("host"), str) or not isinstance(row.get("password_file"), str):
+    if (
+        not isinstance(row, dict)
+        or not isinstance(row.get("host"), str)
+        or not isinstance(row.get("password_file"), str)
+    ):
         raise InputError(
-            "says not how to reach the broker", field="mqtt", fix="host and password_file, and where needed port, ca"
+            "says not how to reach the broker",
+            field="mqtt",
+            fix="host and password_file, and where needed port, ca",
         )
     check_keys(row, known, "mqtt")
     paths = {name: folder / row[name] for name in ("password_file", "ca") if name in row}
@@ -155,12 +195,13 @@ def _seconds(table: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-# -- the gateway -------------------------------------------------------------------------------------------------------------------
+# -- the gateway -----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Work:
-    """A client's round under way. `future` is its device's next word, which is not waited for beyond `until`."""
+    """A client's round under way. `future` is its device's next word, which is not waited for
+    beyond `until`."""
 
     begun: Begun
     device: SmallDevice
@@ -170,22 +211,33 @@ class _Work:
 
 
 class FleetGateway(Worker):
-    """The worker of a node that speaks for many devices: `name` is the node's, and NAME/DEVICE a client's."""
+    """The worker of a node that speaks for many devices: `name` is the node's, and NAME/DEVICE a
+    client's."""
 
     def __init__(
-        self, home: Path | str, name: str, devices: Devices, links: Mapping[str, Link], tell_classes: bool = False
+        self,
+        home: Path | str,
+        name: str,
+        devices: Devices,
+        links: Mapping[str, Link],
+        tell_classes: bool = False,
     ) -> None:
-        """Makes each device a client, NAME/DEVICE, reached through the link in `links` under the device's name."""
+        """Makes each device a client, NAME/DEVICE, reached through the link in `links` under the
+        device's name."""
         self.devices = {f"{name}/{one.name}": one for one in devices.devices}
         self.links, self.deadline = dict(links), devices.deadline
-        self._all = tuple(Member(full, one.client, one.device) for full, one in self.devices.items())
+        self._all = tuple(
+            Member(full, one.client, one.device) for full, one in self.devices.items()
+        )
         super().__init__(home, self._all, ON_DEVICE, tell_classes=tell_classes)
         self._told: dict[str, Facts] = {}  # what the server was told of devices
         self._at_work: dict[int, _Work] = {}
         self._failed: dict[int, Failed] = {}
         self._serving = threading.Lock()
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rung when a device has answered, and when a letter comes
-        self._latest: tuple[str, int] | None = None  # which run and round the letter that came last is about
+        # rung when a device has answered, and when a letter comes
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # which run and round the letter that came last is about
+        self._latest: tuple[str, int] | None = None
 
     def open(self, seconds: float = GATHER_SECONDS) -> None:
         """Connects to the devices, and waits a little for those that are there."""
@@ -197,7 +249,9 @@ class FleetGateway(Worker):
         missing = sorted(set(self.devices) - set(self._known()))
         log.info("%d of %d devices are there", len(self.devices) - len(missing), len(self.devices))
         if missing:
-            log.warning("not heard from: %s%s", ", ".join(missing[:20]), ", …" if len(missing) > 20 else "")
+            log.warning(
+                "not heard from: %s%s", ", ".join(missing[:20]), ", …" if len(missing) > 20 else ""
+            )
 
     def close(self) -> None:
         """Closes every link once, however many devices share it."""
@@ -205,8 +259,8 @@ class FleetGateway(Worker):
             link.close()
 
     def handle(self, letter: bytes) -> bytes:
-        """The answer to a letter. A letter about something else ends the wait for devices that are still at work; whoever asks for
-        their results again gets them."""
+        """The answer to a letter. A letter about something else ends the wait for devices that are
+        still at work; whoever asks for their results again gets them."""
         order = Order.from_bytes(letter) if wire.kind_of(letter) == "order" else None
         self._latest = (order.run, order.round) if order is not None else None
         self._bell.put(None)
@@ -216,7 +270,7 @@ class FleetGateway(Worker):
     def _distinct(self) -> list[Link]:
         return list({id(link): link for link in self.links.values()}.values())
 
-    # -- who is there --------------------------------------------------------------------------------------------------------------
+    # -- who is there ------------------------------------------------------------------------------
 
     def _known(self) -> dict[str, Facts]:
         found = {full: self.links[one.name].facts(one.name) for full, one in self.devices.items()}
@@ -230,11 +284,14 @@ class FleetGateway(Worker):
     def _reported(self, member: Member, welcome: Welcome) -> Member:
         facts = self._told[member.name]
         if facts.shape != board_shape(welcome.shape):
-            raise InputError(f"{member.name} has samples of {facts.shape}, the experiment's are {board_shape(welcome.shape)}")
+            raise InputError(
+                f"{member.name} has samples of {facts.shape}, the experiment's are "
+                f"{board_shape(welcome.shape)}"
+            )
         counts = _by_class(facts, welcome.classes) if self.tell_classes else None
         return replace(member, ram=facts.ram, rows=facts.rows, counts=counts)
 
-    # -- orders --------------------------------------------------------------------------------------------------------------------
+    # -- orders ------------------------------------------------------------------------------------
 
     def _order(self, order: Order) -> Answer:
         answer = Answer(order.run, order.round)
@@ -244,7 +301,8 @@ class FleetGateway(Worker):
             answer.error = _said(error)
             return answer
         if run is None or self._known() != self._told:
-            # Devices that came, or came back with other data, are told of in the answer to a welcome.
+            # Devices that came, or came back with other data, are told of in the answer to a
+            # welcome.
             answer.unknown = True
             return answer
         found = self._results(run, order)
@@ -252,7 +310,8 @@ class FleetGateway(Worker):
         return answer
 
     def _results(self, run: _Run, order: Order) -> dict[int, JobDone | Failed]:
-        """What came of an order, client by client; those that are still at work when another letter comes are left out."""
+        """What came of an order, client by client; those that are still at work when another letter
+        comes are left out."""
         found: dict[int, JobDone | Failed] = {}
         for job in order.jobs:
             self._put(found, job.client, self._begin(run, order, job))
@@ -266,7 +325,9 @@ class FleetGateway(Worker):
             self._wait(min(work.until for work in left))
 
     @staticmethod
-    def _put(found: dict[int, JobDone | Failed], client: int, result: JobDone | Failed | None) -> None:
+    def _put(
+        found: dict[int, JobDone | Failed], client: int, result: JobDone | Failed | None
+    ) -> None:
         if result is not None:
             found[client] = result
 
@@ -285,7 +346,11 @@ class FleetGateway(Worker):
             return None
         self._drop(job.client)
         if job.name not in self._told:
-            return Failed(job.client, job.key, f"there is no {job.name!r} behind this node, or it has not been heard from")
+            return Failed(
+                job.client,
+                job.key,
+                f"there is no {job.name!r} behind this node, or it has not been heard from",
+            )
         try:
             begun = run.begin(order, job)
             if not isinstance(begun, Begun):
@@ -302,7 +367,10 @@ class FleetGateway(Worker):
             if work.future.done():
                 return self._step(run, work.begun, work.round, work.future.result())
             if time.monotonic() >= work.until:
-                raise TimeoutError(f"{work.device.name} gave no answer within {work.device.deadline or self.deadline:.0f} s")
+                raise TimeoutError(
+                    f"{work.device.name} gave no answer within "
+                    f"{work.device.deadline or self.deadline:.0f} s"
+                )
         except Exception as error:
             return self._fail(job, error)
         return None
@@ -317,7 +385,9 @@ class FleetGateway(Worker):
             return run.finish(begun, end.value)
         device = self.devices[begun.job.name]
         future = self.links[device.name].run(device.name, orders_of(job))
-        self._at_work[client] = _Work(begun, device, round, future, time.monotonic() + (device.deadline or self.deadline))
+        self._at_work[client] = _Work(
+            begun, device, round, future, time.monotonic() + (device.deadline or self.deadline)
+        )
         future.add_done_callback(lambda _: self._bell.put(None))
         return None
 
@@ -337,10 +407,12 @@ class FleetGateway(Worker):
         facts = self._told[job.name]
         rows = _Rows(facts, world.classes)
         x, y = cast(Tensor, _Elsewhere(len(run.welcome.shape) + 1)), cast(Tensor, _Elsewhere(1))
-        return Site(x, y, rows, world.references, world.classes, world.train, world.seed, world.public)
+        return Site(
+            x, y, rows, world.references, world.classes, world.train, world.seed, world.public
+        )
 
 
-# -- a round in jobs ---------------------------------------------------------------------------------------------------------------
+# -- a round in jobs -------------------------------------------------------------------------------
 
 Lowered = Generator[tuple[Client, Job], Done, Outcome]
 """A round under way: gives (client, job), is told what came of it, and ends with the outcome."""
@@ -361,7 +433,8 @@ def lowered(round: Working) -> Lowered:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """Rows that are on a device: a gateway knows their form only, and a method that wants to see them is refused."""
+    """Rows that are on a device: a gateway knows their form only, and a method that wants to see
+    them is refused."""
 
     dimensions: int
 
@@ -376,7 +449,8 @@ class _Elsewhere:
     def __getitem__(self, rows: object) -> NoReturn:
         raise InputError(
             "the method looks at a client's rows, and those of a small device never leave it",
-            fix="take a method whose clients only train (fedavg, heterofl, fedprox, shared-average, …)",
+            fix="take a method whose clients only train (fedavg, heterofl, fedprox, "
+            "shared-average, …)",
         )
 
 
@@ -385,7 +459,11 @@ class _Rows(OwnRows):
 
     def __init__(self, facts: Facts, classes: int) -> None:
         counts = _by_class(facts, classes)
-        y = np.zeros(facts.rows, np.int64) if counts is None else np.repeat(np.arange(classes), counts)
+        y = (
+            np.zeros(facts.rows, np.int64)
+            if counts is None
+            else np.repeat(np.arange(classes), counts)
+        )
         super().__init__(y, classes)
         self._told = counts is not None
 
@@ -403,17 +481,25 @@ def _by_class(facts: Facts, classes: int) -> tuple[int, ...] | None:
     if facts.counts is None:
         return None
     if any(facts.counts[classes:]):
-        raise InputError(f"a device has rows of {len(facts.counts)} classes, the experiment has {classes}")
+        raise InputError(
+            f"a device has rows of {len(facts.counts)} classes, the experiment has {classes}"
+        )
     return (*facts.counts[:classes], *([0] * (classes - len(facts.counts))))
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The resident process of a gateway."""
-    parser = argparse.ArgumentParser(prog="python -m nestling.fleet.node.gateway", description="Speaks for many small devices.")
+    parser = argparse.ArgumentParser(
+        prog="python -m nestling.fleet.node.gateway", description="Speaks for many small devices."
+    )
     parser.add_argument("--socket", required=True, help="the socket to answer at")
-    parser.add_argument("--folder", type=Path, required=True, help="where it keeps what its clients keep")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where it keeps what its clients keep"
+    )
     parser.add_argument("--name", required=True, help="what the gateway is called")
-    parser.add_argument("--devices", type=Path, required=True, help="the TOML file that names the devices")
+    parser.add_argument(
+        "--devices", type=Path, required=True, help="the TOML file that names the devices"
+    )
     given = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -425,7 +511,11 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        serve(given.socket, gateway.handle, lambda: print(f"{given.name}: the gateway is ready", flush=True))
+        serve(
+            given.socket,
+            gateway.handle,
+            lambda: print(f"{given.name}: the gateway is ready", flush=True),
+        )
     finally:
         gateway.close()
     return 0

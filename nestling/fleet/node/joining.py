@@ -1,8 +1,10 @@
-"""`nestling join`: a device's processes, kept alive: the worker, with torch and the data, and Flower's node, which carries letters.
+"""`nestling join`: a device's processes, kept alive: the worker, with torch and the data, and
+Flower's node, which carries letters.
 
-The node starts a new small process for every letter, which hands it to the worker over a socket that only this user can reach.
-The first thing a device does is look at the server itself, because what is usually wrong (a name, a port, a certificate, a clock) can
-be said much more clearly here than by what comes later.
+The node starts a new small process for every letter, which hands it to the worker over a socket
+that only this user can reach. The first thing a device does is look at the server itself, because
+what is usually wrong (a name, a port, a certificate, a clock) can be said much more clearly here
+than by what comes later.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from pathlib import Path
 from nestling.errors import InputError
 from nestling.files import writing
 from nestling.fleet.care import certs, logs
-from nestling.fleet.care.processes import Keeper, Program, flower_command, flower_env, free_port, need_flower, stopped_by_signals
+from nestling.fleet.care.processes import (
+    Keeper,
+    Program,
+    flower_command,
+    flower_env,
+    free_port,
+    need_flower,
+    stopped_by_signals,
+)
 from nestling.fleet.node import profile
 from nestling.fleet.protocol.addresses import is_loopback, join_address
 from nestling.fleet.server.proxy import NO_KEY, REVOKED_KEY, UNKNOWN_KEY
@@ -40,25 +50,30 @@ LOOK_FIRST, LOOK_LONGEST = 1.0, 30.0
 SOCKET_PATH = 80
 """Characters: a socket's path may have about a hundred."""
 TASK_POLL = 0.3
-"""Seconds between a node's looks for a new letter to start a process for: it is part of every round's time."""
+"""Seconds between a node's looks for a new letter to start a process for: it is part of every
+round's time."""
 
 ADVICE = {
     f"[code: {NO_KEY}]": "the server wants a key: join with --certs",
-    f"[code: {UNKNOWN_KEY}]": "refused: the server does not know this device's key (was its public half copied there?)",
+    f"[code: {UNKNOWN_KEY}]": "refused: the server does not know this device's key (was its "
+    "public half copied there?)",
     f"[code: {REVOKED_KEY}]": "refused: this device's key is revoked",
     "[code: 2001]": "the server wants a key: join with --certs",
-    "[code: 2004]": "the server still holds this device's last session, which was cut off; it lets go within a minute",
+    "[code: 2004]": "the server still holds this device's last session, which was cut off; it "
+    "lets go within a minute",
     "[code: 1001]": "refused: this device's version of Flower does not fit the server's",
-    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not one of the authority this device trusts",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not one of the authority this "
+    "device trusts",
     "Errno 98": "a port is taken",
-    "terminated gracefully": "the server does not accept this device any more (a revoked key, or a wrong clock)",
+    "terminated gracefully": "the server does not accept this device any more (a revoked key, or "
+    "a wrong clock)",
 }
 
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """What was asked for. `certs` None: neither TLS nor keys, to this machine only. `devices`: the file of the small devices that it
-    speaks for as a gateway, instead of working itself."""
+    """What was asked for. `certs` None: neither TLS nor keys, to this machine only. `devices`: the
+    file of the small devices that it speaks for as a gateway, instead of working itself."""
 
     host: str
     port: int
@@ -77,9 +92,11 @@ def join(options: JoinOptions) -> None:
     need_flower()
     if options.certs is None and not is_loopback(options.host):
         raise InputError(
-            f"without TLS and keys a device may only join a server on its own machine, not {options.host}",
+            "without TLS and keys a device may only join a server on its own machine, not "
+            f"{options.host}",
             field="--insecure",
-            fix="get this device's keys from whoever runs the server (`nestling certs`), and name them with --certs",
+            fix="get this device's keys from whoever runs the server (`nestling certs`), and "
+            "name them with --certs",
         )
     profile.Allowance.parse(options.memory)
     with writing(options.folder, "--folder"):
@@ -88,7 +105,13 @@ def join(options: JoinOptions) -> None:
     found = profile.measure()
     log.info(
         "%s: %.2f GB of memory, %.2f GB free, %.1f GMAC/s on one of %d cores",
-        *(options.name, found.ram / 2**30, found.available / 2**30, found.macs_per_second / 1e9, found.cores),
+        *(
+            options.name,
+            found.ram / 2**30,
+            found.available / 2**30,
+            found.macs_per_second / 1e9,
+            found.cores,
+        ),
     )
     lines = logs.written_to(options.folder / "log" / logs.DEVICE_LOG)
     with lines, stopped_by_signals(), _sockets(options.folder) as place, Keeper() as keeper:
@@ -114,17 +137,26 @@ def obstacle(options: JoinOptions, timeout: float = 10.0) -> str | None:
     if options.certs is None:
         made = http.client.HTTPConnection(options.host, options.port, timeout=timeout)
     else:
-        trust = ssl.create_default_context(cafile=str(options.certs.ca) if options.certs.ca else None)
-        made = http.client.HTTPSConnection(options.host, options.port, timeout=timeout, context=trust)
+        trust = ssl.create_default_context(
+            cafile=str(options.certs.ca) if options.certs.ca else None
+        )
+        made = http.client.HTTPSConnection(
+            options.host, options.port, timeout=timeout, context=trust
+        )
     where = join_address(options.host, options.port)
     try:
         made.request("GET", "/health")
         answer = made.getresponse()
         answer.read()
     except ssl.SSLCertVerificationError as error:
-        return f"{where} shows a certificate that this device does not trust: {error.verify_message}"
+        return (
+            f"{where} shows a certificate that this device does not trust: {error.verify_message}"
+        )
     except (ssl.SSLError, http.client.HTTPException) as error:
-        return f"{where} does not speak {'TLS' if options.certs else 'plain HTTP'} as expected ({type(error).__name__})"
+        return (
+            f"{where} does not speak {'TLS' if options.certs else 'plain HTTP'} as expected "
+            f"({type(error).__name__})"
+        )
     except OSError as error:
         return f"{where} cannot be reached: {error.strerror or error}"
     finally:
@@ -142,7 +174,10 @@ def _clock_trouble(date: str | None) -> str | None:
     if -BEHIND < ahead < AHEAD + 1.5:
         return None
     word = "ahead of" if ahead > 0 else "behind"
-    return f"this device's clock is {abs(ahead):.0f} s {word} the server's, which then refuses its signatures; set it (NTP)"
+    return (
+        f"this device's clock is {abs(ahead):.0f} s {word} the server's, which then refuses "
+        "its signatures; set it (NTP)"
+    )
 
 
 def _wait_for_server(options: JoinOptions, keeper: Keeper) -> None:
@@ -163,20 +198,40 @@ def _wait_for_server(options: JoinOptions, keeper: Keeper) -> None:
 
 def _worker(options: JoinOptions, place: Path) -> Program:
     part = "worker" if options.devices is None else "gateway"
-    command = [sys.executable, "-m", f"nestling.fleet.node.{part}", "--folder", str(options.folder / "worker")]
+    command = [
+        sys.executable,
+        "-m",
+        f"nestling.fleet.node.{part}",
+        "--folder",
+        str(options.folder / "worker"),
+    ]
     command += ["--socket", str(place / "socket"), "--name", options.name]
     if options.devices is not None:
         command += ["--devices", str(options.devices)]
     else:
         command += ["--device", options.device, "--data", options.data, "--memory", options.memory]
         command += ["--client", str(options.client)] if options.client is not None else []
-    return Program("worker", command, options.folder / "log" / "worker.log", dict(os.environ), show=lambda _: True)
+    return Program(
+        "worker",
+        command,
+        options.folder / "log" / "worker.log",
+        dict(os.environ),
+        show=lambda _: True,
+    )
 
 
 def _node(options: JoinOptions, place: Path, port: int) -> Program:
     settings = options.folder / "node.toml"
-    certs.write_private(settings, f"socket = {json.dumps(str(place / 'socket'))}\nname = {json.dumps(options.name)}\n".encode())
-    command = [flower_command("flower-supernode"), "--superlink", join_address(options.host, options.port)]
+    certs.write_private(
+        settings,
+        f"socket = {json.dumps(str(place / 'socket'))}\nname = "
+        f"{json.dumps(options.name)}\n".encode(),
+    )
+    command = [
+        flower_command("flower-supernode"),
+        "--superlink",
+        join_address(options.host, options.port),
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--node-config", str(settings)]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(_secret(options))]
     if options.certs is None:
@@ -185,18 +240,34 @@ def _node(options: JoinOptions, place: Path, port: int) -> Program:
         command += ["--auth-supernode-private-key", str(options.certs.key)]
         command += ["--root-certificates", str(options.certs.ca)] if options.certs.ca else []
     env = flower_env(options.folder / "flower")
-    return Program("node", command, options.folder / "log" / "node.log", env, show=_News(), advice=_advice, sick=_sick)
+    return Program(
+        "node",
+        command,
+        options.folder / "log" / "node.log",
+        env,
+        show=_News(),
+        advice=_advice,
+        sick=_sick,
+    )
 
 
 def _executor(options: JoinOptions, port: int) -> Program:
-    command = [flower_command("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{port}", "--insecure"]
+    command = [
+        flower_command("flower-superexec"),
+        "--runtime-api-address",
+        f"127.0.0.1:{port}",
+        "--insecure",
+    ]
     command += ["--superexec-auth-secret-file", str(_secret(options))]
-    env = flower_env(options.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(TASK_POLL)}
+    env = flower_env(options.folder / "flower") | {
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(TASK_POLL)
+    }
     return Program("executor", command, options.folder / "log" / "executor.log", env)
 
 
 def _secret(options: JoinOptions) -> Path:
-    """Shared by the node and what starts processes for it, so that nobody else on this machine takes its letters."""
+    """Shared by the node and what starts processes for it, so that nobody else on this machine
+    takes its letters."""
     path = options.folder / "secret"
     if not path.exists():
         certs.write_private(path, secrets.token_bytes(32))
@@ -209,7 +280,8 @@ def _sick(line: str) -> bool:
 
 
 class _News:
-    """Which of the node's lines say something new: that it is in, and that the server is away, once each time."""
+    """Which of the node's lines say something new: that it is in, and that the server is away, once
+    each time."""
 
     def __init__(self) -> None:
         self.away = False
@@ -230,7 +302,8 @@ def _advice(tail: str) -> str | None:
 
 @contextmanager
 def _sockets(folder: Path) -> Iterator[Path]:
-    """A folder for the worker's socket, readable by this user alone: the device's own, or a short one where that path is too long."""
+    """A folder for the worker's socket, readable by this user alone: the device's own, or a short
+    one where that path is too long."""
     if len(os.fsencode(folder)) < SOCKET_PATH:
         yield folder
         return

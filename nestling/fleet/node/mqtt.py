@@ -1,5 +1,5 @@
-"""Devices on a network, reached through an MQTT broker: the gateway's side (`packets` says how they talk, `mqtt_device` is the other
-side). One connection serves them all."""
+"""Devices on a network, reached through an MQTT broker: the gateway's side (`packets` says how they
+talk, `mqtt_device` is the other side). One connection serves them all."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ class _Desk:
 class MqttDevices:
     """Gives jobs to devices behind a broker.
 
-    absence: seconds after which a device that has taken leave, or was cut off, is not waited for any more.
-    counts:  packets "down", "up", "again" (sent more than once), "late" (of a job that is not wanted any more) and "refused".
+    absence: seconds after which a device that has taken leave, or was cut off, is not waited for
+             any more.
+    counts:  packets "down", "up", "again" (sent more than once), "late" (of a job that is not
+             wanted any more) and "refused".
     """
 
     def __init__(self, broker: Broker, devices: Sequence[str], absence: float = ABSENCE) -> None:
@@ -80,7 +82,9 @@ class MqttDevices:
             log.warning("no broker answers at %s; trying on", where)
         if self._trouble:
             self.close()
-            raise InputError(f"the broker at {where} refuses {self.broker.user!r}: {self._trouble}", field="mqtt")
+            raise InputError(
+                f"the broker at {where} refuses {self.broker.user!r}: {self._trouble}", field="mqtt"
+            )
 
     def close(self) -> None:
         """Disconnects, and ends the jobs under way with an error."""
@@ -109,14 +113,17 @@ class MqttDevices:
                 self._send(device, desk)
         return future
 
-    # -- what comes ---------------------------------------------------------------------------------------------------------------
+    # -- what comes --------------------------------------------------------------------------------
 
-    def _connected(self, client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
+    def _connected(
+        self, client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any
+    ) -> None:
         self._trouble = str(reason) if reason.is_failure else ""
         if reason.is_failure:
             log.error("the broker refuses %r: %s", self.broker.user, reason)
         else:
-            # What devices say of themselves is retained: it comes again now, and jobs on their way are sent again.
+            # What devices say of themselves is retained: it comes again now, and jobs on their way
+            # are sent again.
             client.subscribe([(f"{TOPICS}/+/up", 1), (f"{TOPICS}/+/state", 1)])
         self._answered.set()
 
@@ -153,7 +160,9 @@ class MqttDevices:
             if packet.kind == RESULT:
                 self.counts["late"] += 1
                 # It need not be sent again.
-                self._publish(device, Packet(ACK, packet.job, packet.count, packet.count).to_bytes())
+                self._publish(
+                    device, Packet(ACK, packet.job, packet.count, packet.count).to_bytes()
+                )
         elif packet.kind == ACK:
             transfer.sender.acknowledge(packet, time.monotonic())
             self._send(device, desk)
@@ -179,7 +188,7 @@ class MqttDevices:
         else:
             _settle(transfer.future, found)
 
-    # -- what goes ----------------------------------------------------------------------------------------------------------------
+    # -- what goes ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK):
@@ -227,14 +236,20 @@ def _facts(told: Mapping[str, Any]) -> Facts:
         return value
 
     shape, counts = told.get("shape"), told.get("counts")
-    if not isinstance(shape, list) or len(shape) != 3 or not (counts is None or isinstance(counts, list)):
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 3
+        or not (counts is None or isinstance(counts, list))
+    ):
         raise InputError("a state without the form of the data")
     channels, height, width = (whole(side, 2**16) for side in shape)
     by_class = None if counts is None else tuple(whole(count) for count in counts)
     rows = whole(told.get("rows"), 2**16)
     if by_class is not None and sum(by_class) != rows:
         raise InputError(f"{rows} rows, and {sum(by_class)} by class")
-    return Facts(rows, (channels, height, width), by_class, whole(told.get("crc")), whole(told.get("ram", 0)))
+    return Facts(
+        rows, (channels, height, width), by_class, whole(told.get("crc")), whole(told.get("ram", 0))
+    )
 
 
 def _result(data: bytes, orders: Orders) -> Done:

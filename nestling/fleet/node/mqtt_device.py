@@ -1,10 +1,12 @@
-"""A device on a network that trains with the C runtime and speaks MQTT: what firmware for such a device does, in Python.
+"""A device on a network that trains with the C runtime and speaks MQTT: what firmware for such a
+device does, in Python.
 
-    python -m nestling.fleet.node.mqtt_device --broker HOST:PORT --ca ca.crt --name kitchen --password-file secret --data kitchen.data
+    python -m nestling.fleet.node.mqtt_device --broker HOST:PORT --ca ca.crt --name kitchen
+        --password-file secret --data kitchen.data
 
-Its data lie in a file as they would in flash (`tiny.runtime.data`), or in an .npz file of x and y. It tells who it is (state), takes
-jobs (down) and gives results (up); see `packets` for how. Whatever is lost is sent again, and a job that comes twice is done once.
-No torch is needed.
+Its data lie in a file as they would in flash (`tiny.runtime.data`), or in an .npz file of x and y.
+It tells who it is (state), takes jobs (down) and gives results (up); see `packets` for how.
+Whatever is lost is sent again, and a job that comes twice is done once. No torch is needed.
 """
 
 from __future__ import annotations
@@ -49,8 +51,11 @@ class MqttDevice:
     crew:   who computes; several devices of one process may share it.
     """
 
-    def __init__(self, name: str, blob: bytes, broker: Broker, ram: int = 0, crew: Executor | None = None) -> None:
-        """Checks the data and sets up the client; should it be cut off, the broker clears its state."""
+    def __init__(
+        self, name: str, blob: bytes, broker: Broker, ram: int = 0, crew: Executor | None = None
+    ) -> None:
+        """Checks the data and sets up the client; should it be cut off, the broker clears its
+        state."""
         self.name, self.blob, self.ram = name, blob, ram
         native.FlashData(blob)  # refuses what cannot be read
         self.trouble = ""  # why the broker does not let it in
@@ -86,9 +91,21 @@ class MqttDevice:
         _, rows, channels, height, width, _, _, _, _, crc = _BLOB.unpack_from(self.blob)
         counts = np.bincount(np.frombuffer(self.blob, "<u2", rows, _BLOB.size)).tolist()
         shape, boot = [channels, height, width], secrets.token_hex(4)
-        return bundle.pack({"rows": rows, "shape": shape, "counts": counts, "crc": crc, "ram": self.ram, "boot": boot}, {})
+        return bundle.pack(
+            {
+                "rows": rows,
+                "shape": shape,
+                "counts": counts,
+                "crc": crc,
+                "ram": self.ram,
+                "boot": boot,
+            },
+            {},
+        )
 
-    def _connected(self, client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
+    def _connected(
+        self, client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any
+    ) -> None:
         self.trouble = str(reason) if reason.is_failure else ""
         if not reason.is_failure:
             client.subscribe(topic(self.name, "down"), qos=1)
@@ -120,7 +137,12 @@ class MqttDevice:
         ack = self._receiver.take(packet)
         if ack is not None:
             self._publish(ack.to_bytes())
-        if before and self._sender is not None and self._sender.finished and packet.index == packet.count - 1:
+        if (
+            before
+            and self._sender is not None
+            and self._sender.finished
+            and packet.index == packet.count - 1
+        ):
             self._sender.restart()  # whoever asks again has lost the result
         if self._receiver.complete and not before:
             self.jobs += 1
@@ -133,7 +155,9 @@ class MqttDevice:
         except Unwanted:
             return
         except Exception as error:  # whatever it is, the gateway must hear of it
-            why = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            why = (
+                str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            )
             result = bundle.pack({**told, "error": why[:2000]}, {})
         else:
             facts = {**told, "loss": done.loss, "steps": done.steps, "samples": done.samples}
@@ -148,7 +172,9 @@ class MqttDevice:
         needed = len(orders.descriptor) + orders.header.arena
         if self.ram and needed > self.ram:
             fix = "a smaller view, a frozen prefix, or plain SGD"
-            raise InputError(f"the job needs {needed} bytes of RAM, the device has {self.ram}", fix=fix)
+            raise InputError(
+                f"the job needs {needed} bytes of RAM, the device has {self.ram}", fix=fix
+            )
         return native.run_job(job_of(orders, wanted), self.blob)
 
     def _wanted(self, number: int) -> bool:
@@ -178,12 +204,22 @@ class _Plan:
 def job_of(orders: Orders, wanted: Callable[[], bool]) -> Job:
     """The orders in the form that the C runtime's host build takes."""
     header = orders.header
-    mask = None if orders.mask is None else np.unpackbits(orders.mask, bitorder="little")[: header.trained]
+    mask = (
+        None
+        if orders.mask is None
+        else np.unpackbits(orders.mask, bitorder="little")[: header.trained]
+    )
     return Job(
         plan=cast(Any, _Plan(orders.descriptor.tobytes(), header.arena, header)),
         weights=orders.weights,
         settings=DescriptorSettings(
-            **dict(zip((f.name for f in fields(DescriptorSettings)), orders.settings.tolist(), strict=True))
+            **dict(
+                zip(
+                    (f.name for f in fields(DescriptorSettings)),
+                    orders.settings.tolist(),
+                    strict=True,
+                )
+            )
         ),
         steps=cast(Any, _Steps(orders, wanted)),
         anchor=orders.anchor,
@@ -209,7 +245,11 @@ class _Steps:
             if not self.wanted():
                 raise Unwanted
             place = slice(int(orders.starts[index]), int(orders.starts[index + 1]))
-            yield Step(orders.rows[place].astype(np.uint32), None if orders.shifts is None else orders.shifts[place], inner)
+            yield Step(
+                orders.rows[place].astype(np.uint32),
+                None if orders.shifts is None else orders.shifts[place],
+                inner,
+            )
 
 
 def read_blob(path: Path) -> bytes:
@@ -222,24 +262,43 @@ def read_blob(path: Path) -> bytes:
         with np.load(path, allow_pickle=False) as arrays:
             return pack(arrays["x"], arrays["y"])
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{path} cannot be read: {error}", field="--data", fix="give a flash image, or an .npz file") from None
+        raise InputError(
+            f"{path} cannot be read: {error}",
+            field="--data",
+            fix="give a flash image, or an .npz file",
+        ) from None
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command: does jobs until it is stopped, or until the broker refuses the device."""
-    parser = argparse.ArgumentParser(prog="python -m nestling.fleet.node.mqtt_device", description="A device that speaks MQTT.")
+    parser = argparse.ArgumentParser(
+        prog="python -m nestling.fleet.node.mqtt_device", description="A device that speaks MQTT."
+    )
     parser.add_argument("--broker", required=True, help="host:port")
     parser.add_argument("--name", required=True, help="what the device is called, there and here")
-    parser.add_argument("--password-file", type=Path, required=True, help="holds its password (0600)")
-    parser.add_argument("--data", type=Path, required=True, help="its data: a flash image, or an .npz file")
+    parser.add_argument(
+        "--password-file", type=Path, required=True, help="holds its password (0600)"
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="its data: a flash image, or an .npz file"
+    )
     parser.add_argument("--ca", type=Path, help="the authority of the broker's certificate")
-    parser.add_argument("--plain", action="store_true", help="no TLS: a broker on this machine only")
+    parser.add_argument(
+        "--plain", action="store_true", help="no TLS: a broker on this machine only"
+    )
     parser.add_argument("--ram", type=int, default=0, help="bytes that a job may take (0: any)")
     told = parser.parse_args(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         host, port = parse_server(told.broker, "--broker")
-        broker = Broker(host, check_device(told.name, "--name"), told.password_file, port, told.ca, not told.plain)
+        broker = Broker(
+            host,
+            check_device(told.name, "--name"),
+            told.password_file,
+            port,
+            told.ca,
+            not told.plain,
+        )
         device = MqttDevice(told.name, read_blob(told.data), broker, told.ram).start()
     except InputError as error:
         print(error, file=sys.stderr)

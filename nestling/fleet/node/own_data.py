@@ -27,15 +27,18 @@ class Rows:
 def read_rows(path: str | Path, welcome: Welcome) -> Rows:
     """The rows in an .npz file, or in all .npz files of a folder in the order of their names.
 
-    `x` holds samples in the experiment's form: float numbers as the experiment's own data have them after preparation, or bytes, which
-    are prepared as the experiment's pictures are (scaled to 0..1 where it has none). `y` holds the classes: their names, or where the
-    names are numbers or absent, their numbers.
+    `x` holds samples in the experiment's form: float numbers as the experiment's own data have them
+    after preparation, or bytes, which are prepared as the experiment's pictures are (scaled to 0..1
+    where it has none). `y` holds the classes: their names, or where the names are numbers or
+    absent, their numbers.
     """
     place = Path(path).expanduser()
     files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
     if not files or not all(file.is_file() for file in files):
         raise InputError(
-            f"there is no .npz file at {place}", field="--data", fix="give an .npz file with arrays x and y, or a folder"
+            f"there is no .npz file at {place}",
+            field="--data",
+            fix="give an .npz file with arrays x and y, or a folder",
         )
     parts = [_read(file, welcome) for file in files]
     return Rows(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
@@ -46,9 +49,15 @@ def _read(file: Path, welcome: Welcome) -> Rows:
         with np.load(file, allow_pickle=False) as arrays:
             x, y = arrays["x"], arrays["y"]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise _bad(file, f"cannot be read: {error}", "write it with numpy.savez(file, x=..., y=...)") from None
+        raise _bad(
+            file, f"cannot be read: {error}", "write it with numpy.savez(file, x=..., y=...)"
+        ) from None
     if y.ndim != 1 or len(x) != len(y) or not len(y):
-        raise _bad(file, f"x is {x.shape}, y is {y.shape}", "give one class a sample, and at least one sample")
+        raise _bad(
+            file,
+            f"x is {x.shape}, y is {y.shape}",
+            "give one class a sample, and at least one sample",
+        )
     return Rows(_samples(file, x, welcome), _classes(file, y, welcome))
 
 
@@ -63,7 +72,9 @@ def _samples(file: Path, x: np.ndarray, welcome: Welcome) -> Tensor:
     if x.shape[1:] != shape:
         raise _bad(file, f"samples are {x.shape[1:]}", f"the experiment's are {shape}")
     if x.dtype == np.uint8:
-        stats = image_statistics(parse_toml(welcome.experiment, "the experiment").get("data", {}).get("name", ""))
+        stats = image_statistics(
+            parse_toml(welcome.experiment, "the experiment").get("data", {}).get("name", "")
+        )
         return normalise(x, *(stats or ((0.0,), (1.0,))))
     found = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if not bool(torch.isfinite(found).all()):
@@ -74,14 +85,23 @@ def _samples(file: Path, x: np.ndarray, welcome: Welcome) -> Tensor:
 def _classes(file: Path, y: np.ndarray, welcome: Welcome) -> Tensor:
     number = {name: place for place, name in enumerate(welcome.class_names)}
     if y.dtype.kind in "US" or all(name.lstrip("-").isdigit() for name in number):
-        told = [str(one) if not isinstance(one, bytes) else one.decode(errors="replace") for one in y.tolist()]
+        told = [
+            str(one) if not isinstance(one, bytes) else one.decode(errors="replace")
+            for one in y.tolist()
+        ]
         strange = sorted(set(told) - set(number))
         if strange:
-            raise _bad(file, f"there is no class {strange[0]!r}", f"classes are {', '.join(welcome.class_names)}")
+            raise _bad(
+                file,
+                f"there is no class {strange[0]!r}",
+                f"classes are {', '.join(welcome.class_names)}",
+            )
         return torch.tensor([number[one] for one in told], dtype=torch.int64)
     if y.dtype.kind not in "ui" or y.min() < 0 or y.max() >= welcome.classes:
         raise _bad(
-            file, f"y is of type {y.dtype}, from {y.min()} to {y.max()}", f"give numbers 0..{welcome.classes - 1}, or names"
+            file,
+            f"y is of type {y.dtype}, from {y.min()} to {y.max()}",
+            f"give numbers 0..{welcome.classes - 1}, or names",
         )
     return torch.from_numpy(y.astype(np.int64))
 

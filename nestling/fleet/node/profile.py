@@ -1,4 +1,5 @@
-"""What this machine is and has free now: memory, as a container may see it too, and how fast it multiplies.
+"""What this machine is and has free now: memory, as a container may see it too, and how fast it
+multiplies.
 
 No torch here: a device says who it is before anything heavy is loaded.
 """
@@ -40,7 +41,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Allowance:
-    """How much of the free memory training may take: a share of what is free at the time, or a fixed size."""
+    """How much of the free memory training may take: a share of what is free at the time, or a
+    fixed size."""
 
     share: float = 1.0
     size: int | None = None
@@ -54,12 +56,20 @@ class Allowance:
             except ValueError:
                 share = 0.0
             if not 0 < share <= 1:
-                raise InputError(f"{text!r} is not a share", field=field, fix='write "50%" (of what is free) or "300 MB"')
+                raise InputError(
+                    f"{text!r} is not a share",
+                    field=field,
+                    fix='write "50%" (of what is free) or "300 MB"',
+                )
             return Allowance(share=share)
         written = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(B|KB|MB|GB)\s*", text)
         size = int(float(written[1]) * UNITS[written[2]]) if written else 0
         if size < 1:
-            raise InputError(f"{text!r} is not an amount of memory", field=field, fix='write "50%" (of what is free) or "300 MB"')
+            raise InputError(
+                f"{text!r} is not an amount of memory",
+                field=field,
+                fix='write "50%" (of what is free) or "300 MB"',
+            )
         return Allowance(size=size)
 
     def available(self) -> int:
@@ -89,7 +99,8 @@ def cores() -> int:
 
 
 def macs_per_second(seconds: float = 0.2) -> float:
-    """Multiply-adds per second of a product of two small matrices, the best of several tries: other work only slows one down."""
+    """Multiply-adds per second of a product of two small matrices, the best of several tries: other
+    work only slows one down."""
     import numpy as np
 
     one = np.random.default_rng(0).standard_normal((SIZE, SIZE), dtype=np.float32)
@@ -105,20 +116,26 @@ def macs_per_second(seconds: float = 0.2) -> float:
 
 
 def _meminfo(path: Path) -> tuple[int, int]:
-    """Total and available bytes; where there is no such file (not Linux) all physical memory counts as both."""
+    """Total and available bytes; where there is no such file (not Linux) all physical memory counts
+    as both."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return whole, whole
-    rows = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    rows = {
+        name: int(rest.split()[0]) * 1024
+        for name, _, rest in (line.partition(":") for line in lines)
+        if rest.split()
+    }
     # Kernels before 3.14 do not say what is available.
     spare = rows.get("MemAvailable", rows.get("MemFree", 0) + rows.get("Cached", 0))
     return rows["MemTotal"], spare
 
 
 def _limits(root: Path) -> Iterable[tuple[int, int]]:
-    """(limit, used) of every control group this process is in, version 2 or 1, from the innermost outwards."""
+    """(limit, used) of every control group this process is in, version 2 or 1, from the innermost
+    outwards."""
     for base, group, limit_name, used_name in _groups(root):
         folder = base / group.lstrip("/")
         while True:
@@ -141,7 +158,12 @@ def _groups(root: Path) -> Iterable[tuple[Path, str, str, str]]:
         if kinds == "":
             yield root / "sys/fs/cgroup", group, "memory.max", "memory.current"
         elif "memory" in kinds.split(","):
-            yield root / "sys/fs/cgroup/memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes"
+            yield (
+                root / "sys/fs/cgroup/memory",
+                group,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
 
 
 def _number(path: Path) -> int | None:

@@ -1,5 +1,6 @@
-"""Boards on serial lines, Unix sockets or TCP: the firmware's own protocol (`tiny.link.session`), with the gateway's journal,
-which lets a board that lost its power go on where it was. A thread waits for each board."""
+"""Boards on serial lines, Unix sockets or TCP: the firmware's own protocol (`tiny.link.session`),
+with the gateway's journal, which lets a board that lost its power go on where it was. A thread
+waits for each board."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ PAUSE = 5.0
 
 @dataclass(frozen=True)
 class SerialBoard:
-    """How a board is reached, and its rows by class, which its firmware does not tell (None: unknown)."""
+    """How a board is reached, and its rows by class, which its firmware does not tell (None:
+    unknown)."""
 
     config: BoardConfig
     counts: tuple[int, ...] | None = None
@@ -48,14 +50,18 @@ class SerialDevices:
 
     def __init__(self, boards: Mapping[str, SerialBoard], journal: Path) -> None:
         """Sets up a gateway to all boards and a desk for each; `open` looks for them."""
-        self._gateway = Gateway({name: board.config for name, board in boards.items()}, journal, _Log())
+        self._gateway = Gateway(
+            {name: board.config for name, board in boards.items()}, journal, _Log()
+        )
         self._desks = {name: _Desk(board) for name, board in boards.items()}
         self._closing = threading.Event()
 
     def open(self) -> None:
         """Starts a thread for each board, which looks for it until it is there."""
         for name, desk in self._desks.items():
-            threading.Thread(target=self._attend, args=(name, desk), name=f"nestling-{name}", daemon=True).start()
+            threading.Thread(
+                target=self._attend, args=(name, desk), name=f"nestling-{name}", daemon=True
+            ).start()
 
     def close(self) -> None:
         """Lets go. A thread that waits for a board's answer ends with the process."""
@@ -107,9 +113,13 @@ class SerialDevices:
 
 def _facts(info: Mapping[str, Any], counts: tuple[int, ...] | None) -> Facts:
     if not info["has_data"]:
-        raise InputError("the board has no readable data", fix="write the client's data to its flash")
+        raise InputError(
+            "the board has no readable data", fix="write the client's data to its flash"
+        )
     if counts is not None and sum(counts) != info["rows"]:
-        raise InputError(f"the board has {info['rows']} rows, its counts are of {sum(counts)}", field="counts")
+        raise InputError(
+            f"the board has {info['rows']} rows, its counts are of {sum(counts)}", field="counts"
+        )
     channels, height, width = info["shape"]
     return Facts(info["rows"], (channels, height, width), counts, info["data"], info["region"])
 

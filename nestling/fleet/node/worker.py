@@ -1,9 +1,11 @@
-"""The client's side of a fleet: a node's worker, which knows the node's data and does what it is ordered.
+"""The client's side of a fleet: a node's worker, which knows the node's data and does what it is
+ordered.
 
-`handle` takes a letter and gives the answer; whoever carries letters calls it. What a client keeps between rounds, and its last result,
-lie on the device's disk and never travel. A result is written before it is sent, so that an order that comes again is answered again
-without working twice, also by a worker that was killed in between. Should the server go back to an earlier round (it was killed before
-its checkpoint), the client goes back to what it had then.
+`handle` takes a letter and gives the answer; whoever carries letters calls it. What a client keeps
+between rounds, and its last result, lie on the device's disk and never travel. A result is written
+before it is sent, so that an order that comes again is answered again without working twice, also
+by a worker that was killed in between. Should the server go back to an earlier round (it was killed
+before its checkpoint), the client goes back to what it had then.
 """
 
 from __future__ import annotations
@@ -31,7 +33,17 @@ from nestling.fleet.node.own_data import Rows, read_rows
 from nestling.fleet.node.profile import Allowance, measure
 from nestling.fleet.protocol import wire
 from nestling.fleet.protocol.local import serve
-from nestling.fleet.protocol.wire import Answer, Failed, Hello, JobDone, JobOrder, Member, Order, Parcel, Welcome
+from nestling.fleet.protocol.wire import (
+    Answer,
+    Failed,
+    Hello,
+    JobDone,
+    JobOrder,
+    Member,
+    Order,
+    Parcel,
+    Welcome,
+)
 from nestling.runs.assemble import Given, make_world
 from nestling.store import ClientStore
 from nestling.training.client import Outcome, Site, Task, work
@@ -54,9 +66,11 @@ class Worker:
 
     home:       the folder that is the worker's alone.
     members:    its clients.
-    data:       where their rows are: EXPERIMENT, or a path (see `own_data.read_rows`); one for all, or by name.
+    data:       where their rows are: EXPERIMENT, or a path (see `own_data.read_rows`); one for all,
+                or by name.
     free:       says the bytes of memory that are free now; asked with every answer.
-    tell_classes: whether the server is told how many rows of each class there are. Without, it cannot say how well a client's model
+    tell_classes: whether the server is told how many rows of each class there are. Without, it
+                  cannot say how well a client's model
                 does on the client's own mix of classes; nothing else depends on it.
     experiment: the node's own copy, for networks and methods that only its own code has.
     """
@@ -70,7 +84,8 @@ class Worker:
         experiment: Experiment | None = None,
         tell_classes: bool = False,
     ) -> None:
-        """Makes the folder and the node's token where they are missing; refuses an empty list of clients."""
+        """Makes the folder and the node's token where they are missing; refuses an empty list of
+        clients."""
         if not members:
             raise InputError("a worker without clients", field="members", fix="name at least one")
         self.home, self.members, self.free, self.own = Path(home), tuple(members), free, experiment
@@ -145,7 +160,9 @@ class Worker:
 
     def _forget_old(self, current: Path) -> None:
         """Of earlier runs only the last few are kept."""
-        others = sorted((p for p in current.parent.iterdir() if p != current), key=lambda p: p.stat().st_mtime)
+        others = sorted(
+            (p for p in current.parent.iterdir() if p != current), key=lambda p: p.stat().st_mtime
+        )
         for path in others[: -KEPT_RUNS + 1]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -176,7 +193,9 @@ class _Run:
         begun = self.begin(order, job)
         if not isinstance(begun, Begun):
             return begun
-        return self.finish(begun, work(self.method, begun.task, self._site(job.client, data, job.network)))
+        return self.finish(
+            begun, work(self.method, begun.task, self._site(job.client, data, job.network))
+        )
 
     def begin(self, order: Order, job: JobOrder) -> JobDone | Begun:
         """A client's job as a task, or its result where it is done already."""
@@ -188,18 +207,25 @@ class _Run:
         if known is not None:
             return known
         memory = desk.memory(order, job.base)
-        return Begun(order, job, Task(job.client, order.round, job.network, job.spec, job.parcel.open(), memory))
+        return Begun(
+            order,
+            job,
+            Task(job.client, order.round, job.network, job.spec, job.parcel.open(), memory),
+        )
 
     def finish(self, begun: Begun, outcome: Outcome) -> JobDone:
         """Keeps what came of a task, and gives it."""
         job, order = begun.job, begun.order
         parcel = Parcel.of(outcome.reply, order.transport)
-        done = JobDone(job.client, job.key, parcel, float(outcome.loss), outcome.steps, outcome.samples)
+        done = JobDone(
+            job.client, job.key, parcel, float(outcome.loss), outcome.steps, outcome.samples
+        )
         self._clients[job.client].put(order, done, outcome.memory)
         return done
 
     def world(self, data: str, network: str) -> tuple[World, Dataset]:
-        """The networks, one of this name among them, and the data that clients take their shares of."""
+        """The networks, one of this name among them, and the data that clients take their shares
+        of."""
         world, whole = self._built(data)
         if network not in world.references:
             # A network that the method makes itself; it needs no more of the server's side.
@@ -211,14 +237,20 @@ class _Run:
     def _site(self, client: int, data: str, network: str) -> Site:
         world, whole = self.world(data, network)
         if client not in self._sites:
-            rows = _share(whole, world.split, client) if data == EXPERIMENT else read_rows(data, self.welcome)
+            rows = (
+                _share(whole, world.split, client)
+                if data == EXPERIMENT
+                else read_rows(data, self.welcome)
+            )
             own, e = OwnRows(rows.y.numpy(), world.classes), world
-            self._sites[client] = Site(rows.x, rows.y, own, e.references, e.classes, e.train, e.seed, e.public)
+            self._sites[client] = Site(
+                rows.x, rows.y, own, e.references, e.classes, e.train, e.seed, e.public
+            )
         return self._sites[client]
 
     def _built(self, data: str) -> tuple[World, Dataset]:
-        """The networks, and the experiment's data where a client takes its share of them; else data of their form only. Workers of one
-        process that have the same experiment share them."""
+        """The networks, and the experiment's data where a client takes its share of them; else data
+        of their form only. Workers of one process that have the same experiment share them."""
         told, own = self.welcome, self._own
         public = told.public.digest if told.public is not None and data != EXPERIMENT else ""
         key = (
@@ -233,14 +265,16 @@ class _Run:
         if key not in _worlds:
             given = None if data == EXPERIMENT else _form(told)
             _, whole, world = make_world(self.experiment, given=given)
-            _worlds[key] = world, whole, own  # holding `own` keeps its id from being given to another
+            # holding `own` keeps its id from being given to another
+            _worlds[key] = world, whole, own
             while len(_worlds) > KEPT_WORLDS:
                 _worlds.popitem(last=False)
         return _worlds[key][:2]
 
 
 class _Desk:
-    """What one client has on the disk: its memory after each round that the server may yet go back to, and its last result."""
+    """What one client has on the disk: its memory after each round that the server may yet go back
+    to, and its last result."""
 
     def __init__(self, folder: Path, client: int) -> None:
         self.folder, self.client = folder, client
@@ -252,17 +286,21 @@ class _Desk:
 
     def _read(self) -> None:
         self._last: Answer | None = None
-        self._floor = self._start = 0  # the server will not go back behind that round; its start that gave the last order
+        # the server will not go back behind that round; its start that gave the last order
+        self._floor = self._start = 0
         self._stamp = self._now()
         if self._stamp is not None:
             self._last = Answer.from_bytes((self.folder / "result").read_bytes())
-            self._floor, self._start = (int(word) for word in (self.folder / "floor").read_text().split())
+            self._floor, self._start = (
+                int(word) for word in (self.folder / "floor").read_text().split()
+            )
         self._store = ClientStore(self.folder / "memory")
         # What was written after the last result belongs to work that was not finished.
         self._store.resume(self._last.round if self._last else 0)
 
     def _now(self) -> tuple[int, int] | None:
-        """Which result is on the disk: in Flower's simulation another process may have worked for the client since."""
+        """Which result is on the disk: in Flower's simulation another process may have worked for
+        the client since."""
         path = self.folder / "result"
         return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
@@ -284,14 +322,17 @@ class _Desk:
             raise InputError(f"an order of round {order.round} that came after one of round {last}")
         if order.round <= last and order.round - 1 < self._floor and self._store.get(self.client):
             raise InputError(
-                f"the server went back to round {order.round}, and what the client had then is gone", fix="start a new run"
+                f"the server went back to round {order.round}, and what the client had then is "
+                "gone",
+                fix="start a new run",
             )
         if base < last:
             self._store.resume(base)
         return self._store.get(self.client)
 
     def put(self, order: Order, done: JobDone, memory: dict[str, torch.Tensor]) -> None:
-        """Keeps a result: first what belongs to it, then the result itself, which makes all of it count."""
+        """Keeps a result: first what belongs to it, then the result itself, which makes all of it
+        count."""
         self._store.covered(order.covered)
         self._store.put(self.client, memory, order.round)
         self._store.sync()
@@ -317,7 +358,8 @@ class OwnRows(Split):
 
 
 def _experiment(welcome: Welcome, own: Experiment | None) -> Experiment:
-    """The experiment as this node carries it out: on its CPU, with its own copies of what only code can say."""
+    """The experiment as this node carries it out: on its CPU, with its own copies of what only code
+    can say."""
     experiment = Experiment.from_table(parse_toml(welcome.experiment, "the experiment"))
     return experiment.with_changes(engine=EngineConfig("inline", device="cpu")).with_objects_of(own)
 
@@ -329,11 +371,14 @@ def _share(whole: Dataset, split: Split, client: int) -> Rows:
 
 
 def _form(welcome: Welcome) -> Given:
-    """Data of the form of the experiment's, which take no memory: the networks, and what fits a device, depend on the form only."""
+    """Data of the form of the experiment's, which take no memory: the networks, and what fits a
+    device, depend on the form only."""
     x = torch.zeros(1, *welcome.shape)
     y = torch.arange(welcome.rows) % welcome.classes
     many, two = x.expand(welcome.rows, *welcome.shape), x.expand(2, *welcome.shape)
-    blank = Dataset("form", many, y, two, y[:1].expand(2), welcome.classes, None, welcome.class_names)
+    blank = Dataset(
+        "form", many, y, two, y[:1].expand(2), welcome.classes, None, welcome.class_names
+    )
     public = welcome.public.open()["public"]["x"] if welcome.public is not None else None
     return Given(blank, public, OwnRows(np.zeros(1, np.int64), welcome.classes))
 
@@ -345,7 +390,10 @@ def _token(path: Path) -> str:
         path.chmod(0o600)
     found = path.read_text()
     if not _TOKEN.fullmatch(found):
-        raise InputError(f"{path} is damaged", fix="remove it; the names of this node must then be freed on the server")
+        raise InputError(
+            f"{path} is damaged",
+            fix="remove it; the names of this node must then be freed on the server",
+        )
     return found
 
 
@@ -355,21 +403,41 @@ def _said(error: Exception) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m nestling.fleet.node.worker`: a worker that stays, with torch loaded once, and answers letters at a socket."""
-    parser = argparse.ArgumentParser(prog="python -m nestling.fleet.node.worker", description=main.__doc__)
+    """`python -m nestling.fleet.node.worker`: a worker that stays, with torch loaded once, and
+    answers letters at a socket."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nestling.fleet.node.worker", description=main.__doc__
+    )
     parser.add_argument("--socket", required=True, help="the socket to answer at")
-    parser.add_argument("--folder", required=True, help="where the worker keeps what its client keeps")
+    parser.add_argument(
+        "--folder", required=True, help="where the worker keeps what its client keeps"
+    )
     parser.add_argument("--name", required=True, help="what the client is called")
-    parser.add_argument("--device", default="", help="the kind of device, or the tier of the experiment")
-    parser.add_argument("--data", default=EXPERIMENT, help="an .npz file, a folder of them, or 'experiment'")
+    parser.add_argument(
+        "--device", default="", help="the kind of device, or the tier of the experiment"
+    )
+    parser.add_argument(
+        "--data", default=EXPERIMENT, help="an .npz file, a folder of them, or 'experiment'"
+    )
     parser.add_argument("--client", type=int, default=None, help="the number it would like to have")
-    parser.add_argument("--memory", default="100%", help="what of the free memory may be used: 50%%, or 300 MB")
+    parser.add_argument(
+        "--memory", default="100%", help="what of the free memory may be used: 50%%, or 300 MB"
+    )
     given = parser.parse_args(arguments)
     allowance, found = Allowance.parse(given.memory), measure()
-    member = Member(given.name, given.client, given.device, ram=found.ram, free=allowance.available(), macs=found.macs_per_second)
+    member = Member(
+        given.name,
+        given.client,
+        given.device,
+        ram=found.ram,
+        free=allowance.available(),
+        macs=found.macs_per_second,
+    )
     worker = Worker(given.folder, [member], given.data, allowance.available)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    serve(given.socket, worker.handle, lambda: print(f"{given.name}: the worker is ready", flush=True))
+    serve(
+        given.socket, worker.handle, lambda: print(f"{given.name}: the worker is ready", flush=True)
+    )
 
 
 if __name__ == "__main__":

@@ -23,14 +23,18 @@ def parse_server(text: str, field: str = "SERVER") -> tuple[str, int]:
     """Host and port from "host", "host:port", "https://host:port", "[::1]:port"."""
     rest = text.removeprefix("https://").removeprefix("http://").rstrip("/")
     host, colon, port = (
-        rest.rpartition(":") if not rest.endswith("]") and (rest.startswith("[") or rest.count(":") == 1) else (rest, "", "")
+        rest.rpartition(":")
+        if not rest.endswith("]") and (rest.startswith("[") or rest.count(":") == 1)
+        else (rest, "", "")
     )
     try:
         number = int(port) if colon else PORT
     except ValueError:
         number = 0
     if not host.strip("[]") or not 1 <= number <= 65535 or "/" in host or " " in host:
-        raise InputError(f"{text!r} is not a server's address", field=field, fix="write host or host:port")
+        raise InputError(
+            f"{text!r} is not a server's address", field=field, fix="write host or host:port"
+        )
     return host.strip("[]"), number
 
 

@@ -1,7 +1,8 @@
 """Who carries bytes to nodes and back.
 
-A courier promises little, as real ones do: a letter may be lost, and its answer then never comes; a node may come back under another
-number. The engine above it re-sends, and recognises what it has already had.
+A courier promises little, as real ones do: a letter may be lost, and its answer then never comes; a
+node may come back under another number. The engine above it re-sends, and recognises what it has
+already had.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Courier(Protocol):
 
 
 class LoopCourier:
-    """Nodes in this process: letters are answered as they are sent. `workers` may change while a run goes on."""
+    """Nodes in this process: letters are answered as they are sent. `workers` may change while a
+    run goes on."""
 
     def __init__(self, workers: Mapping[int, Handle]) -> None:
         """Takes what answers for each node."""
@@ -58,7 +60,9 @@ class LoopCourier:
 
     def pull(self, tickets: Collection[str]) -> list[tuple[str, bytes | Failure]]:
         """The answers under these tickets, which are then forgotten."""
-        return [(ticket, self._answers.pop(ticket)) for ticket in tickets if ticket in self._answers]
+        return [
+            (ticket, self._answers.pop(ticket)) for ticket in tickets if ticket in self._answers
+        ]
 
     def _answer(self, node: int, letter: bytes) -> bytes | Failure:
         if node not in self.workers:

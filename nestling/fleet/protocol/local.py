@@ -1,5 +1,6 @@
-"""Letters between processes of one device, over a socket that only its owner can open. Nothing heavy is imported here: the process that
-Flower starts for every message relays its letter through it, and is gone again."""
+"""Letters between processes of one device, over a socket that only its owner can open. Nothing
+heavy is imported here: the process that Flower starts for every message relays its letter through
+it, and is gone again."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class LocalError(RuntimeError):
     """The worker did not answer, or said that it could not."""
 
 
-def ask(path: str | Path, letter: bytes, start: float = START_SECONDS, patience: float = ANSWER_SECONDS) -> bytes:
+def ask(
+    path: str | Path, letter: bytes, start: float = START_SECONDS, patience: float = ANSWER_SECONDS
+) -> bytes:
     """Gives a letter to the worker behind a socket; its answer."""
     with _connected(path, start) as line:
         line.settimeout(patience)
@@ -44,16 +47,22 @@ def ask(path: str | Path, letter: bytes, start: float = START_SECONDS, patience:
     return answer
 
 
-def serve(path: str | Path, handle: Callable[[bytes], bytes], ready: Callable[[], None] = lambda: None) -> None:
-    """Answers letters at a socket until the process ends. `handle` may be called from several threads."""
+def serve(
+    path: str | Path, handle: Callable[[bytes], bytes], ready: Callable[[], None] = lambda: None
+) -> None:
+    """Answers letters at a socket until the process ends. `handle` may be called from several
+    threads."""
     with serving(path, handle) as server:
         ready()
         server.serve_forever(poll_interval=0.5)
 
 
 @contextlib.contextmanager
-def serving(path: str | Path, handle: Callable[[bytes], bytes]) -> Iterator[socketserver.BaseServer]:
-    """A server of letters, bound and not yet answering. The socket is its owner's alone, and goes when the block ends."""
+def serving(
+    path: str | Path, handle: Callable[[bytes], bytes]
+) -> Iterator[socketserver.BaseServer]:
+    """A server of letters, bound and not yet answering. The socket is its owner's alone, and goes
+    when the block ends."""
     place = _checked(path)
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     place.unlink(missing_ok=True)
@@ -77,7 +86,8 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 def _handler(handle: Callable[[bytes], bytes]) -> type[socketserver.BaseRequestHandler]:
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            # Whoever asked may be gone by the time there is an answer; the result is on the disk, and the next one gets it.
+            # Whoever asked may be gone by the time there is an answer; the result is on the disk,
+            # and the next one gets it.
             with contextlib.suppress(OSError, EOFError):
                 self.request.settimeout(START_SECONDS)
                 letter = _receive(self.request)
@@ -106,7 +116,9 @@ def _connected(path: str | Path, start: float) -> socket.socket:
 
 def _checked(path: str | Path) -> Path:
     if len(os.fsencode(str(path))) > _LONGEST:
-        raise InputError(f"{path} is too long for a socket", field="--socket", fix=f"at most {_LONGEST} bytes")
+        raise InputError(
+            f"{path} is too long for a socket", field="--socket", fix=f"at most {_LONGEST} bytes"
+        )
     return Path(path)
 
 

@@ -1,14 +1,17 @@
-"""Bytes of any length over a channel of small messages that may be lost, doubled or come late: what devices and their gateway say
-over MQTT. Nothing heavy is imported here.
+"""Bytes of any length over a channel of small messages that may be lost, doubled or come late: what
+devices and their gateway say over MQTT. Nothing heavy is imported here.
 
-A packet, little-endian: version, kind (a byte each), index, count, length of the payload (16 bits each), number of the job, CRC-32 of
-all before it and of the payload (32 bits each), then the payload, 1024 bytes at most:
+A packet, little-endian: version, kind (a byte each), index, count, length of the payload (16 bits
+each), number of the job, CRC-32 of all before it and of the payload (32 bits each), then the
+payload, 1024 bytes at most:
 
-    JOB     gateway → device   the part `index` of `count` of a job: a bundle (`tiny.link.bundle`) of `tiny.link.orders`
+    JOB     gateway → device   the part `index` of `count` of a job: a bundle (`tiny.link.bundle`)
+                               of `tiny.link.orders`
     RESULT  device → gateway   the same for what came of it: a bundle
     ACK     the other way      the first `index` of `count` parts have arrived
 
-At most WINDOW parts are on their way without an ACK, so that no queue of a broker overflows; without progress they are sent again.
+At most WINDOW parts are on their way without an ACK, so that no queue of a broker overflows;
+without progress they are sent again.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Packet:
 
     @staticmethod
     def from_bytes(data: bytes) -> Packet:
-        """The packet in some bytes; an `InputError` where they are damaged or of no form given above."""
+        """The packet in some bytes; an `InputError` where they are damaged or of no form given
+        above."""
         start = _HEAD.size + _CRC.size
         if not start <= len(data) <= start + PART:
             raise InputError(f"a packet of {len(data)} bytes")
@@ -58,7 +62,9 @@ class Packet:
         payload = data[start:]
         if version != VERSION or kind not in (JOB, RESULT, ACK):
             raise InputError(f"a packet of version {version}, kind {kind}")
-        if length != len(payload) or _CRC.unpack_from(data, _HEAD.size)[0] != zlib.crc32(data[: _HEAD.size] + payload):
+        if length != len(payload) or _CRC.unpack_from(data, _HEAD.size)[0] != zlib.crc32(
+            data[: _HEAD.size] + payload
+        ):
             raise InputError("a damaged packet")
         if kind == ACK:
             if index > count or payload:
@@ -85,7 +91,10 @@ class Sender:
     def __post_init__(self) -> None:
         """Refuses empty data, and data of more than `MOST_PARTS` parts."""
         if not self.data or self.count > MOST_PARTS:
-            raise InputError(f"{len(self.data)} bytes do not travel over MQTT", fix=f"at most {MOST_PARTS * PART}")
+            raise InputError(
+                f"{len(self.data)} bytes do not travel over MQTT",
+                fix=f"at most {MOST_PARTS * PART}",
+            )
 
     @property
     def count(self) -> int:
@@ -120,7 +129,9 @@ class Sender:
         self._pause = FIRST_PAUSE
 
     def _packet(self, index: int) -> bytes:
-        return Packet(self.kind, self.job, index, self.count, self.data[index * PART : (index + 1) * PART]).to_bytes()
+        return Packet(
+            self.kind, self.job, index, self.count, self.data[index * PART : (index + 1) * PART]
+        ).to_bytes()
 
 
 @dataclass
@@ -136,12 +147,16 @@ class Receiver:
     def __post_init__(self) -> None:
         """Refuses what is announced as larger than `most`."""
         if self.count * PART > self.most + PART:
-            raise InputError(f"{self.count} parts are announced, the most is {-(-self.most // PART)}")
+            raise InputError(
+                f"{self.count} parts are announced, the most is {-(-self.most // PART)}"
+            )
 
     def take(self, packet: Packet) -> Packet | None:
         """Takes a part in; gives the ACK to send, where one is due."""
         if packet.count != self.count:
-            raise InputError(f"{packet.count} parts and {self.count} parts are announced for the same job")
+            raise InputError(
+                f"{packet.count} parts and {self.count} parts are announced for the same job"
+            )
         new = packet.index == self._arrived
         if packet.index >= self._arrived:
             self._parts[packet.index] = packet.payload

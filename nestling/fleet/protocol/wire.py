@@ -1,12 +1,13 @@
 """What travels between the server and a node, as bytes.
 
-    server → node   Welcome  the run: its number, the experiment, and the public rows where clients need them
+    server → node   Welcome  the run: its number, the experiment, the public rows clients need
     node → server   Hello    the clients behind the node, and what their devices are
     server → node   Order    the work of one round for clients behind the node
     node → server   Answer   what came of it, client by client
 
-A frame is a mark, a version, a kind, a header in JSON and the tensors' bytes one after another: no pickle, nothing that is executed.
-Whatever is read is bounded and checked; bytes that do not hold what they should are refused with an `InputError` that says why.
+A frame is a mark, a version, a kind, a header in JSON and the tensors' bytes one after another: no
+pickle, nothing that is executed. Whatever is read is bounded and checked; bytes that do not hold
+what they should are refused with an `InputError` that says why.
 """
 
 from __future__ import annotations
@@ -116,9 +117,10 @@ class Parcel:
 
 @dataclass(eq=False)
 class JobOrder:
-    """One client's share of an order: which view of which network to train, and the message. `base` is the last round in which a result
-    of the client counted (0: none): it starts from what it kept then, and forgets what it did since. `key` stands for all of it: work
-    with the same key is the same work, and its result may be given again without doing it again."""
+    """One client's share of an order: which view of which network to train, and the message. `base`
+    is the last round in which a result of the client counted (0: none): it starts from what it kept
+    then, and forgets what it did since. `key` stands for all of it: work with the same key is the
+    same work, and its result may be given again without doing it again."""
 
     client: int
     name: str
@@ -131,9 +133,10 @@ class JobOrder:
 
 @dataclass(eq=False)
 class Order:
-    """The work of one round for the clients behind one node. `covered` is the last round of which the server has a checkpoint: it
-    will never go back behind that. `transport` is how replies are to travel, `attempt` how often the order has been sent. `start` is
-    how often the server has been started: within one start rounds only go up, so that an order of a lower one is out of date."""
+    """The work of one round for the clients behind one node. `covered` is the last round of which
+    the server has a checkpoint: it will never go back behind that. `transport` is how replies are
+    to travel, `attempt` how often the order has been sent. `start` is how often the server has been
+    started: within one start rounds only go up, so that an order of a lower one is out of date."""
 
     run: str
     round: int
@@ -145,7 +148,8 @@ class Order:
 
     def to_bytes(self) -> bytes:
         """The order as a frame of kind O."""
-        parcels = {id(job.parcel): job.parcel for job in self.jobs}  # one that several clients share travels once
+        # one that several clients share travels once
+        parcels = {id(job.parcel): job.parcel for job in self.jobs}
         place = {key: number for number, key in enumerate(parcels)}
         jobs = [
             {
@@ -159,8 +163,17 @@ class Order:
             }
             for j in self.jobs
         ]
-        told = {"run": self.run, "round": self.round, "covered": self.covered, "transport": self.transport}
-        return _frame(b"O", {**told, "attempt": self.attempt, "start": self.start, "jobs": jobs}, list(parcels.values()))
+        told = {
+            "run": self.run,
+            "round": self.round,
+            "covered": self.covered,
+            "transport": self.transport,
+        }
+        return _frame(
+            b"O",
+            {**told, "attempt": self.attempt, "start": self.start, "jobs": jobs},
+            list(parcels.values()),
+        )
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> Order:
@@ -181,13 +194,20 @@ class Order:
             )
             for job in _tables(header, "jobs", MAX_CLIENTS)
         ]
-        run, round, covered = _matching(header, "run", _RUN), _whole(header, "round"), _whole(header, "covered")
-        return Order(run, round, covered, jobs, transport, _whole(header, "attempt"), _whole(header, "start"))
+        run, round, covered = (
+            _matching(header, "run", _RUN),
+            _whole(header, "round"),
+            _whole(header, "covered"),
+        )
+        return Order(
+            run, round, covered, jobs, transport, _whole(header, "attempt"), _whole(header, "start")
+        )
 
 
 @dataclass(eq=False)
 class JobDone:
-    """What came of a client's work: the reply, its mean loss over `samples` samples, and the steps it took."""
+    """What came of a client's work: the reply, its mean loss over `samples` samples, and the steps
+    it took."""
 
     client: int
     key: str
@@ -208,8 +228,9 @@ class Failed:
 
 @dataclass(eq=False)
 class Answer:
-    """What came of an order. `free` is the memory in bytes that is free now, by the clients' names; `error` refuses the whole order,
-    and `unknown` says that the node has not been welcomed to that run."""
+    """What came of an order. `free` is the memory in bytes that is free now, by the clients' names;
+    `error` refuses the whole order, and `unknown` says that the node has not been welcomed to that
+    run."""
 
     run: str
     round: int
@@ -219,7 +240,8 @@ class Answer:
     unknown: bool = False
 
     def to_bytes(self) -> bytes:
-        """The answer as a frame of kind A; work that failed brings its error instead of a parcel."""
+        """The answer as a frame of kind A; work that failed brings its error instead of a
+        parcel."""
         parcels: list[Parcel] = []
         rows: list[dict[str, Any]] = []
         for one in self.results:
@@ -227,7 +249,12 @@ class Answer:
             if isinstance(one, Failed):
                 row["error"] = one.error
             else:
-                row |= {"parcel": len(parcels), "loss": one.loss, "steps": one.steps, "samples": one.samples}
+                row |= {
+                    "parcel": len(parcels),
+                    "loss": one.loss,
+                    "steps": one.steps,
+                    "samples": one.samples,
+                }
                 parcels.append(one.parcel)
             rows.append(row)
         told = {"run": self.run, "round": self.round, "results": rows, "free": self.free}
@@ -243,7 +270,14 @@ class Answer:
             raise InputError(f"free memory of {len(free)} clients")
         reports = {_checked_name(name): _whole(free, name, most=2**60) for name in free}
         run, round = _matching(header, "run", _RUN), _whole(header, "round")
-        return Answer(run, round, results, reports, _text(header, "error", MAX_TEXT), _get(header, "unknown", bool))
+        return Answer(
+            run,
+            round,
+            results,
+            reports,
+            _text(header, "error", MAX_TEXT),
+            _get(header, "unknown", bool),
+        )
 
 
 @dataclass(frozen=True)
@@ -253,8 +287,9 @@ class Member:
     name:    what it is called, for ever; the server remembers its number by it.
     client:  the number it would like to have, or None.
     device:  the kind of device (a name of the catalogue) or tier it is.
-    ram, free: its memory, and how much of it is free now, in bytes; macs: multiply-accumulates per second. 0: not measured.
-    rows:    its rows of data, and counts those of each class; None where they are the experiment's own share.
+    ram, free: its memory, and how much of it is free now, in bytes; macs: multiply-accumulates per
+    second. 0: not measured. rows:    its rows of data, and counts those of each class; None where
+    they are the experiment's own share.
     """
 
     name: str
@@ -290,7 +325,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Hello:
-    """Who is behind a node. `token` is a secret of the node: whoever has told a name first with it keeps the name."""
+    """Who is behind a node. `token` is a secret of the node: whoever has told a name first with it
+    keeps the name."""
 
     run: str
     token: str
@@ -299,7 +335,12 @@ class Hello:
 
     def to_bytes(self) -> bytes:
         """The hello as a frame of kind H, which has no tensors."""
-        told = {"run": self.run, "token": self.token, "members": [m.table() for m in self.members], "error": self.error}
+        told = {
+            "run": self.run,
+            "token": self.token,
+            "members": [m.table() for m in self.members],
+            "error": self.error,
+        }
         return _frame(b"H", told, [])
 
     @staticmethod
@@ -315,8 +356,9 @@ class Hello:
 
 @dataclass(eq=False)
 class Welcome:
-    """A run, as a node gets to know it: the experiment with all settled, and the data's form, which a node needs to build the networks.
-    `rows` is how many training rows the experiment's own data has; `public` holds the public rows, where clients use them."""
+    """A run, as a node gets to know it: the experiment with all settled, and the data's form, which
+    a node needs to build the networks. `rows` is how many training rows the experiment's own data
+    has; `public` holds the public rows, where clients use them."""
 
     run: str
     experiment: str
@@ -328,19 +370,34 @@ class Welcome:
 
     def to_bytes(self) -> bytes:
         """The welcome as a frame of kind W; the public rows, if any, are its only parcel."""
-        told = {"run": self.run, "experiment": self.experiment, "shape": list(self.shape), "classes": self.classes}
+        told = {
+            "run": self.run,
+            "experiment": self.experiment,
+            "shape": list(self.shape),
+            "classes": self.classes,
+        }
         parcels = [self.public] if self.public is not None else []
-        return _frame(b"W", {**told, "class_names": list(self.class_names), "rows": self.rows}, parcels)
+        return _frame(
+            b"W", {**told, "class_names": list(self.class_names), "rows": self.rows}, parcels
+        )
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> Welcome:
-        """The welcome in a frame, every field checked; its first parcel, if any, holds the public rows."""
+        """The welcome in a frame, every field checked; its first parcel, if any, holds the public
+        rows."""
         header, parcels = _open(data, b"W")
-        shape = tuple(_whole({"shape": n}, "shape", least=1, most=2**24) for n in _get(header, "shape", list))
+        shape = tuple(
+            _whole({"shape": n}, "shape", least=1, most=2**24) for n in _get(header, "shape", list)
+        )
         names = tuple(str(name) for name in _get(header, "class_names", list))
-        classes, rows = _whole(header, "classes", least=2, most=2**20), _whole(header, "rows", least=1)
+        classes, rows = (
+            _whole(header, "classes", least=2, most=2**20),
+            _whole(header, "rows", least=1),
+        )
         run, experiment = _matching(header, "run", _RUN), _text(header, "experiment", MAX_TEXT)
-        return Welcome(run, experiment, shape, classes, names, rows, parcels[0] if parcels else None)
+        return Welcome(
+            run, experiment, shape, classes, names, rows, parcels[0] if parcels else None
+        )
 
 
 def kind_of(data: bytes | memoryview) -> str:
@@ -352,16 +409,27 @@ def kind_of(data: bytes | memoryview) -> str:
     return kinds[kind]
 
 
-def key_of(run: str, round: int, client: int, network: str, spec: Mapping[str, Any], parcel: Parcel, base: int = 0) -> str:
+def key_of(
+    run: str,
+    round: int,
+    client: int,
+    network: str,
+    spec: Mapping[str, Any],
+    parcel: Parcel,
+    base: int = 0,
+) -> str:
     """The key of a client's work (see `JobOrder`)."""
-    return hashlib.blake2b(_json([run, round, client, network, spec, parcel.digest, base]), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        _json([run, round, client, network, spec, parcel.digest, base]), digest_size=16
+    ).hexdigest()
 
 
-# -- tensors -------------------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def _packed(name: str, tensor: Tensor, transport: str) -> tuple[list[Any], bytes]:
-    """A tensor's row in the table, and its bytes: [name, type, shape] and, where it was rounded, [how, scale]."""
+    """A tensor's row in the table, and its bytes: [name, type, shape] and, where it was rounded,
+    [how, scale]."""
     shape = list(tensor.shape)
     if tensor.dtype not in _CODES:
         raise InputError(f"tensors of type {tensor.dtype} do not travel")
@@ -382,7 +450,12 @@ def _packed(name: str, tensor: Tensor, transport: str) -> tuple[list[Any], bytes
 
 def _raw(tensor: Tensor, code: str) -> bytes:
     plain = tensor.contiguous()
-    return (plain.view(torch.int16) if code == "bf16" else plain).numpy().astype(_DTYPES[code][1], copy=False).tobytes()
+    return (
+        (plain.view(torch.int16) if code == "bf16" else plain)
+        .numpy()
+        .astype(_DTYPES[code][1], copy=False)
+        .tobytes()
+    )
 
 
 def _unpacked(row: Any, data: bytes | memoryview, start: int) -> tuple[str, Tensor, int]:
@@ -390,7 +463,9 @@ def _unpacked(row: Any, data: bytes | memoryview, start: int) -> tuple[str, Tens
     count = math.prod(shape)
     size = math.ceil(count / 8) if sent == "bits" else count * _DTYPES[sent][1].itemsize
     if start + size > len(data):
-        raise InputError(f"{_short(name)}: {size} bytes are announced, {len(data) - start} are there")
+        raise InputError(
+            f"{_short(name)}: {size} bytes are announced, {len(data) - start} are there"
+        )
     end = start + size
     read = np.frombuffer(data[start:end], _DTYPES[sent][1]).copy()
     if sent == "bits":
@@ -404,17 +479,27 @@ def _unpacked(row: Any, data: bytes | memoryview, start: int) -> tuple[str, Tens
 
 
 def _row(row: Any) -> tuple[str, str, list[int], str, float]:
-    """The row of a tensor: name, type, shape, the type it travelled as, and the scale of what was rounded."""
+    """The row of a tensor: name, type, shape, the type it travelled as, and the scale of what was
+    rounded."""
     if not isinstance(row, list) or not 3 <= len(row) <= 5:
         raise InputError("a tensor is not described by its name, type and shape")
     name, code, shape, sent, scale = [*row, *(row[1], 1.0)[len(row) - 3 :]] if len(row) < 5 else row
     if not isinstance(name, str) or len(name) > 1024:
         raise InputError("a tensor's name is not a short text")
-    if not isinstance(code, str) or code not in _DTYPES or not isinstance(sent, str) or sent not in _DTYPES:
+    if (
+        not isinstance(code, str)
+        or code not in _DTYPES
+        or not isinstance(sent, str)
+        or sent not in _DTYPES
+    ):
         raise InputError(f"{_short(name)}: there is no type {_short(code)}")
     if sent != code and (code, sent) not in (("f32", "f16"), ("f32", "i8")):
         raise InputError(f"{_short(name)}: {code} does not travel as {sent}")
-    if not isinstance(shape, list) or len(shape) > 8 or any(type(n) is not int or not 0 <= n < 2**31 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > 8
+        or any(type(n) is not int or not 0 <= n < 2**31 for n in shape)
+    ):
         raise InputError(f"{_short(name)}: {_short(shape)} is no shape")
     if math.prod(shape) > MAX_BYTES:
         raise InputError(f"{_short(name)}: {math.prod(shape)} numbers are too many")
@@ -423,7 +508,7 @@ def _row(row: Any) -> tuple[str, str, list[int], str, float]:
     return name, code, shape, sent, float(scale)
 
 
-# -- frames --------------------------------------------------------------------------------------------------------------------
+# -- frames ----------------------------------------------------------------------------------------
 
 
 def _frame(kind: bytes, header: dict[str, Any], parcels: Sequence[Parcel]) -> bytes:
@@ -444,7 +529,8 @@ def _head(data: bytes | memoryview) -> tuple[bytes, int]:
         raise InputError("these bytes are not ours")
     if version != VERSION:
         raise InputError(
-            f"version {version} of the protocol; this is version {VERSION}", fix="install the same nestling everywhere"
+            f"version {version} of the protocol; this is version {VERSION}",
+            fix="install the same nestling everywhere",
         )
     if length > MAX_HEADER or length > len(data) - _HEAD.size:
         raise InputError(f"a header of {length} bytes in a frame of {len(data)}")
@@ -466,8 +552,15 @@ def _open(data: bytes | memoryview, kind: bytes) -> tuple[dict[str, Any], list[P
     for table in _tables(header, "parcels", MAX_CLIENTS):
         size = _whole(table, "bytes", most=MAX_BYTES)
         if start + size > len(data):
-            raise InputError(f"{size} bytes of tensors are announced, {len(data) - start} are there")
-        parcels.append(Parcel({"facts": table.get("facts"), "parts": table.get("parts")}, body[start : start + size]))
+            raise InputError(
+                f"{size} bytes of tensors are announced, {len(data) - start} are there"
+            )
+        parcels.append(
+            Parcel(
+                {"facts": table.get("facts"), "parts": table.get("parts")},
+                body[start : start + size],
+            )
+        )
         start += size
     if start != len(data):
         raise InputError(f"{len(data) - start} bytes after the end")
@@ -478,7 +571,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
-# -- fields --------------------------------------------------------------------------------------------------------------------
+# -- fields ----------------------------------------------------------------------------------------
 
 
 def _get(table: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -534,7 +627,10 @@ def _tables(table: Mapping[str, Any], name: str, most: int) -> list[dict[str, An
 
 
 def _pairs(table: list[Any]) -> list[tuple[str, list[Any]]]:
-    if not all(isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], list) for p in table):
+    if not all(
+        isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], list)
+        for p in table
+    ):
         raise InputError("the parts of a message are not what they should be")
     return [(kind, rows) for kind, rows in table]
 
@@ -550,10 +646,21 @@ def _result(row: dict[str, Any], parcels: list[Parcel]) -> JobDone | Failed:
     client, key = _whole(row, "client"), _matching(row, "key", _KEY)
     if "error" in row:
         return Failed(client, key, _text(row, "error", MAX_TEXT))
-    return JobDone(client, key, _parcel(row, parcels), _real(row, "loss"), _whole(row, "steps"), _whole(row, "samples"))
+    return JobDone(
+        client,
+        key,
+        _parcel(row, parcels),
+        _real(row, "loss"),
+        _whole(row, "steps"),
+        _whole(row, "samples"),
+    )
 
 
 def _short(value: Any) -> str:
     """A value for an error message, whatever it is."""
-    text = repr(value)[:200] if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+    text = (
+        repr(value)[:200]
+        if isinstance(value, (str, int, float, bool, type(None)))
+        else type(value).__name__
+    )
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,8 +1,9 @@
 """The engine whose clients are real devices behind nodes.
 
-A round's tasks become orders, one per node. Delivery is at most once, so what gets no answer is sent again, under the same key: a
-device gives a result it already has instead of working twice, and the first valid result of a key is the only one that counts.
-What comes after its round, or for another run, round, client or task, is refused, and the reason is noted.
+A round's tasks become orders, one per node. Delivery is at most once, so what gets no answer is
+sent again, under the same key: a device gives a result it already has instead of working twice, and
+the first valid result of a key is the only one that counts. What comes after its round, or for
+another run, round, client or task, is refused, and the reason is noted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from nestling.message import Message
 from nestling.training.client import ClientSide, Outcome, Site, Task
 
 KEPT_TICKETS = 4096
-"""How many letters of earlier rounds are still asked for, so that a late answer is recognised and not left lying."""
+"""How many letters of earlier rounds are still asked for, so that a late answer is recognised and
+not left lying."""
 
 KEPT_REFUSALS = 2**16
 
@@ -33,11 +35,13 @@ KEPT_REFUSALS = 2**16
 class Patience:
     """How long a round waits.
 
-    deadline: seconds after which it goes on without those that have not answered, if anybody has, and at least `quorum` have.
-    most:     seconds after which a round that has no quorum is given up, and the run with it; so is one where those who answered
-              were refused and too few are left.
+    deadline: seconds after which it goes on without those that have not answered, if anybody has,
+              and at least `quorum` have.
+    most:     seconds after which a round that has no quorum is given up, and the run with it; so is
+              one where those who answered were refused and too few are left.
     resend:   seconds without an answer after which an order is sent again.
-    poll:     seconds between two looks for answers; refresh: between two looks for nodes that come and go.
+    poll:     seconds between two looks for answers; refresh: between two looks for nodes that come
+              and go.
     largest:  bytes of the largest answer that is read.
     """
 
@@ -77,8 +81,10 @@ class _Letter:
 class FleetEngine(Engine):
     """Gives the tasks of a round to real devices.
 
-    counts:  what happened to letters: sent, answers, resent, failures, and refused by kind ("late", "foreign", "broken", ...).
-    watch:   called whenever answers were looked for, and once a round waits for no more; see `progress`.
+    counts:  what happened to letters: sent, answers, resent, failures, and refused by kind ("late",
+             "foreign", "broken", ...).
+    watch:   called whenever answers were looked for, and once a round waits for no more; see
+             `progress`.
     """
 
     name = "fleet"
@@ -93,8 +99,14 @@ class FleetEngine(Engine):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Reaches nodes through `courier` and knows clients by `roster`; `greeter` welcomes nodes while a round waits."""
-        self.courier, self.roster, self.greeter, self.transport = courier, roster, greeter, transport
+        """Reaches nodes through `courier` and knows clients by `roster`; `greeter` welcomes nodes
+        while a round waits."""
+        self.courier, self.roster, self.greeter, self.transport = (
+            courier,
+            roster,
+            greeter,
+            transport,
+        )
         self.patience = patience or Patience()
         self.clock, self.sleep = clock, sleep
         self.notes: list[str] = []
@@ -109,7 +121,8 @@ class FleetEngine(Engine):
         self._site: Site | None = None
 
     def open(self, _method: ClientSide, site: Site) -> None:
-        """Remembers the site, which knows how many samples each client has; devices make the method themselves."""
+        """Remembers the site, which knows how many samples each client has; devices make the method
+        themselves."""
         self._site = site
 
     def close(self) -> None:
@@ -118,7 +131,8 @@ class FleetEngine(Engine):
         self._letters.clear()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
-        """Orders a round's work, and gives outcomes and refusals as they come, until all have answered or time is up."""
+        """Orders a round's work, and gives outcomes and refusals as they come, until all have
+        answered or time is up."""
         self._round, self._done = (tasks[0].round if tasks else self._round), 0
         self._wanted = self._prepared(tasks)
         self._chosen = tuple(task.client for task in tasks)
@@ -137,14 +151,18 @@ class FleetEngine(Engine):
                 break
             if now - start >= max(self.patience.most, self.patience.deadline):
                 raise NoQuorum(
-                    f"round {self._round}: {self._done} clients answered within {now - start:.0f} s, {needed} are needed"
+                    f"round {self._round}: {self._done} clients answered within "
+                    f"{now - start:.0f} s, {needed} are needed"
                 )
             if self.greeter is not None and now - looked >= self.patience.refresh:
                 self.greeter.refresh()
                 looked = now
             self.sleep(self.patience.poll)
         if self._done < min(self.patience.quorum, len(tasks)):
-            raise NoQuorum(f"round {self._round}: {self._done} clients gave a reply that counts, {needed} are needed")
+            raise NoQuorum(
+                f"round {self._round}: {self._done} clients gave a reply that counts, {needed} "
+                "are needed"
+            )
         for client in sorted(self._wanted):
             name = self.roster.name_of(client)
             text = f"round {self._round}: client {client} ({name}) gave no reply in time"
@@ -154,16 +172,23 @@ class FleetEngine(Engine):
         self.watch()
 
     def discard(self, client: int, round: int) -> None:
-        """What a client answered was refused when it was looked at: its device goes on from what it had before that round."""
+        """What a client answered was refused when it was looked at: its device goes on from what it
+        had before that round."""
         self.roster.discount(client, round)
 
     def progress(self) -> dict[str, Any]:
-        """How the round stands: who was asked, who has not answered, and for how many seconds. Empty between rounds."""
+        """How the round stands: who was asked, who has not answered, and for how many seconds.
+        Empty between rounds."""
         if not self._chosen:
             return {}
         now = self.clock()
         missing = [
-            {"client": client, "name": self.roster.name_of(client), "node": self.roster.node_of(client), "attempts": w.attempts}
+            {
+                "client": client,
+                "name": self.roster.name_of(client),
+                "node": self.roster.node_of(client),
+                "attempts": w.attempts,
+            }
             for client, w in sorted(self._wanted.items())
         ]
         return {
@@ -178,7 +203,7 @@ class FleetEngine(Engine):
             "most": max(self.patience.most, self.patience.deadline),
         }
 
-    # -- orders ----------------------------------------------------------------------------------------------------------------
+    # -- orders ------------------------------------------------------------------------------------
 
     def _prepared(self, tasks: Sequence[Task]) -> dict[int, _Wanted]:
         parcels: dict[int, Parcel] = {}
@@ -190,15 +215,27 @@ class FleetEngine(Engine):
                 parcel = Parcel.of(task.message, self.transport)
                 # Clients behind one node that are sent the same share one parcel.
                 parcel = parcels[id(task.message)] = alike.setdefault(parcel.digest, parcel)
-                task.message.__dict__["nbytes"] = parcel.nbytes  # the exact size is that of what is sent
+                # the exact size is that of what is sent
+                task.message.__dict__["nbytes"] = parcel.nbytes
             base = self.roster.counted(task.client)
-            key = key_of(self.roster.run, task.round, task.client, task.network, task.spec, parcel, base)
-            job = JobOrder(task.client, self.roster.name_of(task.client), key, task.network, task.spec, parcel, base)
+            key = key_of(
+                self.roster.run, task.round, task.client, task.network, task.spec, parcel, base
+            )
+            job = JobOrder(
+                task.client,
+                self.roster.name_of(task.client),
+                key,
+                task.network,
+                task.spec,
+                parcel,
+                base,
+            )
             wanted[task.client] = _Wanted(task, job)
         return wanted
 
     def _send(self) -> None:
-        """Sends what was not sent yet, what has waited too long, and what was on its way to a node that is gone."""
+        """Sends what was not sent yet, what has waited too long, and what was on its way to a node
+        that is gone."""
         now, due = self.clock(), dict[int, list[_Wanted]]()
         for client, wanted in self._wanted.items():
             node = self.roster.node_of(client)
@@ -213,12 +250,22 @@ class FleetEngine(Engine):
             attempt = max(wanted.attempts for wanted in those)
             self.counts["resent"] += sum(wanted.attempts > 1 for wanted in those)
             jobs = [wanted.job for wanted in those]
-            order = Order(self.roster.run, self._round, self._round - 1, jobs, self.transport, attempt, self.roster.start)
+            order = Order(
+                self.roster.run,
+                self._round,
+                self._round - 1,
+                jobs,
+                self.transport,
+                attempt,
+                self.roster.start,
+            )
             letters[node] = order.to_bytes()
         tickets = self.courier.push(letters) if letters else {}
         for node, those in due.items():
             if node in tickets:
-                self._letters[tickets[node]] = _Letter(node, tuple(wanted.job.client for wanted in those), self._round)
+                self._letters[tickets[node]] = _Letter(
+                    node, tuple(wanted.job.client for wanted in those), self._round
+                )
                 self.counts["sent"] += 1
             else:
                 self._retry([wanted.job.client for wanted in those])
@@ -230,10 +277,16 @@ class FleetEngine(Engine):
         for client in clients:
             if client in self._wanted:
                 wanted = self._wanted[client]
-                pause = min(self.patience.resend, self.patience.poll * 2 ** min(10, wanted.attempts))
-                wanted.sent = self.clock() + pause - self.patience.resend * 2 ** min(5, max(0, wanted.attempts - 1))
+                pause = min(
+                    self.patience.resend, self.patience.poll * 2 ** min(10, wanted.attempts)
+                )
+                wanted.sent = (
+                    self.clock()
+                    + pause
+                    - self.patience.resend * 2 ** min(5, max(0, wanted.attempts - 1))
+                )
 
-    # -- answers ---------------------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def _collect(self) -> Iterator[Outcome]:
         for ticket, answer in self.courier.pull(list(self._letters)) if self._letters else []:
@@ -245,7 +298,9 @@ class FleetEngine(Engine):
                     continue
                 if any(client in self._wanted for client in clients):
                     text = f"round {self._round}: an order to node {node} failed: {answer.reason}"
-                    self.notes.append(Note(text, "failed", round=self._round, node=node, reason=answer.reason))
+                    self.notes.append(
+                        Note(text, "failed", round=self._round, node=node, reason=answer.reason)
+                    )
                 self._retry(clients)
                 continue
             self.counts["answers"] += 1
@@ -255,8 +310,11 @@ class FleetEngine(Engine):
                 self._late(letter)
 
     def _late(self, letter: _Letter) -> None:
-        """An answer after its round. Where the client's result counted, this is only the answer to an order that was sent twice."""
-        known = [client for client in letter.clients if self.roster.has_counted(client, letter.round)]
+        """An answer after its round. Where the client's result counted, this is only the answer to
+        an order that was sent twice."""
+        known = [
+            client for client in letter.clients if self.roster.has_counted(client, letter.round)
+        ]
         self.counts["repeated"] += len(known)
         missed = [client for client in letter.clients if client not in known]
         if missed:
@@ -264,10 +322,13 @@ class FleetEngine(Engine):
             self._refuse(missed, "late", told, letter.round)
 
     def take(self, node: int, clients: Sequence[int], data: bytes) -> Iterator[Outcome]:
-        """What of an answer counts: the results that are asked for, from the node that was asked for them."""
+        """What of an answer counts: the results that are asked for, from the node that was asked
+        for them."""
         try:
             if len(data) > self.patience.largest:
-                raise InputError(f"an answer of {len(data)} bytes is over the limit of {self.patience.largest}")
+                raise InputError(
+                    f"an answer of {len(data)} bytes is over the limit of {self.patience.largest}"
+                )
             answer = Answer.from_bytes(data)
         except ValueError as error:
             self._give_up(clients, "broken", f"node {node}: {error}")
@@ -295,14 +356,21 @@ class FleetEngine(Engine):
                 self.greeter.forget(node)
             self._retry(clients)
         elif answer.round != self._round:
-            self._refuse(clients, "late", f"node {node}: an answer to round {answer.round} in round {self._round}", answer.round)
+            self._refuse(
+                clients,
+                "late",
+                f"node {node}: an answer to round {answer.round} in round {self._round}",
+                answer.round,
+            )
         elif answer.error:
             self._give_up(clients, "failed", f"node {node}: {answer.error}")
         else:
             return True
         return False
 
-    def _result(self, node: int, clients: Sequence[int], result: JobDone | Failed, seen: set[int]) -> Outcome | None:
+    def _result(
+        self, node: int, clients: Sequence[int], result: JobDone | Failed, seen: set[int]
+    ) -> Outcome | None:
         client = result.client
         if client not in clients:
             self._refuse([client], "foreign", f"node {node} was not asked for client {client}")
@@ -316,7 +384,9 @@ class FleetEngine(Engine):
             self.counts["repeated"] += 1  # an order that was sent twice is answered twice
             return None
         if result.key != wanted.job.key:
-            self._refuse([client], "foreign", f"client {client} answers to other work than it was given")
+            self._refuse(
+                [client], "foreign", f"client {client} answers to other work than it was given"
+            )
             return None
         if isinstance(result, Failed):
             self._give_up([client], "failed", f"client {client} failed: {result.error}")
@@ -334,17 +404,24 @@ class FleetEngine(Engine):
         reply = result.parcel.open()
         told = reply.facts.get("samples")
         if self._site is not None and told != self._site.split.size(client):
-            raise InputError(f"it says {_short(told)} samples and has {self._site.split.size(client)}")
+            raise InputError(
+                f"it says {_short(told)} samples and has {self._site.split.size(client)}"
+            )
         return reply
 
     def _give_up(self, clients: Sequence[int], kind: str, reason: str) -> None:
-        """Refuses an answer and waits no more for those who gave it: asked again they would give the same."""
+        """Refuses an answer and waits no more for those who gave it: asked again they would give
+        the same."""
         wanted = [client for client in clients if self._wanted.pop(client, None) is not None]
         self._refuse(wanted or clients, kind, reason)
 
-    def _refuse(self, clients: Sequence[int], kind: str, reason: str, round: int | None = None) -> None:
+    def _refuse(
+        self, clients: Sequence[int], kind: str, reason: str, round: int | None = None
+    ) -> None:
         self.counts[kind] += 1
-        self._refused += [Refusal(client, self._round if round is None else round, reason) for client in clients]
+        self._refused += [
+            Refusal(client, self._round if round is None else round, reason) for client in clients
+        ]
         del self._refused[:-KEPT_REFUSALS]
 
     def _told(self) -> Iterator[Refusal]:

@@ -1,4 +1,5 @@
-"""Getting to know nodes: every new one is welcomed, says who is behind it, and is taken into the roster."""
+"""Getting to know nodes: every new one is welcomed, says who is behind it, and is taken into the
+roster."""
 
 from __future__ import annotations
 
@@ -18,21 +19,24 @@ AGAIN_SECONDS = 20.0
 
 @dataclass(eq=False)
 class _Asked:
-    """A node that was welcomed and has not said who it is. What it was sent first may still be answered: on a busy device an answer
-    takes longer than the pause, and one that is asked again and again must still be heard."""
+    """A node that was welcomed and has not said who it is. What it was sent first may still be
+    answered: on a busy device an answer takes longer than the pause, and one that is asked again
+    and again must still be heard."""
 
     tickets: list[str] = field(default_factory=list)
     last: float = 0.0
     times: int = 0
 
     def due(self, again: float) -> float:
-        """When to welcome it again: later and later, since every welcome costs the device a new process."""
+        """When to welcome it again: later and later, since every welcome costs the device a new
+        process."""
         return self.last + again * 2 ** min(3, self.times - 1)
 
 
 class Greeter:
-    """Welcomes nodes. `note` hears of who joins, leaves or is refused; `names` are those that nodes' keys are registered under, where
-    there are keys: a node then speaks for that name only, and for those that begin with it and a slash."""
+    """Welcomes nodes. `note` hears of who joins, leaves or is refused; `names` are those that
+    nodes' keys are registered under, where there are keys: a node then speaks for that name only,
+    and for those that begin with it and a slash."""
 
     def __init__(
         self,
@@ -44,29 +48,46 @@ class Greeter:
         clock: Callable[[], float] = time.monotonic,
         names: Mapping[int, str] | None = None,
     ) -> None:
-        """Knows no node yet; `again` is the first pause, in seconds, before a node is welcomed once more."""
+        """Knows no node yet; `again` is the first pause, in seconds, before a node is welcomed once
+        more."""
         self.courier, self.roster, self.welcome, self.note = courier, roster, welcome, note
         self.again, self.clock, self.names = again, clock, names
         self._known: set[int] = set()  # nodes whose clients are in the roster
         self._asked: dict[int, _Asked] = {}
-        self._gateways: dict[int, float] = {}  # known nodes that speak for others → when they last said for whom
-        self._said: dict[int, str] = {}  # the last refusal told of a node, not to be told again and again
+        # known nodes that speak for others → when they last said for whom
+        self._gateways: dict[int, float] = {}
+        # the last refusal told of a node, not to be told again and again
+        self._said: dict[int, str] = {}
 
     def refresh(self, more: bool = False) -> bool:
-        """Looks who is there, welcomes new nodes and takes in what they said; waits for nobody. Says whether anything changed.
-        `more`: gateways are asked again, too, since devices may have come to them."""
+        """Looks who is there, welcomes new nodes and takes in what they said; waits for nobody.
+        Says whether anything changed. `more`: gateways are asked again, too, since devices may have
+        come to them."""
         nodes, before = set(self.courier.nodes()), self.roster.here()
         self._known &= nodes
         self._asked = {node: asked for node, asked in self._asked.items() if node in nodes}
         self.roster.present(self._known)
-        self._gateways = {node: heard for node, heard in self._gateways.items() if node in self._known}
-        again = {node for node, heard in self._gateways.items() if more and self.clock() - heard >= self.again}
+        self._gateways = {
+            node: heard for node, heard in self._gateways.items() if node in self._known
+        }
+        again = {
+            node
+            for node, heard in self._gateways.items()
+            if more and self.clock() - heard >= self.again
+        }
         self._welcome((nodes - self._known) | again)
         self._listen()
         now = self.roster.here()
         for client in sorted(set(before) - set(now)):
             name = self.roster.name_of(client)
-            self.note(Note(f"client {client} ({name}) cannot be reached any more", "left", client=client, name=name))
+            self.note(
+                Note(
+                    f"client {client} ({name}) cannot be reached any more",
+                    "left",
+                    client=client,
+                    name=name,
+                )
+            )
         if now != before:
             self.roster.save()
         return now != before
@@ -76,7 +97,13 @@ class Greeter:
         self._known.discard(node)
         self._asked.pop(node, None)
 
-    def wait(self, clients: int, seconds: float, poll: float = 0.5, sleep: Callable[[float], None] = time.sleep) -> int:
+    def wait(
+        self,
+        clients: int,
+        seconds: float,
+        poll: float = 0.5,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> int:
         """Waits until so many clients are there, but no longer than that; gives how many are."""
         until, told = self.clock() + seconds, -1
         while True:
@@ -85,13 +112,24 @@ class Greeter:
             if here >= clients or self.clock() >= until:
                 return here
             if here != told:
-                self.note(Note(f"waiting for clients: {here} of {clients} are there", "waiting", here=here, needed=clients))
+                self.note(
+                    Note(
+                        f"waiting for clients: {here} of {clients} are there",
+                        "waiting",
+                        here=here,
+                        needed=clients,
+                    )
+                )
                 told = here
             sleep(poll)
 
     def _welcome(self, nodes: set[int]) -> None:
         now = self.clock()
-        due = [node for node in sorted(nodes) if node not in self._asked or now >= self._asked[node].due(self.again)]
+        due = [
+            node
+            for node in sorted(nodes)
+            if node not in self._asked or now >= self._asked[node].due(self.again)
+        ]
         tickets = self.courier.push(dict.fromkeys(due, self.welcome)) if due else {}
         for node, ticket in tickets.items():
             asked = self._asked.setdefault(node, _Asked())
@@ -127,7 +165,10 @@ class Greeter:
             taken += 1
             if member.name in here:
                 continue
-            text = f"client {entry.client} ({member.name}, {self.roster.fleet.tier_of(entry.client).name}) is there"
+            text = (
+                f"client {entry.client} ({member.name}, "
+                f"{self.roster.fleet.tier_of(entry.client).name}) is there"
+            )
             self.note(Note(text, "joined", client=entry.client, name=member.name, node=node))
         if taken:
             self._known.add(node)
@@ -149,5 +190,7 @@ class Greeter:
     def _refuse(self, node: int, reason: str) -> None:
         """Leaves the node among those that were asked, so that it is asked again after a while."""
         if self._said.get(node) != reason:
-            self.note(Note(f"node {node} is refused: {reason}", "refused", node=node, reason=reason))
+            self.note(
+                Note(f"node {node} is refused: {reason}", "refused", node=node, reason=reason)
+            )
             self._said[node] = reason

@@ -1,4 +1,5 @@
-"""HTTP/1.1 on a stream, spoken by h11. Heads that two readers might understand differently are refused before h11 sees them."""
+"""HTTP/1.1 on a stream, spoken by h11. Heads that two readers might understand differently are
+refused before h11 sees them."""
 
 from __future__ import annotations
 
@@ -30,20 +31,28 @@ class BadHead(Exception):
 class HttpLine:
     """One connection, as its server or as its client (`h11.SERVER`, `h11.CLIENT`)."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: type[h11.CLIENT | h11.SERVER]) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        role: type[h11.CLIENT | h11.SERVER],
+    ) -> None:
         """Made from both directions of an open stream and our part in it."""
         self.reader, self.writer = reader, writer
         self.http = h11.Connection(role)
 
     async def head(self, patience: float) -> Head | None:
-        """The head of what comes next, for whose first byte there is `patience`; None at the end of the connection."""
+        """The head of what comes next, for whose first byte there is `patience`; None at the end of
+        the connection."""
         try:
             first = await asyncio.wait_for(self.reader.readexactly(1), patience)
             raw = first + await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), HEAD_SECONDS)
         except asyncio.IncompleteReadError:
             return None
         except asyncio.LimitOverrunError:
-            raise BadHead(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the head of the request is too long") from None
+            raise BadHead(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the head of the request is too long"
+            ) from None
         _refuse_ambiguous(raw)
         try:
             self.http.receive_data(raw)
@@ -62,7 +71,9 @@ class HttpLine:
             except h11.RemoteProtocolError as error:
                 raise ConnectionError(str(error)) from None
             if event is h11.NEED_DATA:
-                self.http.receive_data(await asyncio.wait_for(self.reader.read(CHUNK), PIECE_SECONDS))
+                self.http.receive_data(
+                    await asyncio.wait_for(self.reader.read(CHUNK), PIECE_SECONDS)
+                )
             elif isinstance(event, h11.Data):
                 yield bytes(event.data)
             else:
@@ -75,8 +86,13 @@ class HttpLine:
             await asyncio.wait_for(self.writer.drain(), PIECE_SECONDS)
 
     def again(self) -> bool:
-        """Whether the connection can carry another request, and makes it ready for it; one that came too early is not read."""
-        if self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE or self.http.trailing_data[0]:
+        """Whether the connection can carry another request, and makes it ready for it; one that
+        came too early is not read."""
+        if (
+            self.http.our_state is not h11.DONE
+            or self.http.their_state is not h11.DONE
+            or self.http.trailing_data[0]
+        ):
             return False
         self.http.start_next_cycle()
         return True
@@ -98,7 +114,8 @@ def headers_of(head: Head) -> dict[str, str]:
 
 
 def _refuse_ambiguous(raw: bytes) -> None:
-    """What h11 mends, as the standard allows, others may mend differently: bare line ends, folded lines, lists of lengths."""
+    """What h11 mends, as the standard allows, others may mend differently: bare line ends, folded
+    lines, lists of lengths."""
     lines = raw[:-4].split(b"\r\n")
     if any(b"\n" in line or b"\r" in line or b"\0" in line for line in lines):
         raise BadHead(HTTPStatus.BAD_REQUEST, "bad line ends")
@@ -107,9 +124,13 @@ def _refuse_ambiguous(raw: bytes) -> None:
         raise BadHead(HTTPStatus.BAD_REQUEST, "bad header")
     twice = {name for name in names if names.count(name) > 1} - {b"set-cookie"}
     if twice:
-        raise BadHead(HTTPStatus.BAD_REQUEST, f"the header {min(twice).decode('latin-1')} comes twice")
+        raise BadHead(
+            HTTPStatus.BAD_REQUEST, f"the header {min(twice).decode('latin-1')} comes twice"
+        )
     sizes = [
-        line.partition(b":")[2].strip(b" \t") for name, line in zip(names, lines[1:], strict=True) if name == b"content-length"
+        line.partition(b":")[2].strip(b" \t")
+        for name, line in zip(names, lines[1:], strict=True)
+        if name == b"content-length"
     ]
     if any(not re.fullmatch(rb"[0-9]{1,15}", size) for size in sizes):
         raise BadHead(HTTPStatus.BAD_REQUEST, "bad content-length")

@@ -1,11 +1,15 @@
-"""The only door to the server: a small reverse proxy that lets devices reach the fleet's paths and nothing else.
+"""The only door to the server: a small reverse proxy that lets devices reach the fleet's paths and
+nothing else.
 
-Flower's SuperLink serves three interfaces on one port. Devices need one of them (/v1/fleet/); the other two start runs and hand out
-the server's own task, and ask nobody who they are. So the SuperLink listens on loopback only, and this stands in front of it:
+Flower's SuperLink serves three interfaces on one port. Devices need one of them (/v1/fleet/); the
+other two start runs and hand out the server's own task, and ask nobody who they are. So the
+SuperLink listens on loopback only, and this stands in front of it:
 
-- TLS ends here (a node's signature is inside the request, so that it passes on unharmed), and a new one begins to the SuperLink;
-- a request passes if its path is one that a node needs, its body is small enough, and its key is registered and not revoked.
-  The SuperLink checks whether the signature is right. Keys are looked up in folders, which may change at any time;
+- TLS ends here (a node's signature is inside the request, so that it passes on unharmed), and a new
+  one begins to the SuperLink;
+- a request passes if its path is one that a node needs, its body is small enough, and its key is
+  registered and not revoked. The SuperLink checks whether the signature is right. Keys are looked
+  up in folders, which may change at any time;
 - everything else is refused with a reason, which the log repeats.
 
     python -m nestling.fleet.server.proxy FILE.json
@@ -29,7 +33,15 @@ from pathlib import Path
 import h11
 
 from nestling.fleet.care import certs
-from nestling.fleet.server.http1 import CHUNK, HEAD_LIMIT, HEAD_SECONDS, BadHead, Head, HttpLine, headers_of
+from nestling.fleet.server.http1 import (
+    CHUNK,
+    HEAD_LIMIT,
+    HEAD_SECONDS,
+    BadHead,
+    Head,
+    HttpLine,
+    headers_of,
+)
 
 log = logging.getLogger("nestling.fleet.server.proxy")
 
@@ -39,7 +51,8 @@ BODY_LIMIT = 16 * 1024 * 1024
 IDLE, ANSWER_SECONDS, ALL_SECONDS = 90.0, 120.0, 900.0
 """Patience: between requests, for the SuperLink to answer, for all of a request."""
 FRESH = 3.0
-"""A connection to the SuperLink idle for longer is not used again: its server ends it after 5 s, perhaps just then."""
+"""A connection to the SuperLink idle for longer is not used again: its server ends it after 5 s,
+perhaps just then."""
 PER_ADDRESS, CONNECTIONS = 256, 4096
 
 FLEET = "/v1/fleet/"
@@ -57,7 +70,8 @@ CALLS = frozenset(
         "confirm-message-received",
     ]
 )
-SELF_REGISTERING = frozenset({"register-node", "unregister-node"})  # only where keys are not asked for
+# only where keys are not asked for
+SELF_REGISTERING = frozenset({"register-node", "unregister-node"})
 ENTRIES = frozenset({"register-node", "activate-node"})
 PASSED_ON = ("content-type", "accept", "user-agent", "traceparent", "tracestate")
 HOP_BY_HOP = ("connection", "keep-alive", "server")
@@ -69,8 +83,8 @@ NO_KEY, UNKNOWN_KEY, REVOKED_KEY, NO_PATH = 9401, 9403, 9410, 9404
 
 @dataclass(frozen=True)
 class Config:
-    """Where the proxy listens, what stands behind it, and who may pass. Without `certificate` it speaks no TLS, without `devices`
-    every key passes: both only ever on loopback."""
+    """Where the proxy listens, what stands behind it, and who may pass. Without `certificate` it
+    speaks no TLS, without `devices` every key passes: both only ever on loopback."""
 
     host: str
     port: int
@@ -91,7 +105,8 @@ class ClosedDoor(Exception):
     """A request that does not pass."""
 
     def __init__(self, status: int, code: int, reason: str, who: str = "") -> None:
-        """Takes the HTTP status, the code and reason that the node prints, and who it was, where known."""
+        """Takes the HTTP status, the code and reason that the node prints, and who it was, where
+        known."""
         super().__init__(reason)
         self.status, self.code, self.reason, self.who = status, code, reason, who
 
@@ -108,23 +123,43 @@ class Keys:
 
     def refresh(self) -> bool:
         """Reads the folders where they have changed."""
-        found = [(str(p), p.stat().st_mtime_ns) for folder in (self.devices, self.revoked) for p in sorted(folder.glob("*.pub"))]
+        found = [
+            (str(p), p.stat().st_mtime_ns)
+            for folder in (self.devices, self.revoked)
+            for p in sorted(folder.glob("*.pub"))
+        ]
         if found == self._seen:
             return False
         self._seen = found
         self.gone = certs.public_keys(self.revoked)
-        self.allowed = {key: name for key, name in certs.public_keys(self.devices).items() if key not in self.gone}
+        self.allowed = {
+            key: name
+            for key, name in certs.public_keys(self.devices).items()
+            if key not in self.gone
+        }
         return True
 
     def check(self, key: str | None, status: int) -> str:
         """The name of the device a key belongs to, or a refusal with this status."""
         if not key:
-            raise ClosedDoor(status, NO_KEY, "the device shows no key, and this server asks for one")
+            raise ClosedDoor(
+                status, NO_KEY, "the device shows no key, and this server asks for one"
+            )
         if key in self.allowed:
             return self.allowed[key]
         if key in self.gone:
-            raise ClosedDoor(status, REVOKED_KEY, f"the key of {self.gone[key]} is revoked", certs.fingerprint(key))
-        raise ClosedDoor(status, UNKNOWN_KEY, "the key is not registered with this server", certs.fingerprint(key))
+            raise ClosedDoor(
+                status,
+                REVOKED_KEY,
+                f"the key of {self.gone[key]} is revoked",
+                certs.fingerprint(key),
+            )
+        raise ClosedDoor(
+            status,
+            UNKNOWN_KEY,
+            "the key is not registered with this server",
+            certs.fingerprint(key),
+        )
 
 
 class Quiet:
@@ -168,7 +203,13 @@ class Proxy:
         context = _server_context(self.config)
         patience = {"ssl_handshake_timeout": HEAD_SECONDS} if context else {}
         return await asyncio.start_server(
-            self._guarded, self.config.host, self.config.port, ssl=context, limit=HEAD_LIMIT, backlog=512, **patience
+            self._guarded,
+            self.config.host,
+            self.config.port,
+            ssl=context,
+            limit=HEAD_LIMIT,
+            backlog=512,
+            **patience,
         )
 
     async def watch_keys(self, seconds: float = 1.0) -> None:
@@ -177,12 +218,19 @@ class Proxy:
             await asyncio.sleep(seconds)
             try:
                 if self.keys.refresh():
-                    log.info("keys: %d devices may join, %d are revoked", len(self.keys.allowed), len(self.keys.gone))
+                    log.info(
+                        "keys: %d devices may join, %d are revoked",
+                        len(self.keys.allowed),
+                        len(self.keys.gone),
+                    )
             except OSError as error:
                 self.quiet.say(f"cannot read the keys: {error}")
 
     async def _guarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line, address = HttpLine(reader, writer, h11.SERVER), str((writer.get_extra_info("peername") or ["?"])[0])
+        line, address = (
+            HttpLine(reader, writer, h11.SERVER),
+            str((writer.get_extra_info("peername") or ["?"])[0]),
+        )
         self._open[address] += 1
         try:
             await self._serve(line, address)
@@ -221,7 +269,12 @@ class Proxy:
             raise
         status = await asyncio.wait_for(self._forward(request, headers, line, address), ALL_SECONDS)
         if call == "activate-node":
-            log.info("%s: %s from %s", "joined" if status == 200 else f"not let in ({status})", device, address)
+            log.info(
+                "%s: %s from %s",
+                "joined" if status == 200 else f"not let in ({status})",
+                device,
+                address,
+            )
 
     def _admit(self, request: h11.Request, headers: dict[str, str]) -> tuple[str, str]:
         """What is called, and by which device; or a refusal."""
@@ -235,14 +288,20 @@ class Proxy:
             raise ClosedDoor(403, NO_PATH, f"{method} {path[:80]!r} is not for devices")
         if self.keys is None:
             return call, "a device"
-        # A node prints the reason of a 400 and ends, where it is about to enter; later on it is a 401 that makes it end, and begin
-        # again. A 403 it takes for the end of the run.
+        # A node prints the reason of a 400 and ends, where it is about to enter; later on it is a
+        # 401 that makes it end, and begin again. A 403 it takes for the end of the run.
         status = 400 if call in ENTRIES else 401
         if call in SELF_REGISTERING:
-            raise ClosedDoor(status, NO_KEY, "a device brings a key that is registered here; none registers itself")
+            raise ClosedDoor(
+                status,
+                NO_KEY,
+                "a device brings a key that is registered here; none registers itself",
+            )
         return call, self.keys.check(headers.get(KEY), status)
 
-    async def _forward(self, request: h11.Request, headers: dict[str, str], line: HttpLine, address: str) -> int:
+    async def _forward(
+        self, request: h11.Request, headers: dict[str, str], line: HttpLine, address: str
+    ) -> int:
         """Passes a request on and its answer back; the answer's status."""
         try:
             up = await self._connect()
@@ -252,14 +311,20 @@ class Proxy:
             kept = {k: v for k, v in headers.items() if k in PASSED_ON or k.startswith("flwr-")}
             kept |= {"host": f"127.0.0.1:{self.config.upstream}", "x-forwarded-for": address}
             kept |= {"content-length": headers.get("content-length", "0")}
-            await up.send(h11.Request(method=request.method, target=request.target, headers=_encoded(kept)))
+            await up.send(
+                h11.Request(method=request.method, target=request.target, headers=_encoded(kept))
+            )
             await _copy(line, up)
             answer = await _head(up, ANSWER_SECONDS)
             if answer is None:
                 raise ClosedDoor(502, NO_PATH, "the server went away; try again")
             assert isinstance(answer, h11.Response)  # noqa: S101 (what h11 gives a client)
             passed = {k: v for k, v in headers_of(answer).items() if k not in HOP_BY_HOP}
-            await line.send(h11.Response(status_code=answer.status_code, headers=_encoded(passed), reason=answer.reason))
+            await line.send(
+                h11.Response(
+                    status_code=answer.status_code, headers=_encoded(passed), reason=answer.reason
+                )
+            )
             await _copy(up, line)
         except BaseException:
             up.writer.close()
@@ -280,7 +345,9 @@ class Proxy:
             stale.append(line)
         for line in stale:
             line.writer.close()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.config.upstream, ssl=self._inner, limit=CHUNK)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", self.config.upstream, ssl=self._inner, limit=CHUNK
+        )
         return HttpLine(reader, writer, h11.CLIENT)
 
     def _tell(self, refusal: ClosedDoor, address: str) -> None:
@@ -311,18 +378,27 @@ async def _copy(source: HttpLine, sink: HttpLine) -> None:
 
 
 async def _swallow(line: HttpLine, headers: dict[str, str]) -> None:
-    """Reads the start of a refused body: a connection that ends with bytes unread may take the refusal with it."""
+    """Reads the start of a refused body: a connection that ends with bytes unread may take the
+    refusal with it."""
     size = headers.get("content-length", "")
     with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
-        await asyncio.wait_for(line.reader.readexactly(min(int(size) if size.isdigit() else 0, SWALLOWED)), 2)
+        await asyncio.wait_for(
+            line.reader.readexactly(min(int(size) if size.isdigit() else 0, SWALLOWED)), 2
+        )
 
 
 async def _refuse(line: HttpLine, refusal: ClosedDoor) -> None:
     """Says no in the form that Flower's nodes know how to print."""
     body = json.dumps({"code": refusal.code, "detail": refusal.reason}).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
     headers["date"] = formatdate(usegmt=True)
-    await line.send(h11.Response(status_code=refusal.status, headers=_encoded(headers), reason=b"Refused"))
+    await line.send(
+        h11.Response(status_code=refusal.status, headers=_encoded(headers), reason=b"Refused")
+    )
     await line.send(h11.Data(data=body))
     await line.send(h11.EndOfMessage())
 
@@ -356,7 +432,9 @@ async def serve(config: Config) -> None:
 
 def main() -> None:
     """The command: one argument, a file with the configuration."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
     config = Config(**json.loads(Path(sys.argv[1]).read_text()))
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(config))

@@ -1,6 +1,8 @@
-"""Who is there: names, which stay, their clients' numbers, which stay too, and the nodes they are reached through, which change.
+"""Who is there: names, which stay, their clients' numbers, which stay too, and the nodes they are
+reached through, which change.
 
-A name belongs to the node that told it first, recognised by the node's token; what is known is kept in one file of the run folder.
+A name belongs to the node that told it first, recognised by the node's token; what is known is kept
+in one file of the run folder.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ NAME = "roster.json"
 
 @dataclass
 class RosterEntry:
-    """One client: what it said of itself, its number, whose it is, and where and when it was last seen (seconds since 1970).
-    `counted` are the last two rounds in which a result of it counted: the server may go back one round, but no further."""
+    """One client: what it said of itself, its number, whose it is, and where and when it was last
+    seen (seconds since 1970). `counted` are the last two rounds in which a result of it counted:
+    the server may go back one round, but no further."""
 
     member: Member
     client: int
@@ -43,7 +46,8 @@ class Roster:
     """The clients of one run. `path` is the file to keep it in, or None."""
 
     def __init__(self, fleet: Fleet, path: Path | None = None, run: str = "") -> None:
-        """Reads the file where there is one, and the run's number with it; else the number is `run`, or a random one."""
+        """Reads the file where there is one, and the run's number with it; else the number is
+        `run`, or a random one."""
         self.fleet, self.path = fleet, path
         self.run = run or secrets.token_hex(8)
         self.start = 1  # how often the server has been started
@@ -64,13 +68,18 @@ class Roster:
         if known is not None and not hmac.compare_digest(known.token, digest):
             raise InputError(
                 f"the name {member.name!r} belongs to another device",
-                fix=f"join under another name, or remove the name from {NAME} of the run folder while the server is stopped",
+                fix=f"join under another name, or remove the name from {NAME} of the run folder "
+                "while the server is stopped",
             )
         if known is not None and member.client not in (None, known.client):
-            raise InputError(f"{member.name!r} is client {known.client} of this run, not {member.client}")
+            raise InputError(
+                f"{member.name!r} is client {known.client} of this run, not {member.client}"
+            )
         client = known.client if known is not None else self._place(member)
         self._check(member, client)
-        entry = RosterEntry(member, client, digest, node, time.time(), known.counted if known is not None else ())
+        entry = RosterEntry(
+            member, client, digest, node, time.time(), known.counted if known is not None else ()
+        )
         self._entries[member.name], self._names[client] = entry, member.name
         return entry
 
@@ -137,21 +146,32 @@ class Roster:
         return [entry.client for entry in self.entries if entry.node is not None]
 
     def free_percent(self, client: int) -> float | None:
-        """How much of its kind's memory is free on a client's device; None where it has not said, or its tier names no device: what
-        it trains is then settled by the experiment."""
+        """How much of its kind's memory is free on a client's device; None where it has not said,
+        or its tier names no device: what it trains is then settled by the experiment."""
         entry = self.entry(client)
         if entry is None or not entry.member.free or not self.fleet.tier_of(client).device:
             return None
-        return min(100.0, 100.0 * entry.member.free / float(self.fleet.profile_of(client).ram_bytes))
+        return min(
+            100.0, 100.0 * entry.member.free / float(self.fleet.profile_of(client).ram_bytes)
+        )
 
     def save(self) -> None:
         """Writes the file, whole or not at all."""
         if self.path is not None:
             rows = [
-                {"client": e.client, "token": e.token, "seen": e.seen, "counted": list(e.counted), "member": e.member.table()}
+                {
+                    "client": e.client,
+                    "token": e.token,
+                    "seen": e.seen,
+                    "counted": list(e.counted),
+                    "member": e.member.table(),
+                }
                 for e in self.entries
             ]
-            write_atomic(self.path, json.dumps({"run": self.run, "start": self.start, "clients": rows}, indent=1))
+            write_atomic(
+                self.path,
+                json.dumps({"run": self.run, "start": self.start, "clients": rows}, indent=1),
+            )
 
     def _read(self, path: Path) -> None:
         try:
@@ -159,12 +179,21 @@ class Roster:
             self.run, self.start = str(table["run"]), int(table["start"]) + 1
             for row in table["clients"]:
                 counted = tuple(int(r) for r in row["counted"])
-                member, client, seen = Member.read(row["member"]), int(row["client"]), float(row["seen"])
+                member, client, seen = (
+                    Member.read(row["member"]),
+                    int(row["client"]),
+                    float(row["seen"]),
+                )
                 entry = RosterEntry(member, client, str(row["token"]), None, seen, counted)
-                self._entries[entry.member.name], self._names[entry.client] = entry, entry.member.name
+                self._entries[entry.member.name], self._names[entry.client] = (
+                    entry,
+                    entry.member.name,
+                )
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"{path} cannot be read: {error}", field="--out", fix="restore the file, or start the run again"
+                f"{path} cannot be read: {error}",
+                field="--out",
+                fix="restore the file, or start the run again",
             ) from error
 
     def _place(self, member: Member) -> int:
@@ -182,12 +211,21 @@ class Roster:
 
     def _check(self, member: Member, client: int) -> None:
         if client >= len(self.fleet):
-            raise InputError(f"client {client} of a fleet of {len(self.fleet)}", fix=f"use 0..{len(self.fleet) - 1}")
+            raise InputError(
+                f"client {client} of a fleet of {len(self.fleet)}",
+                fix=f"use 0..{len(self.fleet) - 1}",
+            )
         if self._names.get(client, member.name) != member.name:
-            raise InputError(f"client {client} is {self._names[client]!r} already", fix="ask for another number, or for none")
+            raise InputError(
+                f"client {client} is {self._names[client]!r} already",
+                fix="ask for another number, or for none",
+            )
         if not self._suits(member, client):
             tier = self.fleet.tier_of(client)
-            raise InputError(f"client {client} of the experiment is of tier {tier.name!r}, {member.name!r} is {member.device!r}")
+            raise InputError(
+                f"client {client} of the experiment is of tier {tier.name!r}, {member.name!r} is "
+                f"{member.device!r}"
+            )
 
     def _suits(self, member: Member, client: int) -> bool:
         tier = self.fleet.tier_of(client)
@@ -195,12 +233,14 @@ class Roster:
 
 
 class LiveFleet(Fleet):
-    """A fleet of real devices: who can be reached, and what memory is free, is what they say; nothing is left to chance."""
+    """A fleet of real devices: who can be reached, and what memory is free, is what they say;
+    nothing is left to chance."""
 
     live = True
 
     def __init__(self, fleet: Fleet, roster: Roster) -> None:
-        """Has the tiers and devices of `fleet`, without its deadline; `roster` says how the real ones are."""
+        """Has the tiers and devices of `fleet`, without its deadline; `roster` says how the real
+        ones are."""
         super().__init__(fleet.tiers, fleet.counts, fleet.profiles, 0.0, fleet.seed)
         self.roster = roster
 
@@ -222,16 +262,19 @@ class LiveFleet(Fleet):
         return 1.0
 
     def free_memory(self, i: int, round: int) -> float:
-        """Percent free on device `i` now, as it said; where it said nothing, what the experiment supposes."""
+        """Percent free on device `i` now, as it said; where it said nothing, what the experiment
+        supposes."""
         told = self.roster.free_percent(i)
         return told if told is not None else super().free_memory(i, round)
 
 
 class LiveSplit(Split):
-    """How many rows clients have: as they said, or else their share of the experiment's own data."""
+    """How many rows clients have: as they said, or else their share of the experiment's own
+    data."""
 
     def __init__(self, split: Split, roster: Roster, classes: int) -> None:
-        """Takes the split of the experiment's own data, for clients that `roster` knows no rows of."""
+        """Takes the split of the experiment's own data, for clients that `roster` knows no rows
+        of."""
         super().__init__(split.clients, np.zeros(0, np.int64), classes, 0.0)
         self._split, self._roster = split, roster
 
@@ -242,7 +285,9 @@ class LiveSplit(Split):
 
     def holdout(self, client: int) -> np.ndarray:
         """A client's held-out rows of the experiment's data; none where it brought its own."""
-        return np.zeros(0, np.int64) if self._own(client) is not None else self._split.holdout(client)
+        return (
+            np.zeros(0, np.int64) if self._own(client) is not None else self._split.holdout(client)
+        )
 
     def size(self, client: int) -> int:
         """How many rows a client said it has, or its share of the experiment's data."""

@@ -1,11 +1,13 @@
 """`nestling serve`: the processes of a server, kept alive until the run is done.
 
     RUN            the run folder, as any other
-    RUN.server     what only the server itself reads (0700): Flower's database, an inner certificate, a secret, logs
+    RUN.server     what only the server itself reads (0700): Flower's database, an inner
+                   certificate, a secret, logs
 
-A SuperLink (bound to loopback, since some of its interfaces ask nobody who they are), a SuperExec that it trusts by a shared
-secret, the proxy, which is all that others can reach, and the run: a ServerApp, started through Flower and started again from
-our checkpoint when it dies. Running the same command again goes on where the run stands.
+A SuperLink (bound to loopback, since some of its interfaces ask nobody who they are), a SuperExec
+that it trusts by a shared secret, the proxy, which is all that others can reach, and the run: a
+ServerApp, started through Flower and started again from our checkpoint when it dies. Running the
+same command again goes on where the run stands.
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ def serve(options: ServeOptions) -> dict[str, Any]:
 class _Server:
     """The parts of a running server."""
 
-    def __init__(self, options: ServeOptions, home: Path, files: certs.ServerFiles | None, keeper: Keeper) -> None:
+    def __init__(
+        self, options: ServeOptions, home: Path, files: certs.ServerFiles | None, keeper: Keeper
+    ) -> None:
         self.options, self.home, self.files, self.keeper = options, home, files, keeper
         self.inner, self.env = free_port(), flower_env(certs.private_folder(home / "flower"))
         self.logs = certs.private_folder(home / "log")
@@ -133,7 +137,10 @@ class _Server:
 
     def parts(self) -> dict[str, Any]:
         """How the processes are; asked from another thread."""
-        programs = {child.program.name: {"running": child.running} for child in list(self.keeper.children.values())}
+        programs = {
+            child.program.name: {"running": child.running}
+            for child in list(self.keeper.children.values())
+        }
         return {"trouble": self.play.trouble, "programs": programs}
 
     def _write_files(self) -> None:
@@ -153,7 +160,10 @@ class _Server:
         self._write(SETTINGS, json.dumps(settings, indent=1))
         trust = f'root-certificates = "{self.pair / "ca.crt"}"' if self.files else "insecure = true"
         address = f'address = "127.0.0.1:{self.inner}"'
-        self._write("flower/config.toml", f'[superlink]\ndefault = "inner"\n\n[superlink.inner]\n{address}\n{trust}\n')
+        self._write(
+            "flower/config.toml",
+            f'[superlink]\ndefault = "inner"\n\n[superlink.inner]\n{address}\n{trust}\n',
+        )
         self._write("run.toml", f'home = "{self.home}"\n')
         self._write("proxy.json", self._proxy_config().to_json())
 
@@ -174,11 +184,26 @@ class _Server:
         )
 
     def _start_superlink(self) -> None:
-        command = [flower_command("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.inner)]
+        command = [
+            flower_command("flower-superlink"),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.inner),
+        ]
         command += ["--isolation", "process", "--superexec-auth-secret-file", str(self.secret)]
-        command += ["--database", str(self.home / "state.db"), "--disable-runtime-dependency-installation"]
+        command += [
+            "--database",
+            str(self.home / "state.db"),
+            "--disable-runtime-dependency-installation",
+        ]
         if self.files:
-            command += ["--ssl-ca-certfile", str(self.pair / "ca.crt"), "--ssl-certfile", str(self.pair / "server.crt")]
+            command += [
+                "--ssl-ca-certfile",
+                str(self.pair / "ca.crt"),
+                "--ssl-certfile",
+                str(self.pair / "server.crt"),
+            ]
             command += ["--ssl-keyfile", str(self.pair / "server.key"), "--enable-supernode-auth"]
         else:
             command += ["--insecure"]
@@ -186,15 +211,31 @@ class _Server:
         self._wait_healthy()
 
     def _superexec(self) -> Program:
-        command = [flower_command("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{self.inner}"]
+        command = [
+            flower_command("flower-superexec"),
+            "--runtime-api-address",
+            f"127.0.0.1:{self.inner}",
+        ]
         command += ["--superexec-auth-secret-file", str(self.secret)]
-        command += ["--root-certificates", str(self.pair / "ca.crt")] if self.files else ["--insecure"]
+        command += (
+            ["--root-certificates", str(self.pair / "ca.crt")] if self.files else ["--insecure"]
+        )
         return Program("superexec", command, self.logs / "superexec.log", self.env)
 
     def _proxy(self) -> Program:
-        command = [sys.executable, "-m", "nestling.fleet.server.proxy", str(self.home / "proxy.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "nestling.fleet.server.proxy",
+            str(self.home / "proxy.json"),
+        ]
         return Program(
-            "proxy", command, self.logs / "proxy.log", self.env, show=lambda line: "DEBUG" not in line, advice=_port_taken
+            "proxy",
+            command,
+            self.logs / "proxy.log",
+            self.env,
+            show=lambda line: "DEBUG" not in line,
+            advice=_port_taken,
         )
 
     def _wait_healthy(self) -> None:
@@ -203,11 +244,17 @@ class _Server:
             self.keeper.tick()
             if time.monotonic() > until:
                 tail = self.keeper.children["superlink"].tail()
-                raise InputError(f"Flower's SuperLink does not come up:\n{tail[-1500:]}", field="serve", fix=f"see {self.logs}")
+                raise InputError(
+                    f"Flower's SuperLink does not come up:\n{tail[-1500:]}",
+                    field="serve",
+                    fix=f"see {self.logs}",
+                )
             time.sleep(TICK)
 
     def _healthy(self) -> bool:
-        context = ssl.create_default_context(cafile=str(self.pair / "ca.crt")) if self.files else None
+        context = (
+            ssl.create_default_context(cafile=str(self.pair / "ca.crt")) if self.files else None
+        )
         where = ("127.0.0.1", self.inner)
         connection = (
             http.client.HTTPSConnection(*where, timeout=5, context=context)
@@ -223,7 +270,8 @@ class _Server:
             connection.close()
 
     def _start_over(self) -> None:
-        """Flower's database knows keys that we cannot name: a new one. Nothing of the run is in it."""
+        """Flower's database knows keys that we cannot name: a new one. Nothing of the run is in
+        it."""
         log.warning("Flower's database does not fit the list of devices; making a new one")
         self.keeper.stop()
         for path in self.home.glob("state.db*"):
@@ -235,7 +283,8 @@ class _Server:
         self.keys.follow()
 
     def _flwr(self, calls: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """Runs Flower's command line with each list of arguments, in one process; what each said, in order."""
+        """Runs Flower's command line with each list of arguments, in one process; what each said,
+        in order."""
         made = subprocess.run(
             [sys.executable, "-m", "nestling.fleet.flower.commands"],
             input=json.dumps([list(one) for one in calls]),
@@ -249,7 +298,10 @@ class _Server:
             if place < len(lines):
                 yield json.loads(lines[place])
             else:
-                yield {"success": False, "error-message": made.stderr[-500:] or f"exit code {made.returncode}"}
+                yield {
+                    "success": False,
+                    "error-message": made.stderr[-500:] or f"exit code {made.returncode}",
+                }
 
 
 class _Unknown(Exception):
@@ -257,11 +309,14 @@ class _Unknown(Exception):
 
 
 class _Registry:
-    """Keeps Flower's list of keys the same as the folder's, and remembers which node each key is."""
+    """Keeps Flower's list of keys the same as the folder's, and remembers which node each key
+    is."""
 
     def __init__(self, home: Path, files: certs.ServerFiles, flwr: Any) -> None:
         self.path, self.files, self.flwr = home / REGISTERED, files, flwr
-        self.nodes: dict[str, dict[str, str]] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.nodes: dict[str, dict[str, str]] = (
+            json.loads(self.path.read_text()) if self.path.exists() else {}
+        )
         self._refused: set[str] = set()
 
     def forget(self) -> None:
@@ -271,13 +326,28 @@ class _Registry:
     def follow(self) -> None:
         """Registers new keys, and takes out those that are gone or revoked."""
         gone = certs.public_keys(self.files.revoked)
-        wanted = {certs.fingerprint(key): name for key, name in certs.public_keys(self.files.devices).items() if key not in gone}
+        wanted = {
+            certs.fingerprint(key): name
+            for key, name in certs.public_keys(self.files.devices).items()
+            if key not in gone
+        }
         have = {row["key"]: node for node, row in self.nodes.items()}
-        self._add({key: name for key, name in wanted.items() if key not in have and key not in self._refused})
-        self._remove({node: self.nodes[node]["name"] for key, node in have.items() if key not in wanted})
+        self._add(
+            {
+                key: name
+                for key, name in wanted.items()
+                if key not in have and key not in self._refused
+            }
+        )
+        self._remove(
+            {node: self.nodes[node]["name"] for key, node in have.items() if key not in wanted}
+        )
 
     def _add(self, keys: Mapping[str, str]) -> None:
-        calls = [["supernode", "register", str(self.files.devices / f"{n}.pub"), "inner", "--name", n] for n in keys.values()]
+        calls = [
+            ["supernode", "register", str(self.files.devices / f"{n}.pub"), "inner", "--name", n]
+            for n in keys.values()
+        ]
         for (key, name), said in zip(keys.items(), self.flwr(calls) if calls else (), strict=True):
             if said["success"]:
                 self.nodes[str(said["node-id"])] = {"name": name, "key": key}
@@ -291,10 +361,16 @@ class _Registry:
 
     def _remove(self, nodes: Mapping[str, str]) -> None:
         calls = [["supernode", "unregister", node, "inner"] for node in nodes]
-        for (node, name), said in zip(nodes.items(), self.flwr(calls) if calls else (), strict=True):
+        for (node, name), said in zip(
+            nodes.items(), self.flwr(calls) if calls else (), strict=True
+        ):
             del self.nodes[node]
             certs.write_private(self.path, json.dumps(self.nodes, indent=1).encode())
-            log.info("device %s may not join any more%s", name, "" if said["success"] else " (Flower did not know it)")
+            log.info(
+                "device %s may not join any more%s",
+                name,
+                "" if said["success"] else " (Flower did not know it)",
+            )
 
 
 class _Run:
@@ -331,7 +407,9 @@ class _Run:
         for name in (OUTCOME, PROCESS):
             (self.home / name).unlink(missing_ok=True)
         app = Path(__file__).resolve().parent.parent / "flower" / "app"
-        (said,) = self.flwr([["run", str(app), "inner", "--run-config", str(self.home / "run.toml")]])
+        (said,) = self.flwr(
+            [["run", str(app), "inner", "--run-config", str(self.home / "run.toml")]]
+        )
         if not said["success"]:
             self._again(f"Flower does not start the run: {said.get('error-message')}")
             return
@@ -354,7 +432,9 @@ class _Run:
         self.failures = 0 if rounds > self.rounds or patient else self.failures + 1
         self.rounds = rounds
         if self.failures >= GIVE_UP:
-            raise RuntimeError(f"the run failed {self.failures} times without finishing a round; last: {why}")
+            raise RuntimeError(
+                f"the run failed {self.failures} times without finishing a round; last: {why}"
+            )
         delay = min(30.0, 2.0 ** max(1, self.failures))
         self.due, self.trouble = time.monotonic() + delay, why
         log.warning("%s; going on from round %d in %.0f s", why, rounds, delay)
@@ -385,7 +465,8 @@ class _Follower:
 
 
 def end_leftover(path: Path, seconds: float = 10.0) -> None:
-    """Ends the run's process of a server that was killed: named by number and birth, so that it cannot be another."""
+    """Ends the run's process of a server that was killed: named by number and birth, so that it
+    cannot be another."""
     found = _read(path)
     if found is None or born(found["pid"]) != found["born"]:
         return
@@ -418,7 +499,9 @@ def _alone(home: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        raise InputError(f"another server runs with {home}", field="--out", fix="stop it, or name another folder") from None
+        raise InputError(
+            f"another server runs with {home}", field="--out", fix="stop it, or name another folder"
+        ) from None
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""The server's side of a run with real devices: the same rounds, the same run folder, and an engine that asks instead of computing."""
+"""The server's side of a run with real devices: the same rounds, the same run folder, and an engine
+that asks instead of computing."""
 
 from __future__ import annotations
 
@@ -41,12 +42,14 @@ def play(
     patience: Patience | None = None,
     watcher: Watcher | None = None,
 ) -> Result:
-    """Runs an experiment on real devices; where the folder holds a run already, that run goes on from its last checkpoint.
+    """Runs an experiment on real devices; where the folder holds a run already, that run goes on
+    from its last checkpoint.
 
-    min_clients: how many must be there before a round starts; it waits for them at most `wait` seconds, then the run stops where it
-                 stands (`NoQuorum`).
-    deadline, quorum: when a round goes on without those that have not answered (see `Patience`); `patience` says all of it.
-    names:       node → the name its key is registered under. A node may then speak for that name only, and for those that begin with
+    min_clients: how many must be there before a round starts; it waits for them at most `wait`
+                 seconds, then the run stops where it stands (`NoQuorum`).
+    deadline, quorum: when a round goes on without those that have not answered (see `Patience`);
+    `patience` says all of it. names:       node → the name its key is registered under. A node may
+    then speak for that name only, and for those that begin with
                  it and a slash.
     """
     patience = replace(patience or Patience(), deadline=deadline, quorum=quorum)
@@ -54,13 +57,25 @@ def play(
     live: Live | None = None
     try:
         with one_thread():
-            settled, federation, home = _begin(experiment, Path(folder) if folder is not None else None)
-            live = enliven(settled, federation, courier, home, names, patience, watcher or Watcher())
+            settled, federation, home = _begin(
+                experiment, Path(folder) if folder is not None else None
+            )
+            live = enliven(
+                settled, federation, courier, home, names, patience, watcher or Watcher()
+            )
             live.gather(min_clients, wait)
             description = describe(settled, federation)
             if home:
                 home.write(FEDERATION, json.dumps(description, indent=1))
-            result = play_rounds(settled, federation, description, home, live.watcher(min_clients, wait), fresh=False, every=0.0)
+            result = play_rounds(
+                settled,
+                federation,
+                description,
+                home,
+                live.watcher(min_clients, wait),
+                fresh=False,
+                every=0.0,
+            )
             live.ended(DONE)
             return result
     except BaseException as error:
@@ -97,7 +112,9 @@ class Live:
         wanted = min(max(1, clients), len(self.roster.fleet))
 
         def sleep(pause: float) -> None:
-            self._tell(GATHERING, {"here": len(self.roster.here()), "needed": wanted, "most": seconds})
+            self._tell(
+                GATHERING, {"here": len(self.roster.here()), "needed": wanted, "most": seconds}
+            )
             self.engine.sleep(pause)
 
         here = self.greeter.wait(wanted, seconds, max(self.engine.patience.poll, 0.01), sleep)
@@ -112,7 +129,8 @@ class Live:
         return entry is not None and (entry.member.rows is None or entry.member.counts is not None)
 
     def watcher(self, clients: int, seconds: float) -> Watcher:
-        """The watcher of the run, which also writes down how the fleet is and waits for clients between rounds."""
+        """The watcher of the run, which also writes down how the fleet is and waits for clients
+        between rounds."""
 
         def after_round(row: Metrics) -> None:
             self._tell(MERGING, {}, now=True)
@@ -184,12 +202,15 @@ def enliven(
     patience: Patience | None = None,
     watcher: Watcher | None = None,
 ) -> Live:
-    """Makes a simulated federation a real one: its fleet, its clients' rows and its engine become those of the devices."""
+    """Makes a simulated federation a real one: its fleet, its clients' rows and its engine become
+    those of the devices."""
     world, told = federation.world, watcher or Watcher()
     roster = Roster(world.fleet, home.path / NAME if home else None)
     roster.go_back(federation.totals.round)
     roster.save()
-    greeter = Greeter(courier, roster, welcome_of(roster.run, experiment, federation), told.note, names=names)
+    greeter = Greeter(
+        courier, roster, welcome_of(roster.run, experiment, federation), told.note, names=names
+    )
     engine = FleetEngine(courier, roster, greeter, patience, experiment.engine.transport)
     world.use_fleet(LiveFleet(world.fleet, roster), LiveSplit(world.split, roster, world.classes))
     federation.engine = engine
@@ -206,10 +227,14 @@ def welcome_of(run: str, experiment: Experiment, federation: Federation) -> byte
     if world.public is not None and federation.method.as_set.auxiliary.startswith("public"):
         public = Parcel.of(Message({"public": {"x": world.public}}))
     shape = tuple(bench.x.shape[1:])
-    return Welcome(run, experiment.to_toml(), shape, world.classes, world.class_names, len(bench.y), public).to_bytes()
+    return Welcome(
+        run, experiment.to_toml(), shape, world.classes, world.class_names, len(bench.y), public
+    ).to_bytes()
 
 
-def _begin(experiment: Experiment | None, path: Path | None) -> tuple[Experiment, Federation, RunFolder | None]:
+def _begin(
+    experiment: Experiment | None, path: Path | None
+) -> tuple[Experiment, Federation, RunFolder | None]:
     """The run in a folder as of its last checkpoint, or a new one."""
     if path is not None and (path / EXPERIMENT).exists():
         home = run_folder.reopen(path, field="--out").take(field="--out")
@@ -218,9 +243,14 @@ def _begin(experiment: Experiment | None, path: Path | None) -> tuple[Experiment
         raise InputError(f"there is no run in {path}", field="--out", fix="name an experiment")
     if path is not None:
         run_folder.check_new(path)
-    engine = replace(experiment.engine, name="inline", device="cpu")  # what the server itself computes
+    # what the server itself computes
+    engine = replace(experiment.engine, name="inline", device="cpu")
     store = ClientStore(path / "clients" if path else None)
     settled, federation = assemble(experiment.with_changes(engine=engine), store)
     if path is None:
         return settled, federation, None
-    return settled, federation, run_folder.create(path, {EXPERIMENT: settled.to_toml()}).take(field="--out")
+    return (
+        settled,
+        federation,
+        run_folder.create(path, {EXPERIMENT: settled.to_toml()}).take(field="--out"),
+    )

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Between fork and exec of a process with threads nothing safe can be done in Python, so a second, small interpreter asks the kernel
-# (prctl PR_SET_PDEATHSIG) and becomes the command. Where there is no prctl, `Child` and `_kill_all` are all.
+# Between fork and exec of a process with threads nothing safe can be done in Python, so a second,
+# small interpreter asks the kernel (prctl PR_SET_PDEATHSIG) and becomes the command. Where there is
+# no prctl, `Child` and `_kill_all` are all.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 try:
@@ -39,10 +40,13 @@ class Child(subprocess.Popen[bytes]):
 
 
 def start(command: Sequence[str], log: Path | None = None) -> Child:
-    """Starts `command`, what it prints going to `log`. It is killed when nobody holds the process object, when this process ends
-    and, on Linux, even when this process is killed."""
-    # The kernel's promise is tied to the thread that starts the child, so all of them are started by one that stays.
-    starter = _starters.setdefault(os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="nestling-children"))
+    """Starts `command`, what it prints going to `log`. It is killed when nobody holds the process
+    object, when this process ends and, on Linux, even when this process is killed."""
+    # The kernel's promise is tied to the thread that starts the child, so all of them are started
+    # by one that stays.
+    starter = _starters.setdefault(
+        os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="nestling-children")
+    )
     return starter.submit(_start, command, log).result()
 
 

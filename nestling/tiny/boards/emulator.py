@@ -1,4 +1,5 @@
-"""Emulated boards as processes: started, cut off and started again, with the serial link on a socket."""
+"""Emulated boards as processes: started, cut off and started again, with the serial link on a
+socket."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ LONGEST_START = 30.0  # seconds until the socket is there, on a busy machine
 
 
 class Emulator(ABC):
-    """A board that runs in a process of its own. Its link is the Unix socket `socket`; `log` holds what the emulator says."""
+    """A board that runs in a process of its own. Its link is the Unix socket `socket`; `log` holds
+    what the emulator says."""
 
     def __init__(self, image: Firmware, blob: bytes, socket: str | Path) -> None:
-        """Writes the client's data beside the socket for the emulator to load; data that do not fit the flash are refused."""
+        """Writes the client's data beside the socket for the emulator to load; data that do not fit
+        the flash are refused."""
         if len(blob) > image.blob_bytes:
             raise InputError(
-                f"{len(blob)} bytes of data do not fit the {image.blob_bytes} bytes of flash behind the firmware of {image.board.name}",
+                f"{len(blob)} bytes of data do not fit the {image.blob_bytes} bytes of flash "
+                f"behind the firmware of {image.board.name}",
                 field="board",
                 fix="give the client fewer samples or a board with more flash",
             )
@@ -64,7 +68,11 @@ class Emulator(ABC):
         while not _listening(self.socket):
             if not self.alive or time.monotonic() > until:
                 self.kill()
-                raise InputError(f"{self.image.board.name} did not start:\n{self.words()}", field="board", fix="see its message")
+                raise InputError(
+                    f"{self.image.board.name} did not start:\n{self.words()}",
+                    field="board",
+                    fix="see its message",
+                )
             time.sleep(0.005)
         return self
 
@@ -89,19 +97,25 @@ class Emulator(ABC):
 
 
 def _listening(socket: Path) -> bool:
-    """Whether somebody waits for connections there. A socket's file is there a moment before that; where the kernel keeps no list of
-    sockets the file must do."""
+    """Whether somebody waits for connections there. A socket's file is there a moment before that;
+    where the kernel keeps no list of sockets the file must do."""
     sockets = Path("/proc/net/unix")
     if not sockets.exists():
         return socket.exists()
     accepting = 1 << 16
     fields = (line.split() for line in sockets.read_text().splitlines()[1:])
-    return any(len(line) == 8 and line[7] == str(socket) and int(line[3], 16) & accepting for line in fields)
+    return any(
+        len(line) == 8 and line[7] == str(socket) and int(line[3], 16) & accepting
+        for line in fields
+    )
 
 
-def emulator(board: str | Board | Firmware, blob: bytes, socket: str | Path, shift: int | None = None) -> Emulator:
-    """The board with its firmware and a client's data, not yet started: in QEMU if it has a machine of its own there, else in
-    Unicorn. `shift`: QEMU's clock counts instructions, see `QemuBoard`."""
+def emulator(
+    board: str | Board | Firmware, blob: bytes, socket: str | Path, shift: int | None = None
+) -> Emulator:
+    """The board with its firmware and a client's data, not yet started: in QEMU if it has a machine
+    of its own there, else in Unicorn. `shift`: QEMU's clock counts instructions, see
+    `QemuBoard`."""
     image = board if isinstance(board, Firmware) else firmware(board)
     if image.board.machine is None:
         from nestling.tiny.boards.unicorn import UnicornBoard

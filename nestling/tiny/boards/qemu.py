@@ -12,10 +12,12 @@ QEMU = "qemu-system-arm"
 
 
 class QemuBoard(Emulator):
-    """A board in QEMU. `shift`: an instruction is 2^shift nanoseconds of its clock, whatever the host does, so that the board's ticks
-    count instructions; None: the clock is the host's."""
+    """A board in QEMU. `shift`: an instruction is 2^shift nanoseconds of its clock, whatever the
+    host does, so that the board's ticks count instructions; None: the clock is the host's."""
 
-    def __init__(self, image: Firmware, blob: bytes, socket: str | Path, shift: int | None = None) -> None:
+    def __init__(
+        self, image: Firmware, blob: bytes, socket: str | Path, shift: int | None = None
+    ) -> None:
         """Needs QEMU installed, and says how to get it where it is not."""
         toolchain.need(QEMU)
         super().__init__(image, blob, socket)
@@ -23,7 +25,8 @@ class QemuBoard(Emulator):
 
     def flash_data(self, blob: bytes) -> bytes:
         """The data as an ELF file at their place in flash."""
-        # Raw data are refused beyond the size of the machine's main memory, which STM32 machines do not have in newer versions.
+        # Raw data are refused beyond the size of the machine's main memory, which STM32 machines do
+        # not have in newer versions.
         return elf.wrap(blob, self.image.blob) if blob else b""
 
     def command(self) -> list[str]:
@@ -35,4 +38,14 @@ class QemuBoard(Emulator):
         serial = ["-serial", f"unix:{self.socket},server=on,wait=off"]
         # A board that faults resets itself; that ends the process, for the supervisor to see.
         quiet = ["-display", "none", "-monitor", "none", "-no-reboot"]
-        return [QEMU, "-M", machine, "-kernel", str(self.image.path), *data, *serial, *clock, *quiet]
+        return [
+            QEMU,
+            "-M",
+            machine,
+            "-kernel",
+            str(self.image.path),
+            *data,
+            *serial,
+            *clock,
+            *quiet,
+        ]

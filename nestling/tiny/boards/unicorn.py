@@ -1,7 +1,8 @@
-"""Boards with any map of RAM and flash, emulated by Unicorn (a package of its own, under GPL-2.0, that is used and never bundled).
+"""Boards with any map of RAM and flash, emulated by Unicorn (a package of its own, under GPL-2.0,
+that is used and never bundled).
 
-A board is a process, `python -m nestling.tiny.boards.unicorn`: it maps exactly the memory that the board has, and whatever touches
-anything else ends it with a message.
+A board is a process, `python -m nestling.tiny.boards.unicorn`: it maps exactly the memory that the
+board has, and whatever touches anything else ends it with a message.
 """
 
 from __future__ import annotations
@@ -35,10 +36,31 @@ class UnicornBoard(Emulator):
     def command(self) -> list[str]:
         """This module as a process, told the board's memory map, core and UART."""
         board = self.image.board
-        maps = ["--ram", f"{board.ram}:{board.ram_bytes}", "--flash", f"{board.flash}:{board.flash_bytes}"]
+        maps = [
+            "--ram",
+            f"{board.ram}:{board.ram_bytes}",
+            "--flash",
+            f"{board.flash}:{board.flash_bytes}",
+        ]
         data = ["--data", str(self.data), "--data-at", str(self.image.blob)]
-        place = ["--core", board.core, "--uart", str(board.uart.address), "--socket", str(self.socket)]
-        return [sys.executable, "-m", "nestling.tiny.boards.unicorn", "--elf", str(self.image.path), *maps, *data, *place]
+        place = [
+            "--core",
+            board.core,
+            "--uart",
+            str(board.uart.address),
+            "--socket",
+            str(self.socket),
+        ]
+        return [
+            sys.executable,
+            "-m",
+            "nestling.tiny.boards.unicorn",
+            "--elf",
+            str(self.image.path),
+            *maps,
+            *data,
+            *place,
+        ]
 
 
 class Fault(Exception):
@@ -49,7 +71,8 @@ class Machine:
     """The core, its memory and its UART."""
 
     def __init__(self, core: str, uart: int, ram: tuple[int, int], flash: tuple[int, int]) -> None:
-        """Maps exactly this RAM and flash, and the windows of the UART and of the system registers."""
+        """Maps exactly this RAM and flash, and the windows of the UART and of the system
+        registers."""
         import unicorn
         from unicorn import arm_const
 
@@ -57,7 +80,8 @@ class Machine:
         self._error = unicorn.UcError  # type: ignore[attr-defined]
         self.received, self.unsent = bytearray(), bytearray()
         self.fault = ""
-        self.core = uc = unicorn.Uc(unicorn.UC_ARCH_ARM, unicorn.UC_MODE_THUMB | unicorn.UC_MODE_MCLASS)  # type: ignore[attr-defined]
+        mode = unicorn.UC_MODE_THUMB | unicorn.UC_MODE_MCLASS
+        self.core = uc = unicorn.Uc(unicorn.UC_ARCH_ARM, mode)  # type: ignore[attr-defined]
         uc.ctl_set_cpu_model(getattr(arm_const, f"UC_CPU_ARM_{core.upper().replace('-', '_')}"))
         uc.mem_map(*flash, unicorn.UC_PROT_READ | unicorn.UC_PROT_EXEC)
         uc.mem_map(*ram, unicorn.UC_PROT_READ | unicorn.UC_PROT_WRITE)
@@ -75,7 +99,9 @@ class Machine:
 
     def reset(self) -> None:
         """Sets stack and program counter to what the vector table says."""
-        stack, start = (int.from_bytes(self.core.mem_read(self._vectors + at, 4), "little") for at in (0, 4))
+        stack, start = (
+            int.from_bytes(self.core.mem_read(self._vectors + at, 4), "little") for at in (0, 4)
+        )
         self.core.reg_write(self._registers.UC_ARM_REG_SP, stack)
         self.core.reg_write(self._registers.UC_ARM_REG_PC, start)
         self._at = start
@@ -85,7 +111,10 @@ class Machine:
         try:
             self.core.emu_start(self._at | 1, 0xFFFFFFFF)
         except self._error as error:
-            raise Fault(f"{self.fault or error} at {self.core.reg_read(self._registers.UC_ARM_REG_PC):#010x}") from None
+            raise Fault(
+                f"{self.fault or error} at "
+                f"{self.core.reg_read(self._registers.UC_ARM_REG_PC):#010x}"
+            ) from None
         if self.fault:
             raise Fault(self.fault)
         self._at = self.core.reg_read(self._registers.UC_ARM_REG_PC)
@@ -106,13 +135,16 @@ class Machine:
             self.fault = "the board reset itself"
             uc.emu_stop()
 
-    def _invalid(self, _uc: Any, _access: int, address: int, _size: int, _value: int, _: object) -> bool:
+    def _invalid(
+        self, _uc: Any, _access: int, address: int, _size: int, _value: int, _: object
+    ) -> bool:
         self.fault = f"there is no such memory: {address:#010x}"
         return False
 
 
 def serve(machine: Machine, path: str) -> None:
-    """Runs the board with its link on the Unix socket `path`, one peer at a time, until it faults."""
+    """Runs the board with its link on the Unix socket `path`, one peer at a time, until it
+    faults."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(1)
@@ -149,7 +181,9 @@ def _receive(peer: socket.socket, received: bytearray) -> socket.socket | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """One board."""
-    parser = argparse.ArgumentParser(description="A Cortex-M board in Unicorn, its serial link on a Unix socket.")
+    parser = argparse.ArgumentParser(
+        description="A Cortex-M board in Unicorn, its serial link on a Unix socket."
+    )
     for name in ("--elf", "--ram", "--flash", "--core", "--socket"):
         parser.add_argument(name, required=True)
     parser.add_argument("--uart", type=int, required=True)

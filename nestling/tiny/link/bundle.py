@@ -1,6 +1,8 @@
-"""Named arrays and plain facts as bytes, without pickle and without torch: what the gateway is sent and what its journal keeps.
+"""Named arrays and plain facts as bytes, without pickle and without torch: what the gateway is sent
+and what its journal keeps.
 
-A length, a JSON header, the arrays one after the other, and the CRC-32 of it all. What is read is checked before it is used.
+A length, a JSON header, the arrays one after the other, and the CRC-32 of it all. What is read is
+checked before it is used.
 """
 
 from __future__ import annotations
@@ -18,17 +20,28 @@ from nestling.errors import InputError
 
 MOST_BYTES = 2**30
 _LENGTH = struct.Struct("<I")
-_TYPES = {"float32": "<f4", "float64": "<f8", "uint8": "|u1", "int8": "|i1", "uint16": "<u2", "uint32": "<u4"}
+_TYPES = {
+    "float32": "<f4",
+    "float64": "<f8",
+    "uint8": "|u1",
+    "int8": "|i1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+}
 
 
 def pack(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The bytes of facts (what JSON can say) and arrays; the same ones always give the same bytes."""
+    """The bytes of facts (what JSON can say) and arrays; the same ones always give the same
+    bytes."""
     shapes = {name: (str(array.dtype), list(array.shape)) for name, array in arrays.items()}
     strange = [name for name, (kind, _) in shapes.items() if kind not in _TYPES]
     if strange:
         raise ValueError(f"arrays of another type than {', '.join(_TYPES)}: {', '.join(strange)}")
     head = json.dumps({"facts": dict(facts), "arrays": shapes}, sort_keys=True).encode()
-    raw = [np.ascontiguousarray(arrays[name], _TYPES[kind]).tobytes() for name, (kind, _) in sorted(shapes.items())]
+    raw = [
+        np.ascontiguousarray(arrays[name], _TYPES[kind]).tobytes()
+        for name, (kind, _) in sorted(shapes.items())
+    ]
     data = b"".join([_LENGTH.pack(len(head)), head, *raw])
     return data + _LENGTH.pack(zlib.crc32(data))
 

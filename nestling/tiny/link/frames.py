@@ -1,7 +1,8 @@
 """Frames on a byte stream; `runtime/link.c` is the other end.
 
-A frame is a head, up to 256 bytes of payload and the CRC-32 of both, COBS-encoded, so that a zero byte is found between frames and
-nowhere else: whatever a noisy line did to one frame, the next zero is a fresh start.
+A frame is a head, up to 256 bytes of payload and the CRC-32 of both, COBS-encoded, so that a zero
+byte is found between frames and nowhere else: whatever a noisy line did to one frame, the next zero
+is a fresh start.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _RUN = 254  # bytes that one COBS block holds
 
 
 class FrameKind(IntEnum):
-    """What a frame is: a request, or (ANSWER added) the answer to one; BEACON: a board has started; AGAIN: it could not read that."""
+    """What a frame is: a request, or (ANSWER added) the answer to one; BEACON: a board has started;
+    AGAIN: it could not read that."""
 
     HELLO = 1
     LOAD = 2
@@ -59,10 +61,14 @@ class Frame:
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of a frame, a zero in front (it ends whatever noise was there before) and one behind."""
+    """The bytes of a frame, a zero in front (it ends whatever noise was there before) and one
+    behind."""
     if len(frame.payload) > MOST_PAYLOAD:
         raise ValueError(f"a payload of {len(frame.payload)} bytes; {MOST_PAYLOAD} at most")
-    body = _HEAD.pack(frame.kind, frame.status, len(frame.payload), frame.session, frame.sequence) + frame.payload
+    body = (
+        _HEAD.pack(frame.kind, frame.status, len(frame.payload), frame.session, frame.sequence)
+        + frame.payload
+    )
     return b"\0" + cobs(body + _CRC.pack(zlib.crc32(body))) + b"\0"
 
 
@@ -113,6 +119,7 @@ class Reader:
     def feed(self, data: bytes) -> list[Frame | None]:
         """The frames that these bytes complete; an unfinished rest waits for more."""
         *whole, rest = (self._rest + data).split(b"\0")
-        # Without a zero for longer than any frame it is noise: keep enough to know that it was damaged.
+        # Without a zero for longer than any frame it is noise: keep enough to know that it was
+        # damaged.
         self._rest = rest[: _LONGEST_ENCODED + 1]
         return [decode(bytes(piece)) for piece in whole if piece]

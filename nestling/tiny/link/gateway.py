@@ -2,11 +2,13 @@
 
     python -m nestling.tiny.link.gateway --config boards.json --socket PATH --journal FOLDER
 
-It is sent jobs over a Unix socket and answers with results, boards side by side, one job at a time for each. What it has learned is
-in its journal before it goes on: killed and started again, and asked for the same job again, it goes on where it was, or answers at
-once if the job was finished. Whoever asks may therefore simply ask again.
+It is sent jobs over a Unix socket and answers with results, boards side by side, one job at a time
+for each. What it has learned is in its journal before it goes on: killed and started again, and
+asked for the same job again, it goes on where it was, or answers at once if the job was finished.
+Whoever asks may therefore simply ask again.
 
-The configuration names the boards: {"kitchen": {"transport": "serial:/dev/ttyUSB0:115200", "every": 20}, …}.
+The configuration names the boards: {"kitchen": {"transport": "serial:/dev/ttyUSB0:115200", "every":
+20}, …}.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _LOOK_FOR_PARENT = 0.5  # seconds
 
 
-# ------------------------------------------------------------------------------------------------------------- the configuration
+# -- the configuration -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,20 +64,34 @@ def read_config(path: Path) -> dict[str, BoardConfig]:
     try:
         boards = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot be read: {error}", field=str(path), fix='a JSON object: {"name": {"transport": …}}') from error
+        raise InputError(
+            f"cannot be read: {error}",
+            field=str(path),
+            fix='a JSON object: {"name": {"transport": …}}',
+        ) from error
     if not isinstance(boards, dict) or not boards:
-        raise InputError("names no boards", field=str(path), fix='a JSON object: {"name": {"transport": …}}')
+        raise InputError(
+            "names no boards", field=str(path), fix='a JSON object: {"name": {"transport": …}}'
+        )
     return {name: _board_config(name, told) for name, told in boards.items()}
 
 
 def _board_config(name: str, told: Any) -> BoardConfig:
     if not _NAME.fullmatch(name):
-        raise InputError(f"{name!r} is no name for a board", field="config", fix="letters, digits, - and _")
+        raise InputError(
+            f"{name!r} is no name for a board", field="config", fix="letters, digits, - and _"
+        )
     if not isinstance(told, dict) or not isinstance(told.get("transport"), str):
-        raise InputError("says not how to reach the board", field=name, fix='{"transport": "unix:PATH"}')
+        raise InputError(
+            "says not how to reach the board", field=name, fix='{"transport": "unix:PATH"}'
+        )
     parts: dict[str, Callable[..., Any]] = {"noise": Noise, "timing": LineTiming}
     try:
-        return _made(BoardConfig, name, {k: _made(parts[k], f"{name}.{k}", v) if k in parts else v for k, v in told.items()})
+        return _made(
+            BoardConfig,
+            name,
+            {k: _made(parts[k], f"{name}.{k}", v) if k in parts else v for k, v in told.items()},
+        )
     except TypeError as error:
         raise InputError(str(error), field=name) from error
 
@@ -88,7 +104,7 @@ def _made(kind: Callable[..., Any], where: str, values: Mapping[str, Any]) -> An
     return kind(**values)
 
 
-# ------------------------------------------------------------------------------------------------------------------- the process
+# -- the process -----------------------------------------------------------------------------------
 
 
 class Log:
@@ -156,7 +172,11 @@ class Gateway:
                 entry.begin(start)
             done = session.run(orders, entry.checkpoint, start, entry.step)
             entry.finish(done)
-        facts |= {**asdict(session.notes), **asdict(session.line.counts), "from_journal": found.done is not None}
+        facts |= {
+            **asdict(session.notes),
+            **asdict(session.line.counts),
+            "from_journal": found.done is not None,
+        }
         facts["seconds"] = round(time.monotonic() - begun, 3)
         self._log("done", **facts, loss=done.loss)
         return done, facts
@@ -196,7 +216,13 @@ class _Handler(socketserver.BaseRequestHandler):
             return bundle.pack({"ok": True, "info": self.server.gateway.hello(board)}, {})
         if what == "run":
             done, notes = self.server.gateway.run(board, orders_from(arrays))
-            told = {"ok": True, "loss": done.loss, "steps": done.steps, "samples": done.samples, "facts": notes}
+            told = {
+                "ok": True,
+                "loss": done.loss,
+                "steps": done.steps,
+                "samples": done.samples,
+                "facts": notes,
+            }
             return bundle.pack(told, {"weights": done.weights})
         raise InputError(f"unknown request {what!r}", field="ask", fix="run or hello")
 
@@ -236,7 +262,9 @@ def _exactly(link: socket.socket, count: int) -> bytes | None:
     return b"".join(parts)
 
 
-def serve(config: Path, path: Path, journal: Path, parent: int | None = None, log: Log | None = None) -> None:
+def serve(
+    config: Path, path: Path, journal: Path, parent: int | None = None, log: Log | None = None
+) -> None:
     """Serves until it is told to stop (SIGTERM, SIGINT), or until `parent` is gone."""
     boards = read_config(config)
     journal.mkdir(parents=True, exist_ok=True)
@@ -259,25 +287,30 @@ def serve(config: Path, path: Path, journal: Path, parent: int | None = None, lo
 
 @contextlib.contextmanager
 def _alone(journal: Path) -> Any:
-    """Two gateways on one journal would speak to the same boards; the kernel lets go of the lock when a process dies."""
+    """Two gateways on one journal would speak to the same boards; the kernel lets go of the lock
+    when a process dies."""
     with open(journal / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise InputError(
-                "another gateway is at work with this journal", field="journal", fix="stop it, or take another"
+                "another gateway is at work with this journal",
+                field="journal",
+                fix="stop it, or take another",
             ) from error
         yield
 
 
-# -------------------------------------------------------------------------------------------------------------------- the client
+# -- the client ------------------------------------------------------------------------------------
 
 
 class GatewayClient:
-    """Asks a gateway. May be used from many threads; a gateway that is gone is waited for (`patience` seconds) and asked again."""
+    """Asks a gateway. May be used from many threads; a gateway that is gone is waited for
+    (`patience` seconds) and asked again."""
 
     def __init__(self, path: str | Path, patience: float = 60.0) -> None:
-        """Asks the gateway whose socket is at `path`; every request opens a connection of its own."""
+        """Asks the gateway whose socket is at `path`; every request opens a connection of its
+        own."""
         self._path, self._patience = str(path), patience
 
     def run(self, board: str, job: Job | Orders) -> Done:
@@ -285,7 +318,8 @@ class GatewayClient:
         return self.ask(board, job)[0]
 
     def ask(self, board: str, job: Job | Orders) -> tuple[Done, dict[str, Any]]:
-        """The result of a job on a board, and what it took (RAM, ticks, frames sent again, restarts)."""
+        """The result of a job on a board, and what it took (RAM, ticks, frames sent again,
+        restarts)."""
         orders = job if isinstance(job, Orders) else orders_of(job)
         facts, arrays = self._request({"ask": "run", "board": board}, orders.arrays())
         weights = arrays.get("weights")
@@ -297,7 +331,9 @@ class GatewayClient:
         """A board's state."""
         return dict(self._request({"ask": "hello", "board": board}, {})[0]["info"])
 
-    def _request(self, facts: dict[str, Any], arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _request(
+        self, facts: dict[str, Any], arrays: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         data = bundle.pack(facts, arrays)
         end, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
@@ -338,14 +374,20 @@ def _error(told: Mapping[str, Any]) -> Exception:
     if kind == "lost":
         return Lost(message)
     if kind in ("input", "refused"):
-        return (BoardRefused if kind == "refused" else InputError)(message, field=told.get("field"), fix=told.get("fix"))
+        return (BoardRefused if kind == "refused" else InputError)(
+            message, field=told.get("field"), fix=told.get("fix")
+        )
     return RuntimeError(f"the gateway failed: {message}")
 
 
 def main(words: list[str] | None = None) -> int:
     """Serves until told to stop; gives 0, or 2 where the configuration is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m nestling.tiny.link.gateway", description="Speaks for many boards.")
-    parser.add_argument("--config", type=Path, required=True, help="JSON file that names the boards")
+    parser = argparse.ArgumentParser(
+        prog="python -m nestling.tiny.link.gateway", description="Speaks for many boards."
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, help="JSON file that names the boards"
+    )
     parser.add_argument("--socket", type=Path, required=True, help="where it is asked")
     parser.add_argument("--journal", type=Path, required=True, help="folder for its notes")
     parser.add_argument("--parent", type=int, help="end when this process is no longer the parent")

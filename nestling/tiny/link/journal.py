@@ -1,7 +1,8 @@
 """The gateway's notes on disk: for each board the job that it is at work on, and how far it is.
 
-A checkpoint is one file, whole or not there, and on disk before anything relies on it. The losses of the steps after it are appended
-to a second one, which may end anywhere. A new job of a board replaces the old one's files.
+A checkpoint is one file, whole or not there, and on disk before anything relies on it. The losses
+of the steps after it are appended to a second one, which may end anywhere. A new job of a board
+replaces the old one's files.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Found:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """The notes on one job of one board. `data`: CRC of the board's data, since the result depends on it as much as on the job."""
+    """The notes on one job of one board. `data`: CRC of the board's data, since the result depends
+    on it as much as on the job."""
 
     folder: Path
     board: str
@@ -46,11 +48,21 @@ class JournalEntry:
             if (facts["digest"], facts["data"]) != (self.digest, self.data):
                 return Found()
             if facts["finished"]:
-                return Found(done=Done(arrays["weights"], facts["loss"], facts["step"], facts["samples"]))
+                return Found(
+                    done=Done(arrays["weights"], facts["loss"], facts["step"], facts["samples"])
+                )
             state = State(facts["step"], arrays["weights"], arrays.get("momentum"), facts["loss"])
         except (OSError, InputError, KeyError):
             return Found()
-        return Found(state=State(state.step, state.weights, state.momentum, state.loss, self._losses_after(state.step)))
+        return Found(
+            state=State(
+                state.step,
+                state.weights,
+                state.momentum,
+                state.loss,
+                self._losses_after(state.step),
+            )
+        )
 
     def begin(self, state: State) -> None:
         """Notes a job that is new: whatever was there of an older one is gone."""
@@ -59,19 +71,25 @@ class JournalEntry:
 
     def checkpoint(self, state: State) -> None:
         """Notes a state, and only then forgets the losses before it."""
-        arrays = {"weights": state.weights} | ({} if state.momentum is None else {"momentum": state.momentum})
+        arrays = {"weights": state.weights} | (
+            {} if state.momentum is None else {"momentum": state.momentum}
+        )
         self._write({"finished": False, "step": state.step, "loss": state.loss}, arrays)
         self._later.write_bytes(b"")
 
     def step(self, step: int, loss: float) -> None:
-        """Notes the loss of a step. Not flushed to disk: it only saves work if the gateway alone dies."""
+        """Notes the loss of a step. Not flushed to disk: it only saves work if the gateway alone
+        dies."""
         record = _RECORD.pack(self._number, step, loss, 0)[:-4]
         with open(self._later, "ab") as file:
             file.write(record + struct.pack("<I", zlib.crc32(record)))
 
     def finish(self, done: Done) -> None:
         """Notes the result, so that whoever asks again is answered without doing it again."""
-        self._write({"finished": True, "step": done.steps, "loss": done.loss, "samples": done.samples}, {"weights": done.weights})
+        self._write(
+            {"finished": True, "step": done.steps, "loss": done.loss, "samples": done.samples},
+            {"weights": done.weights},
+        )
         self._later.unlink(missing_ok=True)
 
     @property
@@ -88,7 +106,10 @@ class JournalEntry:
 
     def _write(self, facts: dict[str, object], arrays: dict[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._checkpoint, bundle.pack({"digest": self.digest, "data": self.data, **facts}, arrays))
+        write_atomic(
+            self._checkpoint,
+            bundle.pack({"digest": self.digest, "data": self.data, **facts}, arrays),
+        )
 
     def _losses_after(self, step: int) -> tuple[float, ...]:
         """The losses of the steps step+1, step+2, … as far as they were noted."""

@@ -1,7 +1,8 @@
 """Request and answer with one board over a stream that may lose, damage, repeat and invent frames.
 
-One request is on its way at a time. It is sent again until its answer comes; the board knows by the number whether it has done it
-already. When the board has started anew, or the stream is gone, or nothing comes for too long, that is `Lost`: `hello` begins again.
+One request is on its way at a time. It is sent again until its answer comes; the board knows by the
+number whether it has done it already. When the board has started anew, or the stream is gone, or
+nothing comes for too long, that is `Lost`: `hello` begins again.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class BoardRefused(InputError):
 
 @dataclass(frozen=True)
 class LineTiming:
-    """Seconds. answer: until a request is sent again for the first time (then twice as long each time, at most `longest`), less
-    where answers are seen to come sooner. sample: added for each sample of a step until the first has been timed. patience: without
-    an answer the board counts as lost. revival: how long it is waited for after that."""
+    """Seconds. answer: until a request is sent again for the first time (then twice as long each
+    time, at most `longest`), less where answers are seen to come sooner. sample: added for each
+    sample of a step until the first has been timed. patience: without an answer the board counts as
+    lost. revival: how long it is waited for after that."""
 
     answer: float = 0.5
     longest: float = 8.0
@@ -74,7 +76,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class BoardInfo:
-    """A board's state. `plan`: CRC of its descriptor; `samples`: of the batch at work; `data`: CRC of its data."""
+    """A board's state. `plan`: CRC of its descriptor; `samples`: of the batch at work; `data`: CRC
+    of its data."""
 
     payload: int
     build: int
@@ -98,15 +101,33 @@ class BoardInfo:
 def info_from(payload: bytes) -> BoardInfo:
     """The state in an answer to HELLO."""
     if len(payload) != _INFO.size:
-        raise BoardRefused(f"a state of {len(payload)} bytes from the board", fix="update its firmware")
+        raise BoardRefused(
+            f"a state of {len(payload)} bytes from the board", fix="update its firmware"
+        )
     protocol, room, build, region, stack, reserved, flags, *rest = _INFO.unpack(payload)
     if protocol != PROTOCOL:
-        raise BoardRefused(f"the board speaks protocol {protocol}, this is {PROTOCOL}", fix="update its firmware")
+        raise BoardRefused(
+            f"the board speaks protocol {protocol}, this is {PROTOCOL}", fix="update its firmware"
+        )
     plan, job, steps, samples, rows, channels, sides, data, damaged, repeated = rest
     shape = (channels & 0xFFFF, sides & 0xFFFF, sides >> 16)
     marks = (bool(flags & _LOADED), bool(flags & _READY), bool(flags & _HAS_DATA))
     return BoardInfo(
-        room, build, region, stack, reserved, *marks, plan, job, steps, samples, rows, shape, data, damaged, repeated
+        room,
+        build,
+        region,
+        stack,
+        reserved,
+        *marks,
+        plan,
+        job,
+        steps,
+        samples,
+        rows,
+        shape,
+        data,
+        damaged,
+        repeated,
     )
 
 
@@ -125,17 +146,25 @@ class BoardLine:
     _spread: float = 0.0  # and how far that varies; 0: not known yet
 
     def hello(self) -> BoardInfo:
-        """Begins a session, with a board that may still be starting; waits for it for `timing.revival` seconds."""
+        """Begins a session, with a board that may still be starting; waits for it for
+        `timing.revival` seconds."""
         end = time.monotonic() + self.timing.revival
         pause = 0.02
         while True:
             try:
                 self._open()
-                wait = self.timing.answer / 2  # what a board did not hear because it was starting is soon said again
-                return info_from(self._exchange(FrameKind.HELLO, b"", min(_HELLO, self.timing.patience), wait, wait))
+                # what a board did not hear because it was starting is soon said again
+                wait = self.timing.answer / 2
+                return info_from(
+                    self._exchange(
+                        FrameKind.HELLO, b"", min(_HELLO, self.timing.patience), wait, wait
+                    )
+                )
             except Lost as error:
                 if time.monotonic() + pause > end:
-                    raise Gone(f"the board did not come back in {self.timing.revival:g} s: {error}") from error
+                    raise Gone(
+                        f"the board did not come back in {self.timing.revival:g} s: {error}"
+                    ) from error
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
@@ -143,8 +172,11 @@ class BoardLine:
         """The answer to a request; `extra` seconds are granted for the work that it takes."""
         begun, resent = time.monotonic(), self.counts.resent
         wait = self._wait() + extra
-        answer = self._exchange(kind, payload, self.timing.patience + extra, wait, max(wait, self.timing.longest))
-        if not extra and self.counts.resent == resent:  # else it is not known which of them was answered
+        answer = self._exchange(
+            kind, payload, self.timing.patience + extra, wait, max(wait, self.timing.longest)
+        )
+        # else it is not known which of them was answered
+        if not extra and self.counts.resent == resent:
             self._learn(time.monotonic() - begun)
         return answer
 
@@ -156,7 +188,11 @@ class BoardLine:
 
     def _wait(self) -> float:
         """Seconds after which a request counts as lost, computed as TCP does."""
-        return min(self.timing.answer, max(_SHORTEST, self._usual + 4 * self._spread)) if self._spread else self.timing.answer
+        return (
+            min(self.timing.answer, max(_SHORTEST, self._usual + 4 * self._spread))
+            if self._spread
+            else self.timing.answer
+        )
 
     def _learn(self, seconds: float) -> None:
         if not self._spread:
@@ -172,12 +208,14 @@ class BoardLine:
                 raise Lost(str(error)) from error
             self._reader = Reader()
             self.counts.opened += 1
-        # Another number than before, never 0: what is still on its way to us belongs to another session. Not from `random`, whose
-        # state is the experiment's.
+        # Another number than before, never 0: what is still on its way to us belongs to another
+        # session. Not from `random`, whose state is the experiment's.
         self._session = (self._session + secrets.randbelow(0xFFFE)) % 0xFFFF + 1
         self._sequence = secrets.randbelow(1 << 16)
 
-    def _exchange(self, kind: FrameKind, payload: bytes, patience: float, wait: float, longest: float) -> bytes:
+    def _exchange(
+        self, kind: FrameKind, payload: bytes, patience: float, wait: float, longest: float
+    ) -> bytes:
         self._sequence = (self._sequence + 1) & 0xFFFF
         request = encode(Frame(kind, self._session, self._sequence, payload))
         end = time.monotonic() + patience
@@ -223,7 +261,11 @@ class BoardLine:
                 return None
 
     def _is_answer(self, frame: Frame, kind: FrameKind) -> bool:
-        return (frame.kind, frame.session, frame.sequence) == (kind | FrameKind.ANSWER, self._session, self._sequence)
+        return (frame.kind, frame.session, frame.sequence) == (
+            kind | FrameKind.ANSWER,
+            self._session,
+            self._sequence,
+        )
 
     def _read(self, answer: Frame) -> bytes:
         if answer.status == Status.DONE:
@@ -232,7 +274,10 @@ class BoardLine:
             self.counts.restarts += 1
             raise Lost("the board has started anew")
         if answer.status == Status.ENGINE and len(answer.payload) == _ENGINE.size:
-            raise BoardRefused(f"the board refused it: {_engine_reason(*_ENGINE.unpack(answer.payload))}", field="board")
+            raise BoardRefused(
+                f"the board refused it: {_engine_reason(*_ENGINE.unpack(answer.payload))}",
+                field="board",
+            )
         kind = FrameKind(answer.kind & ~FrameKind.ANSWER).name
         reason = _REASONS.get(answer.status, f"status {answer.status}")
         raise BoardRefused(f"the board refused {kind}: {reason}", field="board")

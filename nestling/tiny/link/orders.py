@@ -1,4 +1,5 @@
-"""A job as a board is told it, in numbers only: what a session sends, what a gateway is given, what names the job in a journal."""
+"""A job as a board is told it, in numbers only: what a session sends, what a gateway is given, what
+names the job in a journal."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _MOST_ROWS = 1 << 16  # rows, batches and inner inputs travel in 16 bits
 class Orders:
     """All that travels to a board for one job.
 
-    sizes, inner: of every step. rows, shifts: of all steps, one after the other. mask: packed to bits, the first one lowest.
+    sizes, inner: of every step. rows, shifts: of all steps, one after the other. mask: packed to
+    bits, the first one lowest.
     """
 
     descriptor: np.ndarray
@@ -51,14 +53,16 @@ class Orders:
 
     @property
     def blocks(self) -> list[tuple[int, np.ndarray | None]]:
-        """What stays the same through the job, by block of the arena. What the plan has room for and the job does not give is zero,
-        as it is in the host build."""
+        """What stays the same through the job, by block of the arena. What the plan has room for
+        and the job does not give is zero, as it is in the host build."""
         found = [(ANCHOR, self.anchor)]
         for block, place, given, size in (
             (MASK, self.header.mask, self.mask, _mask_bytes(self.header)),
             (PRESENT, self.header.present, self.present, 4 * self.header.classes),
         ):
-            found.append((block, np.zeros(size, np.uint8) if given is None and place != NONE else given))
+            found.append(
+                (block, np.zeros(size, np.uint8) if given is None and place != NONE else given)
+            )
         return found
 
     @cached_property
@@ -86,10 +90,17 @@ def orders_of(job: Job) -> Orders:
     steps = list(job.steps)
     if any(len(step.rows) == 0 for step in steps):
         raise InputError("a step without samples", field="steps")
-    rows = np.concatenate([np.asarray(step.rows, np.int64) for step in steps]) if steps else np.zeros(0, np.int64)
+    rows = (
+        np.concatenate([np.asarray(step.rows, np.int64) for step in steps])
+        if steps
+        else np.zeros(0, np.int64)
+    )
     sizes, inner = [len(step.rows) for step in steps], [step.inner for step in steps]
     if max([0, *sizes, *inner, *rows]) >= _MOST_ROWS or min([0, *inner, *rows]) < 0:
-        raise InputError("rows, batches and inner inputs of a board's step are numbers below 65536", field="steps")
+        raise InputError(
+            "rows, batches and inner inputs of a board's step are numbers below 65536",
+            field="steps",
+        )
     return checked(
         Orders(
             descriptor=np.frombuffer(job.plan.descriptor, np.uint8),
@@ -120,7 +131,8 @@ def orders_from(arrays: dict[str, np.ndarray]) -> Orders:
 
 def checked(orders: Orders) -> Orders:
     """The orders, if their parts belong together."""
-    for name, fault in _faults(orders):  # in this order: a later one may rely on what the earlier ones found right
+    # in this order: a later one may rely on what the earlier ones found right
+    for name, fault in _faults(orders):
         if fault:
             raise InputError(fault, field=name)
     return orders
@@ -144,9 +156,19 @@ def _faults(orders: Orders) -> Iterator[tuple[str, str]]:
         yield "anchor", "a proximal term without an anchor"
     if _setting(orders, "mse", "kd") and orders.targets is None:
         yield "targets", "a loss on targets without targets"
-    yield "anchor", _wrong(orders.anchor, np.float32, (header.trained,)) or _room(orders.anchor, header.anchor)
-    yield "mask", _wrong(orders.mask, np.uint8, (_mask_bytes(header),)) or _room(orders.mask, header.mask)
-    yield "present", _wrong(orders.present, np.float32, (header.classes,)) or _room(orders.present, header.present)
+    yield (
+        "anchor",
+        _wrong(orders.anchor, np.float32, (header.trained,)) or _room(orders.anchor, header.anchor),
+    )
+    yield (
+        "mask",
+        _wrong(orders.mask, np.uint8, (_mask_bytes(header),)) or _room(orders.mask, header.mask),
+    )
+    yield (
+        "present",
+        _wrong(orders.present, np.float32, (header.classes,))
+        or _room(orders.present, header.present),
+    )
     yield "targets", _wrong_targets(orders, header) or _room(orders.targets, header.target)
 
 
@@ -185,7 +207,10 @@ def _floats(array: np.ndarray) -> np.ndarray:
 def _shifts(steps: Sequence[Step]) -> np.ndarray | None:
     if all(step.shifts is None for step in steps):
         return None
-    each = [np.zeros((len(step.rows), 2), np.int64) if step.shifts is None else np.asarray(step.shifts) for step in steps]
+    each = [
+        np.zeros((len(step.rows), 2), np.int64) if step.shifts is None else np.asarray(step.shifts)
+        for step in steps
+    ]
     found = np.concatenate(each)
     if abs(found).max(initial=0) > 127:
         raise InputError("an image is moved by a few pixels only", field="steps")

@@ -1,8 +1,8 @@
 """One board at work on jobs, whatever happens to the board or to the line.
 
-The state of a job is its weights, its momentum and the number of steps done, and a step depends on nothing else: a board that lost
-its power goes on from the last checkpoint, one that only lost its gateway from where it is, and both end with the same bits as if
-nothing had happened.
+The state of a job is its weights, its momentum and the number of steps done, and a step depends on
+nothing else: a board that lost its power goes on from the last checkpoint, one that only lost its
+gateway from where it is, and both end with the same bits as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class State:
 
 @dataclass
 class Notes:
-    """What the jobs so far cost. ticks: of the board's own counter, over all samples. stack, region, used: bytes of RAM."""
+    """What the jobs so far cost. ticks: of the board's own counter, over all samples. stack,
+    region, used: bytes of RAM."""
 
     ticks: int = 0
     restored: int = 0
@@ -94,7 +95,8 @@ def connect(address: str, noise: Noise | None = None) -> Callable[[], Stream]:
 class Session:
     """Speaks to one board.
 
-    every: steps between two checkpoints (0: none). on_lost: told why, whenever the board is lost and looked for again.
+    every: steps between two checkpoints (0: none). on_lost: told why, whenever the board is lost
+           and looked for again.
     """
 
     line: BoardLine
@@ -120,9 +122,11 @@ class Session:
         resume: State | None = None,
         on_step: Callable[[int, float], None] | None = None,
     ) -> Done:
-        """Does a job, from `resume` on if it is given. Raises `Refused`, or `Lost` when the board does not come back.
+        """Does a job, from `resume` on if it is given. Raises `Refused`, or `Lost` when the board
+        does not come back.
 
-        checkpoint: given every checkpoint. on_step: told the number and the loss of every step before the next one is begun.
+        checkpoint: given every checkpoint. on_step: told the number and the loss of every step
+                    before the next one is begun.
         """
         orders = job if isinstance(job, Orders) else orders_of(job)
         work = _Work(self, orders, _Progress.of(resume or first_state(orders)), checkpoint, on_step)
@@ -138,7 +142,9 @@ class Session:
                 tries = tries + 1 if work.progress.done == before else 0
                 before = work.progress.done
                 if tries >= _MOST_LOSSES_OF_A_BOARD:
-                    raise Gone(f"the board was lost {tries} times at step {before + 1}: {error}") from error
+                    raise Gone(
+                        f"the board was lost {tries} times at step {before + 1}: {error}"
+                    ) from error
 
     def read(self, block: int, size: int) -> bytes:
         """`size` bytes of a block of the board's arena."""
@@ -161,11 +167,15 @@ class Session:
         """Gives the board a plan."""
         room = MOST_PAYLOAD - _PLACE.size
         for place in range(0, len(descriptor), room):
-            self.line.ask(FrameKind.LOAD, _PLACE.pack(place, len(descriptor)) + descriptor[place : place + room])
+            self.line.ask(
+                FrameKind.LOAD,
+                _PLACE.pack(place, len(descriptor)) + descriptor[place : place + room],
+            )
         self.notes.loads += 1
 
     def train(self, request: bytes, samples: int) -> bytes:
-        """The answer to a STEP of so many samples, for which the time is granted that they have needed so far."""
+        """The answer to a STEP of so many samples, for which the time is granted that they have
+        needed so far."""
         extra = samples * (self.line.timing.sample if self._pace is None else 4 * self._pace)
         begun, resent = time.monotonic(), self.line.counts.resent
         answer = self.line.ask(FrameKind.STEP, request, extra)
@@ -196,27 +206,38 @@ class _Work:
             self._step(index, first)
             first = 0
             self._keep(index + 1)
-        return Done(self._weights(), self.progress.loss, len(self.orders.sizes), len(self.orders.rows))
+        return Done(
+            self._weights(), self.progress.loss, len(self.orders.sizes), len(self.orders.rows)
+        )
 
     def _check(self, info: BoardInfo) -> None:
         needed = len(self.orders.descriptor) + self.orders.header.arena
         self.session.notes.used = needed
         if not info.has_data:
-            raise BoardRefused("the board has no readable data", field="board", fix="write the client's data to its flash")
+            raise BoardRefused(
+                "the board has no readable data",
+                field="board",
+                fix="write the client's data to its flash",
+            )
         if needed > info.region:
             fix = "a smaller view, a frozen prefix, or plain SGD"
             raise BoardRefused(
-                f"the plan needs {needed} bytes of RAM, the board has {info.region} for it", field="board", fix=fix
+                f"the plan needs {needed} bytes of RAM, the board has {info.region} for it",
+                field="board",
+                fix=fix,
             )
 
     def _goes_on(self, info: BoardInfo) -> bool:
-        """Whether the board is at work on this very job, no further than one step beyond the losses that are known."""
+        """Whether the board is at work on this very job, no further than one step beyond the losses
+        that are known."""
         if not info.ready or info.job != self.orders.number or info.plan != self._plan_crc():
             return False
         ahead = info.steps - self.progress.done
         if ahead == 1 and info.samples == 0:
             # Its last answer was lost: the board still has it.
-            self._step(self.progress.done, int(self.orders.sizes[self.progress.done]), ask_only=True)
+            self._step(
+                self.progress.done, int(self.orders.sizes[self.progress.done]), ask_only=True
+            )
             return True
         return ahead == 0
 
@@ -229,7 +250,9 @@ class _Work:
         state, orders, session = self.progress.state, self.orders, self.session
         if not info.loaded or info.plan != self._plan_crc():
             session.load(orders.descriptor.tobytes())
-        session.line.ask(FrameKind.BEGIN, struct.pack("<I", orders.number) + orders.settings.tobytes())
+        session.line.ask(
+            FrameKind.BEGIN, struct.pack("<I", orders.number) + orders.settings.tobytes()
+        )
         for block, values in (*orders.blocks, (WEIGHTS, state.weights), (MOMENTUM, state.momentum)):
             if values is not None:
                 session.write(block, values.tobytes())
@@ -238,7 +261,8 @@ class _Work:
         return 0
 
     def _step(self, index: int, first: int, *, ask_only: bool = False) -> None:
-        """One step from its sample `first` on; `ask_only`: the board has done it, and only the answer is wanted."""
+        """One step from its sample `first` on; `ask_only`: the board has done it, and only the
+        answer is wanted."""
         size = int(self.orders.sizes[index])
         room = self._room()
         loss = 0.0
@@ -246,7 +270,9 @@ class _Work:
             first = max(0, size - room)
         while first < size:
             count = min(room, size - first)
-            steps, samples, loss, ticks = _PROGRESS.unpack(self.session.train(self._samples(index, first, count), count))
+            steps, samples, loss, ticks = _PROGRESS.unpack(
+                self.session.train(self._samples(index, first, count), count)
+            )
             if steps + (samples > 0) != index + 1:
                 raise Lost(f"the board is at step {steps} and not at {index + 1}")
             self.session.notes.ticks += ticks
@@ -264,7 +290,9 @@ class _Work:
         room = (MOST_PAYLOAD - _STEP.size - 2) // each
         if room < 1:
             raise BoardRefused(
-                f"targets of {self.orders.header.classes} classes do not go into a frame", field="targets", fix="train on labels"
+                f"targets of {self.orders.header.classes} classes do not go into a frame",
+                field="targets",
+                fix="train on labels",
             )
         return min(_MOST_SAMPLES, room)
 
@@ -272,8 +300,15 @@ class _Work:
         orders = self.orders
         start = int(orders.starts[index]) + first
         rows = orders.rows[start : start + count]
-        flags = (_SHIFTS if orders.shifts is not None else 0) | (_TARGETS if orders.targets is not None else 0)
-        data = _STEP.pack(index + 1, int(orders.sizes[index]), first, int(orders.inner[index]), count, flags) + rows.tobytes()
+        flags = (_SHIFTS if orders.shifts is not None else 0) | (
+            _TARGETS if orders.targets is not None else 0
+        )
+        data = (
+            _STEP.pack(
+                index + 1, int(orders.sizes[index]), first, int(orders.inner[index]), count, flags
+            )
+            + rows.tobytes()
+        )
         if orders.shifts is not None:
             data += orders.shifts[start : start + count].tobytes()
         if orders.targets is not None:
@@ -284,7 +319,11 @@ class _Work:
         """A checkpoint, where one is due. The end needs none: the result is read there."""
         if not self.session.every or step % self.session.every or step == len(self.orders.sizes):
             return
-        momentum = self._floats(MOMENTUM, self.orders.header.trained) if self.orders.header.momentum != NONE else None
+        momentum = (
+            self._floats(MOMENTUM, self.orders.header.trained)
+            if self.orders.header.momentum != NONE
+            else None
+        )
         state = State(step, self._weights(), momentum, self.progress.loss)
         self.session.notes.checkpoints += 1
         if self.checkpoint is not None:

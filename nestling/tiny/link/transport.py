@@ -1,4 +1,5 @@
-"""Byte streams to boards: a Unix socket, TCP, a serial port; and a stream that is made worse on purpose."""
+"""Byte streams to boards: a Unix socket, TCP, a serial port; and a stream that is made worse on
+purpose."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Stream(Protocol):
     """Bytes to and from a board."""
 
     def read(self, timeout: float) -> bytes:
-        """What has arrived, after at most `timeout` seconds; nothing is b"". Raises `Broken` at the end of the stream."""
+        """What has arrived, after at most `timeout` seconds; nothing is b"". Raises `Broken` at the
+        end of the stream."""
 
     def write(self, data: bytes) -> None:
         """Sends all of `data`; raises `Broken` when the other side is gone."""
@@ -31,7 +33,8 @@ class Stream(Protocol):
 
 
 def open_stream(address: str, timeout: float = 5.0) -> Stream:
-    """The stream at `unix:PATH`, `tcp:HOST:PORT` or `serial:PORT[:BAUD]`; raises `Broken` when nobody is there."""
+    """The stream at `unix:PATH`, `tcp:HOST:PORT` or `serial:PORT[:BAUD]`; raises `Broken` when
+    nobody is there."""
     kind, _, rest = address.partition(":")
     try:
         if kind == "unix" and rest:
@@ -44,7 +47,9 @@ def open_stream(address: str, timeout: float = 5.0) -> Stream:
     except OSError as error:
         raise Broken(f"{address}: {error}") from error
     raise InputError(
-        f"{address!r} is no address of a board", field="transport", fix="unix:PATH, tcp:HOST:PORT or serial:PORT:BAUD"
+        f"{address!r} is no address of a board",
+        field="transport",
+        fix="unix:PATH, tcp:HOST:PORT or serial:PORT:BAUD",
     )
 
 
@@ -61,7 +66,8 @@ def _unix(path: str, timeout: float) -> socket.socket:
 
 def _tcp(host: str, port: int, timeout: float) -> socket.socket:
     link = socket.create_connection((host, port), timeout)
-    # Every frame waits for its answer: held back to be sent with the next one it would wait for ever.
+    # Every frame waits for its answer: held back to be sent with the next one it would wait for
+    # ever.
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return link
 
@@ -96,7 +102,9 @@ def _serial(place: str) -> Stream:
     try:
         import serial
     except ImportError:
-        raise InputError("pyserial is not installed", field="transport", fix="pip install nestling[tiny]") from None
+        raise InputError(
+            "pyserial is not installed", field="transport", fix="pip install nestling[tiny]"
+        ) from None
     port, _, baud = place.rpartition(":")
     if not port or not baud.isdigit():
         port, baud = place, str(_BAUD)
@@ -125,30 +133,35 @@ class _Serial:
         self._port.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------- faults
+# -- faults ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Spoils this share of the frames, each way: a byte changed, or lost, or the whole frame lost, doubled, or noise put before it."""
+    """Spoils this share of the frames, each way: a byte changed, or lost, or the whole frame lost,
+    doubled, or noise put before it."""
 
     rate: float
     seed: int = 0
 
 
 class Noisy:
-    """A stream with `noise` on it. The faults depend on the seed, how often it was opened before, and the order of the frames."""
+    """A stream with `noise` on it. The faults depend on the seed, how often it was opened before,
+    and the order of the frames."""
 
     def __init__(self, stream: Stream, noise: Noise, opened: int = 0) -> None:
         """Each way has a generator of its own, seeded by the noise's seed and `opened`."""
         self._stream = stream
         self._rate = noise.rate
-        self._up, self._down = (random.Random(f"{noise.seed}/{opened}/{way}") for way in ("up", "down"))
+        self._up, self._down = (
+            random.Random(f"{noise.seed}/{opened}/{way}") for way in ("up", "down")
+        )
         self._rest = b""
         self.spoilt = 0
 
     def read(self, timeout: float) -> bytes:
-        """Whole frames only, some of them spoilt; what is left of the last one waits for the rest."""
+        """Whole frames only, some of them spoilt; what is left of the last one waits for the
+        rest."""
         *frames, self._rest = (self._rest + self._stream.read(timeout)).split(b"\0")
         return b"".join(self._spoil(frame, self._down) for frame in frames if frame)
 
@@ -170,7 +183,13 @@ class Noisy:
         place = draw.randrange(len(frame))
         fault = draw.randrange(5)
         if fault == 0:
-            return b"\0" + frame[:place] + bytes([frame[place] ^ draw.randrange(1, 256)]) + frame[place + 1 :] + b"\0"
+            return (
+                b"\0"
+                + frame[:place]
+                + bytes([frame[place] ^ draw.randrange(1, 256)])
+                + frame[place + 1 :]
+                + b"\0"
+            )
         if fault == 1:
             return b"\0" + frame[:place] + frame[place + 1 :] + b"\0"
         if fault == 2:

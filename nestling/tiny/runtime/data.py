@@ -1,7 +1,9 @@
 """A client's data as it lies in a board's flash.
 
-Little-endian: magic, rows, channels, height, width, kind (0: float32, 1: uint8), scale, offset, bytes of everything, CRC-32 of what
-follows; then the labels, 16 bits per row, padded to 4 bytes; then the samples. Of uint8, x = q · scale + offset in float32.
+Little-endian: magic, rows, channels, height, width, kind (0: float32, 1: uint8), scale, offset,
+               bytes of everything, CRC-32 of what
+follows; then the labels, 16 bits per row, padded to 4 bytes; then the samples. Of uint8, x = q ·
+scale + offset in float32.
 """
 
 from __future__ import annotations
@@ -21,23 +23,42 @@ _HEADER = struct.Struct("<6I2f2I")
 
 
 def pack(x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> bytes:
-    """Samples (rows, and their shape: one to three dimensions) and labels as one blob; of a byte per entry where that gives back
-    the same floats, else of four."""
+    """Samples (rows, and their shape: one to three dimensions) and labels as one blob; of a byte
+    per entry where that gives back the same floats, else of four."""
     samples, labels = _samples(x), _labels(y)
     if len(samples) != len(labels) or not len(samples):
-        raise InputError(f"{len(samples)} samples and {len(labels)} labels", field="data", fix="one label a sample, at least one")
+        raise InputError(
+            f"{len(samples)} samples and {len(labels)} labels",
+            field="data",
+            fix="one label a sample, at least one",
+        )
     coded = _as_bytes(samples)
-    kind, scale, offset, entries = (FLOAT32, 1.0, 0.0, samples) if coded is None else (UINT8, *coded)
+    kind, scale, offset, entries = (
+        (FLOAT32, 1.0, 0.0, samples) if coded is None else (UINT8, *coded)
+    )
     raw = labels.tobytes()
     body = raw + bytes(-len(raw) % 4) + np.ascontiguousarray(entries).tobytes()
     rows, channels, height, width = samples.shape
     return (
-        _HEADER.pack(MAGIC, rows, channels, height, width, kind, scale, offset, _HEADER.size + len(body), zlib.crc32(body)) + body
+        _HEADER.pack(
+            MAGIC,
+            rows,
+            channels,
+            height,
+            width,
+            kind,
+            scale,
+            offset,
+            _HEADER.size + len(body),
+            zlib.crc32(body),
+        )
+        + body
     )
 
 
 def _samples(x: Tensor | np.ndarray) -> np.ndarray:
-    """(rows, channels, height, width) as the runtime sees it: a sequence has height 1, a vector is all channels."""
+    """(rows, channels, height, width) as the runtime sees it: a sequence has height 1, a vector is
+    all channels."""
     values = _array(x).astype("<f4")
     if values.ndim == 4:
         return values
@@ -45,13 +66,17 @@ def _samples(x: Tensor | np.ndarray) -> np.ndarray:
         return values[:, :, None, :]
     if values.ndim == 2:
         return values[:, :, None, None]
-    raise InputError(f"samples of {values.ndim - 1} dimensions", field="data", fix="one, two or three")
+    raise InputError(
+        f"samples of {values.ndim - 1} dimensions", field="data", fix="one, two or three"
+    )
 
 
 def _labels(y: Tensor | np.ndarray) -> np.ndarray:
     labels = _array(y).reshape(-1)
     if len(labels) and (labels.min() < 0 or labels.max() > 0xFFFF):
-        raise InputError(f"a label of {int(labels.max())}", field="data", fix="labels are 0 to 65535")
+        raise InputError(
+            f"a label of {int(labels.max())}", field="data", fix="labels are 0 to 65535"
+        )
     return labels.astype("<u2")
 
 
@@ -69,7 +94,11 @@ def _as_bytes(samples: np.ndarray) -> tuple[float, float, np.ndarray] | None:
     for scale in _scales(levels):
         places = np.rint((levels.astype(np.float64) - low) / scale)
         if places[-1] <= 255 and np.array_equal(_decoded(places, scale, low), levels):
-            return float(scale), float(low), places.astype(np.uint8)[np.searchsorted(levels, samples)]
+            return (
+                float(scale),
+                float(low),
+                places.astype(np.uint8)[np.searchsorted(levels, samples)],
+            )
     return None
 
 
@@ -79,7 +108,8 @@ def _decoded(places: np.ndarray, scale: np.float32, offset: np.float32) -> np.nd
 
 
 def _scales(levels: np.ndarray) -> list[np.float32]:
-    """Candidates for the step between levels: the smallest gap, the range in 255 steps, and their neighbours among the floats."""
+    """Candidates for the step between levels: the smallest gap, the range in 255 steps, and their
+    neighbours among the floats."""
     if len(levels) == 1:
         return [np.float32(1.0)]
     levels = levels.astype(np.float64)

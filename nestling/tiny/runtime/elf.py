@@ -1,4 +1,5 @@
-"""ELF files of 32 bits, as far as firmware needs them: what is loaded where, and the places that the linker named."""
+"""ELF files of 32 bits, as far as firmware needs them: what is loaded where, and the places that
+the linker named."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _IDENTITY = b"\x7fELF\x01\x01\x01" + bytes(9)
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes that lie at `address` of the flash (`run` while the program runs), of which the first `len(data)` are given."""
+    """Bytes that lie at `address` of the flash (`run` while the program runs), of which the first
+    `len(data)` are given."""
 
     address: int
     run: int
@@ -37,25 +39,58 @@ class Image:
 def read(path: str | Path) -> Image:
     """The program in a file."""
     raw = Path(path).read_bytes()
-    identity, _, machine, _, _, segments_at, sections_at, _, _, size, count, section_size, sections, names = _HEADER.unpack_from(
-        raw
-    )
+    (
+        identity,
+        _,
+        machine,
+        _,
+        _,
+        segments_at,
+        sections_at,
+        _,
+        _,
+        size,
+        count,
+        section_size,
+        sections,
+        names,
+    ) = _HEADER.unpack_from(raw)
     if identity[:7] != _IDENTITY[:7] or machine != _ARM:
         raise ValueError(f"{path} is not a 32-bit ARM program")
     segments = [_SEGMENT.unpack_from(raw, segments_at + k * size) for k in range(count)]
     headers = [_SECTION.unpack_from(raw, sections_at + k * section_size) for k in range(sections)]
     strings = headers[names]
     return Image(
-        [Segment(s[3], s[2], raw[s[1] : s[1] + s[4]], s[5]) for s in segments if s[0] == _LOAD and s[4]],
+        [
+            Segment(s[3], s[2], raw[s[1] : s[1] + s[4]], s[5])
+            for s in segments
+            if s[0] == _LOAD and s[4]
+        ],
         _symbols(raw, headers),
         {_name(raw, strings[4] + h[0]): h[5] for h in headers},
     )
 
 
 def wrap(data: bytes, address: int) -> bytes:
-    """`data` as a program that is nothing but these bytes at `address`: every version of QEMU loads it into any memory."""
+    """`data` as a program that is nothing but these bytes at `address`: every version of QEMU loads
+    it into any memory."""
     at = _HEADER.size + _SEGMENT.size
-    header = _HEADER.pack(_IDENTITY, 2, _ARM, 1, address, _HEADER.size, 0, 0x05000000, _HEADER.size, _SEGMENT.size, 1, 0, 0, 0)
+    header = _HEADER.pack(
+        _IDENTITY,
+        2,
+        _ARM,
+        1,
+        address,
+        _HEADER.size,
+        0,
+        0x05000000,
+        _HEADER.size,
+        _SEGMENT.size,
+        1,
+        0,
+        0,
+        0,
+    )
     return header + _SEGMENT.pack(_LOAD, at, address, address, len(data), len(data), 4, 4) + data
 
 

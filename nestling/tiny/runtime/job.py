@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One batch: which rows of the board's data, how far each image is moved (down, right; see `training.augment.shift`), and how
-    many inputs of the last layer the inner loss sees (0: there is none)."""
+    """One batch: which rows of the board's data, how far each image is moved (down, right; see
+    `training.augment.shift`), and how many inputs of the last layer the inner loss sees (0: there
+    is none)."""
 
     rows: np.ndarray
     shifts: np.ndarray | None = None
@@ -28,8 +29,10 @@ class Step:
 class Job:
     """All that a board needs beside its firmware and its data.
 
-    weights: float32, in the order of the plan. anchor: the trained part of what the proximal term pulls towards.
-    mask: flags, one per trained parameter. present: one float per class. targets: (rows of the board's data, classes) float32.
+    weights: float32, in the order of the plan. anchor: the trained part of what the proximal term
+             pulls towards.
+    mask: flags, one per trained parameter. present: one float per class. targets: (rows of the
+          board's data, classes) float32.
     """
 
     plan: MemoryPlan

@@ -1,7 +1,8 @@
 """The C runtime compiled for this machine: the exact, fast simulator of every board.
 
-It is the same C as in the firmware, with the same flags, and gives the same bits. Engines share nothing, so that any number of jobs
-may run in threads at the same time; ctypes lets go of Python's lock while C works.
+It is the same C as in the firmware, with the same flags, and gives the same bits. Engines share
+nothing, so that any number of jobs may run in threads at the same time; ctypes lets go of Python's
+lock while C works.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ REASONS = (
     "no such row in the data",
     "a label that the network has no class for",
     "an image moved too far",
-    "an inner loss that is impossible: too many inputs, or the last operation is not a trained dense one",
+    "an inner loss that is impossible: too many inputs, or the last operation is not a trained "
+    "dense one",
     "data of another shape than the network's input",
 )
 """What the runtime's codes mean, in the order of the enumeration in nestling.h."""
@@ -51,7 +53,8 @@ class RuntimeRefused(InputError):
     """The runtime refused; `code` is its reason."""
 
     def __init__(self, code: int, what: str, op: int = NONE) -> None:
-        """Words the error from the runtime's code and, where one is to blame, the operation's number."""
+        """Words the error from the runtime's code and, where one is to blame, the operation's
+        number."""
         reason = REASONS[code] if 0 <= code < len(REASONS) else f"code {code}"
         place = "" if op == NONE else f" (operation {op})"
         super().__init__(f"the C runtime refused {what}: {reason}{place}", field="tiny")
@@ -59,7 +62,21 @@ class RuntimeRefused(InputError):
 
 
 class _Settings(ctypes.Structure):
-    _fields_ = [(name, c_float) for name in ("lr", "momentum", "decay", "clip", "mu", "ce", "mse", "kd", "temperature", "inner")]
+    _fields_ = [
+        (name, c_float)
+        for name in (
+            "lr",
+            "momentum",
+            "decay",
+            "clip",
+            "mu",
+            "ce",
+            "mse",
+            "kd",
+            "temperature",
+            "inner",
+        )
+    ]
 
 
 class _Blob(ctypes.Structure):
@@ -77,7 +94,10 @@ class _Engine(ctypes.Structure):
         ("header", c_void_p),
         ("ops", c_void_p),
         ("arena", POINTER(c_uint8)),
-        *((name, c_uint32) for name in ("arena_bytes", "begun", "steps", "batch", "pending", "inner", "bad_op")),
+        *(
+            (name, c_uint32)
+            for name in ("arena_bytes", "begun", "steps", "batch", "pending", "inner", "bad_op")
+        ),
         ("loss", c_float),
         ("settings", _Settings),
     ]
@@ -97,7 +117,17 @@ def load(path: Path) -> ctypes.CDLL:
     found.nst_attach.argtypes = [engine, c_void_p, c_uint32, c_void_p, c_uint32]
     found.nst_begin.argtypes = [engine, POINTER(_Settings)]
     found.nst_batch.argtypes = [engine, blob, c_void_p, c_void_p, c_void_p, c_uint32, c_uint32]
-    found.nst_sample.argtypes = [engine, blob, c_uint32, c_int, c_int, c_uint32, c_uint32, c_void_p, POINTER(c_float)]
+    found.nst_sample.argtypes = [
+        engine,
+        blob,
+        c_uint32,
+        c_int,
+        c_int,
+        c_uint32,
+        c_uint32,
+        c_void_p,
+        POINTER(c_float),
+    ]
     found.nst_step.argtypes = [engine]
     found.nst_forward.argtypes = [engine, blob, c_uint32]
     found.nst_block.argtypes = [engine, c_uint32, POINTER(c_uint32)]
@@ -117,7 +147,9 @@ class FlashData:
         """Has the runtime check a copy of the blob."""
         self._kept = _aligned(blob)  # the view points into it
         self.view = _Blob()
-        _check(library().nst_blob_open(byref(self.view), self._kept.ctypes.data, len(blob)), "the data")
+        _check(
+            library().nst_blob_open(byref(self.view), self._kept.ctypes.data, len(blob)), "the data"
+        )
 
     @property
     def rows(self) -> int:
@@ -126,14 +158,22 @@ class FlashData:
 
 
 class CRuntime:
-    """One training engine with an arena of its own: exactly as many bytes as the plan says, or as many as given."""
+    """One training engine with an arena of its own: exactly as many bytes as the plan says, or as
+    many as given."""
 
     def __init__(self, descriptor: bytes, arena: int) -> None:
         """Has the runtime check the plan and lay it out in a fresh arena of `arena` bytes."""
         self._library, self._engine = library(), _Engine()
-        self._descriptor, self._arena = _aligned(descriptor), np.zeros(max(arena + 3, 4) // 4, np.uint32)
+        self._descriptor, self._arena = (
+            _aligned(descriptor),
+            np.zeros(max(arena + 3, 4) // 4, np.uint32),
+        )
         code = self._library.nst_attach(
-            byref(self._engine), self._descriptor.ctypes.data, len(descriptor), self._arena.ctypes.data, arena
+            byref(self._engine),
+            self._descriptor.ctypes.data,
+            len(descriptor),
+            self._arena.ctypes.data,
+            arena,
         )
         _check(code, "the plan", self._engine.bad_op)
 
@@ -144,7 +184,9 @@ class CRuntime:
         if not start:
             return np.empty(0, np.float32)
         first = (start - self._arena.ctypes.data) // 4
-        return self._arena[first : first + size.value // 4].view(np.uint32 if which == MASK else np.float32)
+        return self._arena[first : first + size.value // 4].view(
+            np.uint32 if which == MASK else np.float32
+        )
 
     def write(self, which: int, values: np.ndarray, what: str) -> None:
         """Fills a block of the arena; another number of values than the plan has is refused."""
@@ -156,7 +198,12 @@ class CRuntime:
 
     def begin(self, settings: bytes) -> None:
         """Starts a job with these settings (`DescriptorSettings.to_bytes`)."""
-        _check(self._library.nst_begin(byref(self._engine), byref(_Settings.from_buffer_copy(settings))), "the settings")
+        _check(
+            self._library.nst_begin(
+                byref(self._engine), byref(_Settings.from_buffer_copy(settings))
+            ),
+            "the settings",
+        )
 
     def batch(
         self,
@@ -172,7 +219,9 @@ class CRuntime:
             _pointer(shifts, np.int8, (len(rows), 2)),
             _pointer(targets, np.float32, None),
         ]
-        code = self._library.nst_batch(byref(self._engine), byref(data.view), *(p for _, p in at), len(rows), inner)
+        code = self._library.nst_batch(
+            byref(self._engine), byref(data.view), *(p for _, p in at), len(rows), inner
+        )
         _check(code, "a step")
         return float(self._engine.loss)
 
@@ -207,7 +256,9 @@ def run_job(job: Job, blob: bytes) -> Done:
     targets = job.targets
     if targets is not None and np.shape(targets) != (data.rows, job.plan.header.classes):
         raise InputError(
-            f"targets of shape {np.shape(targets)}", field="tiny", fix=f"one row of logits for each of {data.rows} rows"
+            f"targets of shape {np.shape(targets)}",
+            field="tiny",
+            fix=f"one row of logits for each of {data.rows} rows",
         )
     loss, samples = 0.0, 0
     for step in job.steps:
@@ -229,7 +280,9 @@ def _aligned(data: bytes) -> np.ndarray:
     return words
 
 
-def _pointer(values: np.ndarray | None, kind: type, shape: tuple[int, ...] | None) -> tuple[np.ndarray | None, int | None]:
+def _pointer(
+    values: np.ndarray | None, kind: type, shape: tuple[int, ...] | None
+) -> tuple[np.ndarray | None, int | None]:
     """The array as C wants it, which must be kept while its address is in use, and that address."""
     if values is None:
         return None, None

@@ -1,4 +1,5 @@
-"""Which clients do the same work: those whose phases differ in data and received tensors only can be trained as one stack."""
+"""Which clients do the same work: those whose phases differ in data and received tensors only can
+be trained as one stack."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from nestling.views.flat import Layout
 
 @dataclass(eq=False)
 class Group:
-    """Clients with networks of one form and, but for `given`, one phase. `key` is equal for equal work in every round: which channels
-    of the reference a network has does not matter, only how many, unless the objective names them."""
+    """Clients with networks of one form and, but for `given`, one phase. `key` is equal for equal
+    work in every round: which channels of the reference a network has does not matter, only how
+    many, unless the objective names them."""
 
     key: Hashable
     clients: list[Client]
@@ -36,11 +38,18 @@ class Group:
 
     @cached_property
     def nature(self) -> Hashable:
-        """Equal for groups that do the same in networks of other sizes: what holds of one then holds of the other."""
+        """Equal for groups that do the same in networks of other sizes: what holds of one then
+        holds of the other."""
         phase = self.phase
         hooks = tuple((hook.layers, hook.names, token(hook.change)) for hook in phase.hooks)
         functions = (token(phase.objective), token(phase.rule), token(phase.also), hooks)
-        return (self.clients[0].reference.name, id(self.clients[0].reference), functions, tuple(phase.given), phase.source)
+        return (
+            self.clients[0].reference.name,
+            id(self.clients[0].reference),
+            functions,
+            tuple(phase.given),
+            phase.source,
+        )
 
     @property
     def site(self) -> Site:
@@ -62,7 +71,15 @@ class Group:
     def schedule(self) -> Schedule:
         """Everybody's batches."""
         ids = [c.id for c in self.clients]
-        return phase_schedule(self.phase, self.module, self.sizes, self.site.seed, ids, self.clients[0].round, self.number)
+        return phase_schedule(
+            self.phase,
+            self.module,
+            self.sizes,
+            self.site.seed,
+            ids,
+            self.clients[0].round,
+            self.number,
+        )
 
     @property
     def width(self) -> int:
@@ -107,30 +124,53 @@ def groups(work: Sequence[tuple[Client, Phase]], number: int) -> list[Group]:
 
 
 def phase_token(phase: Phase) -> Hashable:
-    """Equal for phases that do the same with whatever they are given. The learning rate is left out: it may change from round to
-    round."""
+    """Equal for phases that do the same with whatever they are given. The learning rate is left
+    out: it may change from round to round."""
     optim = phase.optim
     return (
         token(phase.objective),
         token(phase.rule),
         token(phase.also),
         tuple((hook.layers, hook.names, token(hook.change)) for hook in phase.hooks),
-        (optim.name, optim.momentum, optim.weight_decay, optim.clip, optim.betas, optim.eps, optim.lazy),
-        (phase.epochs, phase.batch, phase.steps, phase.source, phase.freeze, phase.drop_last, phase.augment),
+        (
+            optim.name,
+            optim.momentum,
+            optim.weight_decay,
+            optim.clip,
+            optim.betas,
+            optim.eps,
+            optim.lazy,
+        ),
+        (
+            phase.epochs,
+            phase.batch,
+            phase.steps,
+            phase.source,
+            phase.freeze,
+            phase.drop_last,
+            phase.augment,
+        ),
         tuple((name, tuple(t.shape), t.dtype) for name, t in phase.given.items()),
         None if phase.rows is None else len(phase.rows),
     )
 
 
 def token(thing: Any) -> Hashable:
-    """Equal for functions that do the same: by code and by what is bound into them. What cannot be looked into is itself."""
+    """Equal for functions that do the same: by code and by what is bound into them. What cannot be
+    looked into is itself."""
     if isinstance(thing, (type(None), bool, int, float, str, bytes, torch.dtype)):
         return (type(thing).__name__, thing)
     if isinstance(thing, partial):
         return ("partial", token(thing.func), token(thing.args), token(thing.keywords))
     if isinstance(thing, FunctionType):
         bound = [cell.cell_contents for cell in thing.__closure__ or ()]
-        return ("function", thing.__code__, token(thing.__defaults__), token(thing.__kwdefaults__), token(bound))
+        return (
+            "function",
+            thing.__code__,
+            token(thing.__defaults__),
+            token(thing.__kwdefaults__),
+            token(bound),
+        )
     if isinstance(thing, View) and not thing.masks:
         return ("view", id(thing.axes), thing.key())
     if isinstance(thing, MethodType):

@@ -1,7 +1,8 @@
 """Batches that were filled up, for layers that mix rows.
 
-A filled-up batch keeps all batches of a program in one shape. Losses leave the filling out by the batch's mask; batch normalisation
-would not, so inside `masked_statistics` it takes its mean and variance over the rows that count.
+A filled-up batch keeps all batches of a program in one shape. Losses leave the filling out by the
+batch's mask; batch normalisation would not, so inside `masked_statistics` it takes its mean and
+variance over the rows that count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def with_masked_statistics(phase: Phase, module: nn.Module) -> Phase:
-    """The phase with objectives that keep the filling of batches out of batch statistics, where the network has any."""
+    """The phase with objectives that keep the filling of batches out of batch statistics, where the
+    network has any."""
     if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
         return phase
     also = None if phase.also is None else partial(_masked, objective=phase.also)
@@ -40,16 +42,20 @@ def _masked(net: Net, batch: Batch, given: Given, *, objective: Objective) -> Te
 
 
 class masked_statistics(TorchFunctionMode):
-    """Inside the block batch normalisation of inputs with as many rows as the mask sees the flagged ones only. It works on the call
-    and not on layers, so that teachers, networks inside networks and layers of the user's own are covered too."""
+    """Inside the block batch normalisation of inputs with as many rows as the mask sees the flagged
+    ones only. It works on the call and not on layers, so that teachers, networks inside networks
+    and layers of the user's own are covered too."""
 
     def __init__(self, mask: Tensor) -> None:
         """Takes one flag per row of the batch."""
         super().__init__()
         self.mask = mask
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Normalises inputs of that many rows in training by the flagged ones; every other call runs as it is."""
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Normalises inputs of that many rows in training by the flagged ones; every other call
+        runs as it is."""
         if func is F.batch_norm:
             given = _SIGNATURE.bind(*args, **(kwargs or {}))
             given.apply_defaults()
@@ -79,7 +85,9 @@ def _normalised(
     if running_mean is not None and running_variance is not None:
         with torch.no_grad():
             running_mean.copy_(running_mean.lerp(mean.detach(), momentum))
-            running_variance.copy_(running_variance.lerp(variance.detach() * total / (total - 1), momentum))
+            running_variance.copy_(
+                running_variance.lerp(variance.detach() * total / (total - 1), momentum)
+            )
     out = away * torch.rsqrt(variance + eps).reshape(wide)
     if weight is not None:
         out = out * weight.reshape(wide)

@@ -1,8 +1,9 @@
-"""Training several clients as one: their networks stacked along a new first dimension, every operation done for all at once.
+"""Training several clients as one: their networks stacked along a new first dimension, every
+operation done for all at once.
 
-An objective is pure, so `torch.func` can batch it over clients as it is. Clients have unequal numbers of rows: a short batch is filled
-up and masked where the objective knows of masks and no layer mixes rows, and else trained on its own; a client that has no step left
-sits out.
+An objective is pure, so `torch.func` can batch it over clients as it is. Clients have unequal
+numbers of rows: a short batch is filled up and masked where the objective knows of masks and no
+layer mixes rows, and else trained on its own; a client that has no step left sits out.
 """
 
 from __future__ import annotations
@@ -86,11 +87,26 @@ def train_stack(group: Group) -> Losses:
                 some = None if which is None else torch.from_numpy(which).to(site.x.device)
                 part = state.at(some)
                 batch = feed.batch(number, which, masked)
-                batch = replace(batch, number=looks.turn(number), at=looks.at(torch.tensor([number], device=site.x.device)))
+                batch = replace(
+                    batch,
+                    number=looks.turn(number),
+                    at=looks.at(torch.tensor([number], device=site.x.device)),
+                )
                 key = (group.key, batch.number)
-                loss = stacked_step(group.module, phase, part, batch, memory_at(memory, some, number), some, memory, key)
+                loss = stacked_step(
+                    group.module,
+                    phase,
+                    part,
+                    batch,
+                    memory_at(memory, some, number),
+                    some,
+                    memory,
+                    key,
+                )
                 state.put(some, part)
-                count = torch.tensor(plan.lengths[:, number] if which is None else plan.lengths[which, number])
+                count = torch.tensor(
+                    plan.lengths[:, number] if which is None else plan.lengths[which, number]
+                )
                 weighted = loss * count.to(loss)
                 total = total + weighted if some is None else total.index_add(0, some, weighted)
     for client, row in zip(group.clients, unload(group.layout, state).rows(), strict=True):
@@ -113,14 +129,24 @@ def stacked_step(
     whole: Buffers,
     key: Hashable = None,
 ) -> Tensor:
-    """One update of some clients on one batch each; gives their losses. `key` is that of the group, where the step may be replayed:
-    it does the same in every round."""
+    """One update of some clients on one batch each; gives their losses. `key` is that of the group,
+    where the step may be replayed: it does the same in every round."""
     compute = gradients(module, phase, part, masked=batch.mask is not None, number=batch.number)
     args = (part.params, part.rest, batch.x, batch.y, batch.rows, batch.mask, part.given, batch.at)
     # A network that changes itself is not replayed.
-    grads, loss, moved = compute(*args) if key is None or part.moving else replayed((key, part.shared), compute, *args)
+    grads, loss, moved = (
+        compute(*args)
+        if key is None or part.moving
+        else replayed((key, part.shared), compute, *args)
+    )
     part.rest.update(moved)
-    step(phase.optim, list(part.params.values()), [grads[name] for name in part.params], memory, stacked=True)
+    step(
+        phase.optim,
+        list(part.params.values()),
+        [grads[name] for name in part.params],
+        memory,
+        stacked=True,
+    )
     if which is not None:
         for own, new in zip(whole.tensors(), memory.tensors(), strict=True):
             own[which] = new
@@ -128,32 +154,57 @@ def stacked_step(
 
 
 def memory_at(memory: Buffers, which: Tensor | None, number: int) -> Buffers:
-    """The optimiser's memory of some clients before a step; everybody has taken every step before it."""
+    """The optimiser's memory of some clients before a step; everybody has taken every step before
+    it."""
     if which is None:
         return Buffers(number, memory.first, memory.second)
     return Buffers(number, [t[which] for t in memory.first], [t[which] for t in memory.second])
 
 
-def gradients(module: nn.Module, phase: Phase, part: Stacked, *, masked: bool, number: int, noise: str = "error") -> Gradients:
-    """The function from stacked (params, rest, x, y, rows, mask, given, at) to (gradients, losses, what the network changed itself)."""
+def gradients(
+    module: nn.Module,
+    phase: Phase,
+    part: Stacked,
+    *,
+    masked: bool,
+    number: int,
+    noise: str = "error",
+) -> Gradients:
+    """The function from stacked (params, rest, x, y, rows, mask, given, at) to (gradients, losses,
+    what the network changed itself)."""
     inside = _Inside(module)
 
     def loss_of(objective: Objective) -> Callable[..., Any]:
-        def loss(params: Tensors, rest: Tensors, x: Tensor, y: Tensor, rows: Tensor, mask: Any, given: Tensors, at: Any) -> Any:
+        def loss(
+            params: Tensors,
+            rest: Tensors,
+            x: Tensor,
+            y: Tensor,
+            rows: Tensor,
+            mask: Any,
+            given: Tensors,
+            at: Any,
+        ) -> Any:
             def run(inner: nn.Module) -> Tensor:
                 return objective(Net(inner, params), Batch(x, y, rows, number, mask, at), given)
 
             tensors = {f"inner.{name}": t for name, t in {**rest, **params}.items()}
-            return functional_call(inside, tensors, (run,)), {name: rest[name] for name in part.moving}
+            return functional_call(inside, tensors, (run,)), {
+                name: rest[name] for name in part.moving
+            }
 
         return loss
 
     def one(params: Tensors, rest: Tensors, *batch: Any) -> Any:
-        grads, (loss, moved) = grad_and_value(loss_of(phase.objective), has_aux=True)(params, rest, *batch)
+        grads, (loss, moved) = grad_and_value(loss_of(phase.objective), has_aux=True)(
+            params, rest, *batch
+        )
         if phase.rule is not None:
             given = batch[-2]
             if phase.also is not None:
-                given = with_second(given, grad(loss_of(phase.also), has_aux=True)(params, rest, *batch)[0])
+                given = with_second(
+                    given, grad(loss_of(phase.also), has_aux=True)(params, rest, *batch)[0]
+                )
             grads = phase.rule(params, grads, given)
         return grads, loss, moved
 
@@ -174,7 +225,9 @@ class _Inside(nn.Module):
 
 def check(group: Group) -> None:
     """Refuses what cannot be exact in a stack."""
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in group.module.modules()):
+    if any(
+        isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in group.module.modules()
+    ):
         raise CannotStack("the network has dropout, whose draws belong to one client at a time")
 
 
@@ -197,7 +250,9 @@ def load(group: Group) -> Stacked:
     train = trained(group.module, group.phase)
     shared = frozenset(name for name in group.phase.given if group.shared(name))
     given = {
-        name: group.phase.given[name] if name in shared else torch.stack([p.given[name] for p in group.phases])
+        name: group.phase.given[name]
+        if name in shared
+        else torch.stack([p.given[name] for p in group.phases])
         for name in group.phase.given
     }
     rest = {name: t for name, t in state.items() if name not in train}
@@ -212,8 +267,11 @@ def unload(layout: Layout, state: Stacked) -> Stack:
     return Stack(layout, flat, {name: both[name] for name in layout.others})
 
 
-def parts(lengths: np.ndarray, full: int, maskable: bool) -> Iterator[tuple[np.ndarray | None, bool]]:
-    """Who takes a step together: (which clients, whether with a mask). None stands for everybody."""
+def parts(
+    lengths: np.ndarray, full: int, maskable: bool
+) -> Iterator[tuple[np.ndarray | None, bool]]:
+    """Who takes a step together: (which clients, whether with a mask). None stands for
+    everybody."""
     if (lengths == full).all():
         yield None, False
     elif maskable:
@@ -235,7 +293,8 @@ class Feed:
 
     @staticmethod
     def of(group: Group) -> Feed:
-        """The feed of a group: the private data of all clients, or the public data where the phase trains on that."""
+        """The feed of a group: the private data of all clients, or the public data where the phase
+        trains on that."""
         plan, site, phase = group.schedule, group.site, group.phase
         if phase.source == "private":
             x, y = site.x, site.y
@@ -292,24 +351,35 @@ def _places(own: list[np.ndarray], rows: np.ndarray) -> np.ndarray:
 
 
 def augmentation_draws(group: Group) -> np.ndarray | None:
-    """(clients, steps, batch, …) what the augmentation draws, as the plain trainer would draw it."""
+    """(clients, steps, batch, …) what the augmentation draws, as the plain trainer would draw
+    it."""
     augment = AUGMENTATIONS[group.phase.augment]
     if augment is None:
         return None
     plan, batch = group.schedule, group.phase.batch
-    own = keys("augment", group.site.seed, [c.id for c in group.clients], group.clients[0].round, group.number)
-    chance = numbers(own[:, None], counters(0, plan.steps * batch)).reshape(len(own), plan.steps, batch)[:, :, : plan.wide]
+    own = keys(
+        "augment",
+        group.site.seed,
+        [c.id for c in group.clients],
+        group.clients[0].round,
+        group.number,
+    )
+    chance = numbers(own[:, None], counters(0, plan.steps * batch)).reshape(
+        len(own), plan.steps, batch
+    )[:, :, : plan.wide]
     return augment.draws(chance)
 
 
 def honours_masks(group: Group) -> bool:
-    """Whether a filled-up batch gives the loss of the batch itself: tried out, because a layer or an objective may mix rows."""
+    """Whether a filled-up batch gives the loss of the batch itself: tried out, because a layer or
+    an objective may mix rows."""
     return remembered(_HONOURS, group, _try_mask)
 
 
 @dataclass(frozen=True)
 class Looks:
-    """How an objective looks at the number of its batch: in `turns`, or at the number itself, which is then part of the work."""
+    """How an objective looks at the number of its batch: in `turns`, or at the number itself, which
+    is then part of the work."""
 
     turns: int = 1
     numbered: bool = False
@@ -342,7 +412,12 @@ def remembered(known: dict[Any, Any], group: Group, find: Callable[[Group], Any]
 
 
 def _try_mask(group: Group) -> bool:
-    kept = {id(t) for layer in group.module.modules() if isinstance(layer, _BatchNorm) for t in layer.buffers()}
+    kept = {
+        id(t)
+        for layer in group.module.modules()
+        if isinstance(layer, _BatchNorm)
+        for t in layer.buffers()
+    }
     if any(id(t) not in kept for t in group.module.buffers()):
         return False  # statistics of another kind would see the filling
     x, y, rows = sample_of(group)
@@ -382,7 +457,8 @@ class _Watched(Batch):
 
 
 def sample_of(group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Three rows of the first client (fewer would be repeated): inputs, labels, numbers of the rows."""
+    """Three rows of the first client (fewer would be repeated): inputs, labels, numbers of the
+    rows."""
     first = group.part(0, 1)
     feed = Feed.of(first)
     rows = np.arange(3) % max(first.sizes[0], 1)
@@ -391,7 +467,9 @@ def sample_of(group: Group) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, torch.from_numpy(rows).to(feed.x.device)
 
 
-def objective_on(group: Group, batch: Batch, change: Callable[[nn.Module], Any] | None = None) -> Tensor:
+def objective_on(
+    group: Group, batch: Batch, change: Callable[[nn.Module], Any] | None = None
+) -> Tensor:
     """The losses of the first client's network on a batch, of the network as it is or changed."""
     client = group.clients[0]
     module = copy.deepcopy(client.reference.network(client.view, client.weights)).train()

@@ -1,4 +1,5 @@
-"""The rounds of several clients side by side: what each does is as in `client.work`, but equal phases run as one stack."""
+"""The rounds of several clients side by side: what each does is as in `client.work`, but equal
+phases run as one stack."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor
 
 from nestling.message import Message
-from nestling.training.client import Client, ClientSide, Outcome, Site, Task, client_of, train_client
+from nestling.training.client import (
+    Client,
+    ClientSide,
+    Outcome,
+    Site,
+    Task,
+    client_of,
+    train_client,
+)
 from nestling.training.phase import Phase
 from nestling.training.stacks.group import Group, groups
 from nestling.views import State
@@ -22,12 +31,14 @@ Blame = Callable[[Task, Exception], Exception]
 
 @dataclass(eq=False)
 class Losses:
-    """What came of a group's phase, one entry per client: loss summed over samples, steps, samples."""
+    """What came of a group's phase, one entry per client: loss summed over samples, steps,
+    samples."""
 
     total: Tensor
     steps: list[int]
     samples: list[int]
-    fetched: Fetched | FetchedRow | None = None  # the totals on their way to the host, where somebody has sent them already
+    # the totals on their way to the host, where somebody has sent them already
+    fetched: Fetched | FetchedRow | None = None
 
     def __post_init__(self) -> None:
         """Sends the totals to the host unless that has happened already."""
@@ -35,7 +46,8 @@ class Losses:
 
     @cached_property
     def values(self) -> list[float]:
-        """The sums as numbers; waits for a device that is still computing them, once for all clients."""
+        """The sums as numbers; waits for a device that is still computing them, once for all
+        clients."""
         assert self.fetched is not None
         return self.fetched.values()
 
@@ -71,7 +83,9 @@ def _as_it_is(_task: Task, error: Exception) -> Exception:
     return error
 
 
-def work_together(method: ClientSide, tasks: Sequence[Task], site: Site, train: Train, blame: Blame = _as_it_is) -> list[Outcome]:
+def work_together(
+    method: ClientSide, tasks: Sequence[Task], site: Site, train: Train, blame: Blame = _as_it_is
+) -> list[Outcome]:
     """The round of every task's client. A loss may be one that a device is still computing."""
     at = tasks[0] if tasks else None
     try:
@@ -110,7 +124,10 @@ def work_together(method: ClientSide, tasks: Sequence[Task], site: Site, train: 
 
 def train_one_by_one(group: Group) -> Losses:
     """The plain way: one client after another."""
-    done = [train_client(client, phase, group.number) for client, phase in zip(group.clients, group.phases, strict=True)]
+    done = [
+        train_client(client, phase, group.number)
+        for client, phase in zip(group.clients, group.phases, strict=True)
+    ]
     return Losses(
         torch.tensor([d.loss * d.samples for d in done]),
         [d.steps for d in done],
@@ -130,4 +147,7 @@ def _outcome(seat: _Seat, reply: Message) -> Outcome:
 
 def _own(memory: State) -> State:
     """What a client keeps, in storage of its own: a row would keep its whole stack alive."""
-    return {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in memory.items()}
+    return {
+        name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
+        for name, t in memory.items()
+    }

@@ -1,8 +1,9 @@
-"""A stacked step written down: the operations of one step as a flat list, run without the machinery that found them.
+"""A stacked step written down: the operations of one step as a flat list, run without the machinery
+that found them.
 
-Batching an objective over clients costs interpreter time at every operation, which for a tiny network is as much as its arithmetic.
-A step that keeps coming back is therefore traced once and replayed: the same kernels on the same shapes in the same order, and so the
-same bits.
+Batching an objective over clients costs interpreter time at every operation, which for a tiny
+network is as much as its arithmetic. A step that keeps coming back is therefore traced once and
+replayed: the same kernels on the same shapes in the same order, and so the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 OFTEN = 12
-"""How often a step is taken the plain way before it is traced, which costs about as much as a hundred such steps save."""
+"""How often a step is taken the plain way before it is traced, which costs about as much as a
+hundred such steps save."""
 
 MOST = 256
 """How many kinds of steps are remembered."""
@@ -24,8 +26,8 @@ _seen: OrderedDict[Hashable, int | Callable[..., Any] | None] = OrderedDict()
 
 
 def replayed(key: Hashable, compute: Callable[..., Any], *args: Any) -> Any:
-    """`compute(*args)`, traced where steps of this key and these shapes are frequent. The key must tell apart whatever `compute` does
-    beyond its arguments."""
+    """`compute(*args)`, traced where steps of this key and these shapes are frequent. The key must
+    tell apart whatever `compute` does beyond its arguments."""
     kind = (key, _form(args))
     known = _seen.get(kind, 0)
     if isinstance(known, int):
@@ -50,7 +52,9 @@ def _trace(compute: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., 
 
 
 def _form(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in _leaves(args))
+    return tuple(
+        (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in _leaves(args)
+    )
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -1,5 +1,5 @@
-"""Devices and the server lose their power in the middle of rounds: the run goes on, and ends as the run in one process in which the
-same clients missed the same rounds."""
+"""Devices and the server lose their power in the middle of rounds: the run goes on, and ends as the
+run in one process in which the same clients missed the same rounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def worked_for(device: Path, client: int) -> int:
 
 @pytest.mark.minutes
 def test_power_cuts_cost_the_rounds_that_were_missed_and_nothing_else(tmp_path: Path) -> None:
-    # A method whose clients keep networks of their own: what a device did in a round that then did not count must be forgotten.
+    # A method whose clients keep networks of their own: what a device did in a round that then did
+    # not count must be forgotten.
     tiers = tuple(replace(tier, count=1) for tier in TIERS)
     experiment = small_boards("fedproto", fleet=FleetConfig(tiers=tiers), rounds=ROUNDS)
     with fleet(tmp_path) as made:
@@ -56,8 +57,16 @@ def test_power_cuts_cost_the_rounds_that_were_missed_and_nothing_else(tmp_path: 
         # The other one is never seen again.
         devices[2] = made.start_client("c2", devices[2].device, "--client", "2")
         done = max(row["round"] for row in rows_of(server.out))
-        # In the middle of a later round: a device has worked, and the server has not closed the round.
-        until(lambda: worked_for(devices[0].folder, 0) > done + 1 or len(rows_of(server.out)) >= ROUNDS - 1, SECONDS, "a round")
+        # In the middle of a later round: a device has worked, and the server has not closed the
+        # round.
+        until(
+            lambda: (
+                worked_for(devices[0].folder, 0) > done + 1
+                or len(rows_of(server.out)) >= ROUNDS - 1
+            ),
+            SECONDS,
+            "a round",
+        )
         server.kill()
         stood = len(rows_of(server.out))
         assert 1 <= stood < ROUNDS and not (server.out / "summary.json").exists()
@@ -68,7 +77,8 @@ def test_power_cuts_cost_the_rounds_that_were_missed_and_nothing_else(tmp_path: 
         assert [row["round"] for row in rows] == list(range(1, ROUNDS + 1))
         missed = missed_in(rows, FOUR)
         assert (1, ROUNDS) in missed and (0, ROUNDS) not in missed, missed
-        assert any((2, r) not in missed for r in range(stood + 1, ROUNDS + 1)), missed  # it has come back
+        # it has come back
+        assert any((2, r) not in missed for r in range(stood + 1, ROUNDS + 1)), missed
         roster = json.loads((again.out / "roster.json").read_text())
         assert roster["start"] == 2
 
@@ -77,5 +87,7 @@ def test_power_cuts_cost_the_rounds_that_were_missed_and_nothing_else(tmp_path: 
         for client in range(FOUR):
             counted = [r for r in range(1, ROUNDS + 1) if (client, r) not in missed]
             if counted:
-                kept = memory_at(tmp_path / f"device-c{client}" / "worker", client, counted[-1], roster["run"])
+                kept = memory_at(
+                    tmp_path / f"device-c{client}" / "worker", client, counted[-1], roster["run"]
+                )
                 assert kept and same(kept, federation.world.store.get(client)), client

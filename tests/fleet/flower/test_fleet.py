@@ -1,7 +1,8 @@
-"""One server and six devices of four kinds, each of several processes, over TLS and with keys: four methods end as in one process.
+"""One server and six devices of four kinds, each of several processes, over TLS and with keys: four
+methods end as in one process.
 
-Nodes without a key, with a wrong one and with a revoked one are in `test_processes`, clients and servers that are killed in
-`test_faults`.
+Nodes without a key, with a wrong one and with a revoked one are in `test_processes`, clients and
+servers that are killed in `test_faults`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from tests.fleet.storm import memory_at
 
 TIERS = tuple(
     Tier(device=kind, count=count)
-    for kind, count in {"lm3s6965": 2, "stm32f405": 2, "esp32": 1, "raspberry-pi-zero-2w": 1}.items()
+    for kind, count in {
+        "lm3s6965": 2,
+        "stm32f405": 2,
+        "esp32": 1,
+        "raspberry-pi-zero-2w": 1,
+    }.items()
 )
 SIX = 6
 
@@ -44,7 +50,9 @@ def small_boards(method: str, **changes: Any) -> Experiment:
 
 
 def flat(state: dict[str, State]) -> State:
-    return {f"{kind}/{name}": tensor for kind, part in state.items() for name, tensor in part.items()}
+    return {
+        f"{kind}/{name}": tensor for kind, part in state.items() for name, tensor in part.items()
+    }
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -52,17 +60,22 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def same_end(server: Server, federation: Federation, here: Path, made: ProcessFleet) -> None:
-    """The server's state, the model it gives away and what devices keep are those of the run in this process, bit for bit."""
+    """The server's state, the model it gives away and what devices keep are those of the run in
+    this process, bit for bit."""
     there, plainly = checkpoint.load(server.out), checkpoint.load(here)
     assert there is not None and plainly is not None and len(flat(there[0])) > 0
     assert same(flat(there[0]), flat(plainly[0]))
     assert (server.out / "global.safetensors").exists() == (here / "global.safetensors").exists()
     if (here / "global.safetensors").exists():
-        assert (server.out / "global.safetensors").read_bytes() == (here / "global.safetensors").read_bytes()
+        assert (server.out / "global.safetensors").read_bytes() == (
+            here / "global.safetensors"
+        ).read_bytes()
     run = json.loads((server.out / "roster.json").read_text())["run"]
     rows = rows_of(server.out)
     for client in range(SIX):
-        counted = [row["round"] for row in rows if client in row["clients"] and client not in row["missed"]]
+        counted = [
+            row["round"] for row in rows if client in row["clients"] and client not in row["missed"]
+        ]
         if counted:
             kept = memory_at(made.root / f"device-c{client}" / "worker", client, counted[-1], run)
             assert same(kept, federation.world.store.get(client)), client
@@ -71,7 +84,10 @@ def same_end(server: Server, federation: Federation, here: Path, made: ProcessFl
 def start_devices(made: ProcessFleet, experiment: Experiment) -> list[Client]:
     """A device for each client, of the kind that the experiment says."""
     fleet = assemble(experiment)[1].world.fleet
-    return [made.start_client(f"c{n}", fleet.tier_of(n).device, "--client", str(n)) for n in range(len(fleet))]
+    return [
+        made.start_client(f"c{n}", fleet.tier_of(n).device, "--client", str(n))
+        for n in range(len(fleet))
+    ]
 
 
 def as_in_one_process(root: Path, methods: tuple[str, ...], rounds: int) -> None:
@@ -81,12 +97,16 @@ def as_in_one_process(root: Path, methods: tuple[str, ...], rounds: int) -> None
         for method in methods:
             experiment = small_boards(method, rounds=rounds)
             server = made.start_server(experiment, method, "--min-clients", "6", "--health", "off")
-            devices = devices or start_devices(made, experiment)  # once: they stay for the runs that come
+            # once: they stay for the runs that come
+            devices = devices or start_devices(made, experiment)
             here = nestling.run(experiment, out=root / "here" / method)
             sizes = {here.federation.world.device(client).piece for client in range(SIX)}
             assert len(sizes) >= 3
             server.wait_done()
-            assert all(row["clients"] == list(range(SIX)) and not row["missed"] for row in rows_of(server.out))
+            assert all(
+                row["clients"] == list(range(SIX)) and not row["missed"]
+                for row in rows_of(server.out)
+            )
             same_end(server, here.federation, root / "here" / method, made)
             assert all(device.process.poll() is None for device in devices)
 

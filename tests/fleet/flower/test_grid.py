@@ -1,4 +1,5 @@
-"""Flower's grid as a courier: letters, answers, and errors that the SuperLink reports for a node."""
+"""Flower's grid as a courier: letters, answers, and errors that the SuperLink reports for a
+node."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ class Silent(InProcessGrid):
         return reply
 
     def pull_messages(self, message_ids: Any) -> Any:
-        lost = [t for t in message_ids if t in self._replies and self._replies[t].metadata.src_node_id == 3]
+        lost = [
+            t
+            for t in message_ids
+            if t in self._replies and self._replies[t].metadata.src_node_id == 3
+        ]
         return super().pull_messages([t for t in message_ids if t not in lost])
 
 
@@ -79,7 +84,8 @@ def test_welcomes_are_queries_and_orders_are_trained() -> None:
 
 
 def test_a_message_can_be_made_in_this_process() -> None:
-    """Flower allows it only in processes that know their task; the grid sees to that, and to nothing else."""
+    """Flower allows it only in processes that know their task; the grid sees to that, and to
+    nothing else."""
     InProcessGrid(app(), 1)
     message = Message(RecordDict(), 7, "train")
     assert message.metadata.dst_node_id == 7

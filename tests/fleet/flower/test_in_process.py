@@ -32,13 +32,18 @@ def train(message: Message, context: Context) -> Message:
     context.state["seen"] = MetricRecord({"n": seen})
     weights = message.content["arrays"]["w"].numpy() + number
     metrics = MetricRecord({"num-examples": number + 1, "seen": seen})
-    return Message(RecordDict({"arrays": ArrayRecord({"w": Array(weights)}), "metrics": metrics}), reply_to=message)
+    return Message(
+        RecordDict({"arrays": ArrayRecord({"w": Array(weights)}), "metrics": metrics}),
+        reply_to=message,
+    )
 
 
 @stock.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     error = float(np.abs(message.content["arrays"]["w"].numpy() - 2).mean())
-    return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "error": error})}), reply_to=message)
+    return Message(
+        RecordDict({"metrics": MetricRecord({"num-examples": 1, "error": error})}), reply_to=message
+    )
 
 
 def test_flowers_own_strategy_runs_on_it() -> None:
@@ -48,7 +53,9 @@ def test_flowers_own_strategy_runs_on_it() -> None:
     def main(grid: Grid, context: Context) -> None:
         strategy = FedAvg(min_train_nodes=3, min_evaluate_nodes=3, min_available_nodes=3)
         start = ArrayRecord({"w": Array(np.zeros(4, np.float32))})
-        found["result"] = strategy.start(grid, start, num_rounds=int(context.run_config["rounds"]), timeout=5)
+        found["result"] = strategy.start(
+            grid, start, num_rounds=int(context.run_config["rounds"]), timeout=5
+        )
 
     InProcessGrid(stock, 3, {"rounds": 4}).play(server)
     result = found["result"]
@@ -61,8 +68,14 @@ def test_flowers_own_strategy_runs_on_it() -> None:
 
 def test_a_node_that_fails_is_an_error_reply() -> None:
     grid = InProcessGrid(stock, 2)
-    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(2))}), "config": ConfigRecord({"fails": 1})})
-    replies = list(grid.send_and_receive([Message(content, node, "train") for node in [*grid.get_node_ids(), 77]]))
+    content = RecordDict(
+        {"arrays": ArrayRecord({"w": Array(np.ones(2))}), "config": ConfigRecord({"fails": 1})}
+    )
+    replies = list(
+        grid.send_and_receive(
+            [Message(content, node, "train") for node in [*grid.get_node_ids(), 77]]
+        )
+    )
     assert [r.has_error() for r in replies] == [False, True, True]
     assert "as it was told" in replies[1].error.reason and "no such node" in replies[2].error.reason
     assert replies[0].content["arrays"]["w"].numpy().tolist() == [1.0, 1.0]
@@ -78,11 +91,17 @@ def test_our_strategy_and_client_app_equal_the_simulator(method: str, tmp_path: 
     here, rows = plain(method)
     assert strategy.result is not None
     assert same(state_of(strategy.result.federation), state_of(here))
-    assert [m["loss"] for m in found.train_metrics_clientapp.values()] == [row["loss"] for row in rows]
-    assert [m["bytes_up"] for m in found.train_metrics_clientapp.values()] == [row["bytes_up"] for row in rows]
+    assert [m["loss"] for m in found.train_metrics_clientapp.values()] == [
+        row["loss"] for row in rows
+    ]
+    assert [m["bytes_up"] for m in found.train_metrics_clientapp.values()] == [
+        row["bytes_up"] for row in rows
+    ]
     if here.method.as_set.global_model:
         assert found.evaluate_metrics_serverapp[3]["global_accuracy"] == rows[2]["global_accuracy"]
-        assert np.array_equal(found.arrays["head.bias"].numpy(), here.method.state()["weights"]["head.bias"].numpy())
+        assert np.array_equal(
+            found.arrays["head.bias"].numpy(), here.method.state()["weights"]["head.bias"].numpy()
+        )
     else:
         assert 3 not in found.evaluate_metrics_serverapp  # the models are on the devices
 
@@ -93,10 +112,23 @@ def test_letters_come_back_as_they_were() -> None:
     bad = [
         RecordDict(),
         RecordDict({"letter": ArrayRecord({"bytes": Array(np.zeros(3, np.uint8))})}),
-        RecordDict({"letter": ArrayRecord({"bytes": Array(np.zeros(3, np.uint8))}), "about": ConfigRecord({"size": 4})}),
-        RecordDict({"letter": ArrayRecord({"bytes": Array(np.zeros(3, np.float32))}), "about": ConfigRecord({"size": 3})}),
         RecordDict(
-            {"letter": ArrayRecord({"bytes": Array("uint8", (3,), "numpy.ndarray", b"junk")}), "about": ConfigRecord({"size": 3})}
+            {
+                "letter": ArrayRecord({"bytes": Array(np.zeros(3, np.uint8))}),
+                "about": ConfigRecord({"size": 4}),
+            }
+        ),
+        RecordDict(
+            {
+                "letter": ArrayRecord({"bytes": Array(np.zeros(3, np.float32))}),
+                "about": ConfigRecord({"size": 3}),
+            }
+        ),
+        RecordDict(
+            {
+                "letter": ArrayRecord({"bytes": Array("uint8", (3,), "numpy.ndarray", b"junk")}),
+                "about": ConfigRecord({"size": 3}),
+            }
         ),
     ]
     for content in bad:

@@ -1,7 +1,8 @@
 """A server and devices as real processes on the loop, with TLS and keys: one story, told in order.
 
-Who has only the authority's certificate gets nothing; nodes without a key, with a wrong one or with a revoked one are refused, and the
-logs say so; two honest devices finish the run with the result of the run in one process, bit for bit.
+Who has only the authority's certificate gets nothing; nodes without a key, with a wrong one or with
+a revoked one are refused, and the logs say so; two honest devices finish the run with the result of
+the run in one process, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ EXPERIMENT = six(fleet=FleetConfig(tiers=TIERS), rounds=1, evaluate=Evaluation(c
 
 @dataclass
 class Story:
-    """The fleet under test, and an outsider who has the authority's certificate and nothing else."""
+    """The fleet under test, and an outsider who has the authority's certificate and nothing
+    else."""
 
     fleet: ProcessFleet
     server: Server
@@ -54,7 +56,14 @@ class Story:
         """What the outsider hears from Flower's own commands."""
         env = flower_env(self.outsider / "flower")
         command = [sys.executable, "-m", "nestling.fleet.flower.commands"]
-        made = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True, env=env, timeout=SECONDS)
+        made = subprocess.run(
+            command,
+            input=json.dumps(calls),
+            capture_output=True,
+            text=True,
+            env=env,
+            timeout=SECONDS,
+        )
         return [json.loads(line) for line in made.stdout.splitlines()]
 
     def post(self, port: int, ca: Path, path: str) -> int:
@@ -66,13 +75,30 @@ class Story:
         return status
 
     def node(self, *words: str) -> tuple[int, str]:
-        """Flower's own node, as an outsider would start it; it ends when it is refused. Its exit code, and what it said."""
-        command = [flower_command("flower-supernode"), "--superlink", f"127.0.0.1:{self.fleet.port}", "--port", str(free_port())]
-        command += ["--root-certificates", str(self.outsider / "ca.crt"), "--max-retries", "0", "--isolation", "process", *words]
+        """Flower's own node, as an outsider would start it; it ends when it is refused. Its exit
+        code, and what it said."""
+        command = [
+            flower_command("flower-supernode"),
+            "--superlink",
+            f"127.0.0.1:{self.fleet.port}",
+            "--port",
+            str(free_port()),
+        ]
+        command += [
+            "--root-certificates",
+            str(self.outsider / "ca.crt"),
+            "--max-retries",
+            "0",
+            "--isolation",
+            "process",
+            *words,
+        ]
         env = flower_env(self.outsider / "flower")
         said = self.outsider / "node.log"
         with open(said, "wb") as file:  # not a pipe, whose end its own child would hold open
-            code = subprocess.run(command, stdout=file, stderr=file, env=env, timeout=SECONDS).returncode
+            code = subprocess.run(
+                command, stdout=file, stderr=file, env=env, timeout=SECONDS
+            ).returncode
         return code, said.read_text()
 
 
@@ -90,8 +116,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         told = Story(made, server, outsider)
         (outsider / "flower").mkdir()
         (outsider / "flower/config.toml").write_text(
-            f'[superlink.public]\naddress = "127.0.0.1:{made.port}"\nroot-certificates = "{outsider / "ca.crt"}"\n'
-            f'[superlink.inner]\naddress = "127.0.0.1:{told.inner}"\nroot-certificates = "{server.home / "inner/ca.crt"}"\n'
+            f'[superlink.public]\naddress = "127.0.0.1:{made.port}"\nroot-certificates = '
+            f'"{outsider / "ca.crt"}"\n'
+            f'[superlink.inner]\naddress = "127.0.0.1:{told.inner}"\nroot-certificates = '
+            f'"{server.home / "inner/ca.crt"}"\n'
         )
         yield told
 
@@ -99,28 +127,42 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 def test_with_the_authority_s_certificate_alone_there_is_nothing_to_be_had(story: Story) -> None:
     public = story.outsider / "own/server/devices/mallory.pub"
     app = Path(nestling.__file__).parent / "fleet" / "flower" / "app"
-    attack = [["supernode", "register", str(public)], ["list"], ["run", str(app)], ["supernode", "list"]]
+    attack = [
+        ["supernode", "register", str(public)],
+        ["list"],
+        ["run", str(app)],
+        ["supernode", "list"],
+    ]
     said = story.flwr(
-        *([*words, "public"] for words in attack), ["list", "inner"], ["supernode", "register", str(public), "inner"]
+        *([*words, "public"] for words in attack),
+        ["list", "inner"],
+        ["supernode", "register", str(public), "inner"],
     )
     assert len(said) == 6
     for one in said[:4]:
         assert not one["success"] and "is not for devices" in str(one), one
-    # The same commands get through where the proxy is not in the way: what is refused is what would otherwise work.
+    # The same commands get through where the proxy is not in the way: what is refused is what would
+    # otherwise work.
     assert said[4]["success"] and said[5]["success"], said[4:]
 
     for path in ("/v1/runtime/acquire-task", "/v1/control/list-runs", "/docs"):
         assert story.post(story.fleet.port, story.outsider / "ca.crt", path) == 403
     inner = story.server.home / "inner/ca.crt"
-    assert story.post(story.inner, inner, "/v1/runtime/acquire-task") == 401  # and behind the proxy a secret is asked for
+    # and behind the proxy a secret is asked for
+    assert story.post(story.inner, inner, "/v1/runtime/acquire-task") == 401
     story.server.wait_for("'/v1/runtime/acquire-task' is not for devices")
 
 
 def test_the_server_listens_for_others_at_the_proxy_only(story: Story) -> None:
-    """Of all that belongs to the server, only the proxy's port is not on the loop by choice of the user; here all are on the loop."""
+    """Of all that belongs to the server, only the proxy's port is not on the loop by choice of the
+    user; here all are on the loop."""
     config = json.loads((story.server.home / "proxy.json").read_text())
     assert config["port"] == story.fleet.port
-    superlink = Path(f"/proc/{story.server.children()['flower-superlink']}/cmdline").read_bytes().split(b"\0")
+    superlink = (
+        Path(f"/proc/{story.server.children()['flower-superlink']}/cmdline")
+        .read_bytes()
+        .split(b"\0")
+    )
     assert superlink[superlink.index(b"--host") + 1] == b"127.0.0.1"
     assert b"--superexec-auth-secret-file" in superlink and b"--enable-supernode-auth" in superlink
 
@@ -134,9 +176,13 @@ def test_the_server_listens_for_others_at_the_proxy_only(story: Story) -> None:
     ],
     ids=["without", "wrong", "revoked"],
 )
-def test_a_node_without_a_good_key_is_refused(story: Story, key: str | None, code: int, words: str) -> None:
+def test_a_node_without_a_good_key_is_refused(
+    story: Story, key: str | None, code: int, words: str
+) -> None:
     before = story.server.text.count("joined")
-    ended, said = story.node(*(["--auth-supernode-private-key", str(story.outsider / key)] if key else []))
+    ended, said = story.node(
+        *(["--auth-supernode-private-key", str(story.outsider / key)] if key else [])
+    )
     assert ended != 0 and f"[code: {code}]" in said
     story.server.wait_for(words)
     assert story.server.text.count("joined") == before
@@ -158,13 +204,20 @@ def test_a_device_whose_key_is_revoked_is_thrown_out(story: Story) -> None:
     assert device.stop() == 130
 
 
-def test_two_devices_finish_the_run_with_the_result_of_one_process(story: Story, tmp_path: Path) -> None:
+def test_two_devices_finish_the_run_with_the_result_of_one_process(
+    story: Story, tmp_path: Path
+) -> None:
     devices = [story.fleet.start_client("d0", "board"), story.fleet.start_client("d1", "phone")]
     here = nestling.run(EXPERIMENT, out=tmp_path / "here")
     story.server.wait_done()
-    assert (story.server.out / "global.safetensors").read_bytes() == (tmp_path / "here/global.safetensors").read_bytes()
+    assert (story.server.out / "global.safetensors").read_bytes() == (
+        tmp_path / "here/global.safetensors"
+    ).read_bytes()
     there = json.loads((story.server.out / "summary.json").read_text())
-    assert there["global_accuracy"] == here.summary["global_accuracy"] and there["refused"] == there["dropped"] == 0
+    assert (
+        there["global_accuracy"] == here.summary["global_accuracy"]
+        and there["refused"] == there["dropped"] == 0
+    )
     for device in devices:
         assert device.process.poll() is None  # it waits for the next run
         assert device.stop() == 130
@@ -173,7 +226,9 @@ def test_two_devices_finish_the_run_with_the_result_of_one_process(story: Story,
 def test_nothing_is_left_and_nothing_secret_was_said(story: Story) -> None:
     until(lambda: not story.fleet.leftovers(), what="the processes to end")
     secrets = [
-        path for path in story.fleet.root.rglob("*") if path.name in ("server.key", "device.key", "secret", "ca.key", "token")
+        path
+        for path in story.fleet.root.rglob("*")
+        if path.name in ("server.key", "device.key", "secret", "ca.key", "token")
     ]
     assert len(secrets) >= 8
     for path in secrets:
@@ -195,5 +250,7 @@ def test_insecure_means_this_machine(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="on its own machine"):
         joining.join(joining.JoinOptions(host="10.1.2.3", port=1, **away))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
-    asked = CliRunner().invoke(app, ["join", "10.1.2.3", "--device", "phone", "--data", "experiment"])
+    asked = CliRunner().invoke(
+        app, ["join", "10.1.2.3", "--device", "phone", "--data", "experiment"]
+    )
     assert isinstance(asked.exception, InputError) and "--certs" in str(asked.exception)
