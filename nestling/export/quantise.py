@@ -44,10 +44,12 @@ class IntegerOperation:
     "add" or "group_norm".
 
     weight: int8; (out, height, width, in / groups) of a convolution, (height, width, out) of a
-            depth-wise one, (out, in) of a dense
-    layer. bias: int32. channel_scale: float32, the weights' scales. multiplier, shift: one per
-    output channel (convolutions, dense); the two operands' and the sum's (add). low, high: what the
-    result is cut to; the activation is in it. scale, offset, eps: of a group norm, float32.
+            depth-wise one, (out, in) of a dense layer.
+    bias: int32. channel_scale: float32, the weights' scales.
+    multiplier, shift: one per output channel (convolutions, dense); the two operands' and the sum's
+                       (add).
+    low, high: what the result is cut to; the activation is in it.
+    scale, offset, eps: of a group norm, float32.
     """
 
     kind: str

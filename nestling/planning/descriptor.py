@@ -39,15 +39,20 @@ class Op:
     free; the nine places 32 bits each; the six sizes and `groups` 16 bits, the kernel, stride and
     padding 8 bits; two floats.
 
-    first, second:        where the inputs lie (second: ADD only). out:                  where the
-    result goes; an ADD may overwrite one of its inputs, an activation its input. first_grad,
-    second_grad, out_grad: the same for gradients. Those of ADD may be the same place as out_grad.
+    first, second:        where the inputs lie (second: ADD only).
+    out:                  where the result goes; an ADD may overwrite one of its inputs, an
+                          activation its input.
+    first_grad, second_grad, out_grad: the same for gradients. Those of ADD may be the same place as
+                                       out_grad.
     aux:                  MAX_POOL: one byte per output, the winner's place in its window;
-    GROUP_NORM: mean, 1/deviation by group. weight, bias:         places in the block of parameters,
-    counted in floats (GROUP_NORM, AFFINE: scale and shift per channel). scale:                CONV
-    and DENSE: their result is multiplied by it, after the bias and before the activation. groups:
-    of CONV and GROUP_NORM. Padding is at the top and left; what is missing at the bottom and right
-    is implied by the output's size. AVG_POOL divides by the whole window, padding included.
+                          GROUP_NORM: mean, 1/deviation by group.
+    weight, bias:         places in the block of parameters, counted in floats (GROUP_NORM, AFFINE:
+                          scale and shift per channel).
+    scale:                CONV and DENSE: their result is multiplied by it, after the bias and
+                          before the activation.
+    groups:               of CONV and GROUP_NORM.
+    Padding is at the top and left; what is missing at the bottom and right is implied by the
+    output's size. AVG_POOL divides by the whole window, padding included.
     """
 
     kind: int
@@ -85,16 +90,16 @@ class Header:
     (CRC-32 of all words after it) come before these fields.
 
     params, trained:  floats in the block of parameters; the first `trained` of them are trained.
-    arena:            bytes of the arena that the plan uses, descriptor not counted. weights, grads,
-    momentum, anchor: blocks of `params` (weights) and `trained` floats; momentum and anchor (what
-    the proximal term
-                      pulls towards) may be NONE.
+    arena:            bytes of the arena that the plan uses, descriptor not counted.
+    weights, grads, momentum, anchor: blocks of `params` (weights) and `trained` floats; momentum
+                                      and anchor (what the proximal term pulls towards) may be NONE.
     mask:             a bit for each trained parameter, packed into words, 1 where it may move;
                       NONE: all may.
     input, output, output_grad: buffers of the input and of the logits; output_grad may be the same
-    place as output. target:           `classes` floats for a sample's teacher logits or regression
-    target, or NONE. present:          `classes` floats that the logits are multiplied by in the
-    cross-entropy, or NONE.
+                                place as output.
+    target:           `classes` floats for a sample's teacher logits or regression target, or NONE.
+    present:          `classes` floats that the logits are multiplied by in the cross-entropy, or
+                      NONE.
     """
 
     ops: int

@@ -16,10 +16,12 @@ class Node:
     "affine" or "activation".
 
     inputs, output: numbers of values. weight, bias: names in the module's state (GROUP_NORM and
-    AFFINE: scale and shift). mean, variance: names of the fixed statistics of a batch norm that
-    became an AFFINE; `affine_of` combines all four. activation: one of the descriptor's LINEAR,
-    RELU, RELU6, fused into the operation that it follows. layer: the module that the operation
-    comes from.
+                    AFFINE: scale and shift).
+    mean, variance: names of the fixed statistics of a batch norm that became an AFFINE; `affine_of`
+                    combines all four.
+    activation: one of the descriptor's LINEAR, RELU, RELU6, fused into the operation that it
+                follows.
+    layer: the module that the operation comes from.
     """
 
     kind: str

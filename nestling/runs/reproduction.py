@@ -51,12 +51,15 @@ class _Head:
 class Paper(_Head):
     """A published table.
 
-    title, paper: what it is, and where it stands. measure:      what is compared: the "global"
-    model's accuracy, the "average" over the tiers' models, or the "personal" one. targets:
-    accuracies; how many rounds each took is the result beside the last and the best accuracy.
-    seeds:        how many runs each line has. choices:      what the paper leaves open, and what is
-    done here. experiment:   what all lines share, as in an experiment's file. lines:        the
-    lines by name.
+    title, paper: what it is, and where it stands.
+    measure:      what is compared: the "global" model's accuracy, the "average" over the tiers'
+                  models, or the "personal" one.
+    targets:      accuracies; how many rounds each took is the result beside the last and the best
+                  accuracy.
+    seeds:        how many runs each line has.
+    choices:      what the paper leaves open, and what is done here.
+    experiment:   what all lines share, as in an experiment's file.
+    lines:        the lines by name.
     """
 
     choices: dict[str, str] = field(default_factory=dict)

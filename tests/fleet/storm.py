@@ -66,13 +66,18 @@ def three(method: str) -> Experiment:
 class Fate:
     """What happens to a letter: `kind`, and the seconds, the step or the number that belongs to it.
 
-    lost        it never arrives                   unanswered  it arrives, the answer does not fails
-    an error comes back                slow        it arrives that much later, after younger ones
-    perhaps late        the answer comes that much later   twice       it arrives again that much
-    later restart     the worker is a new process        moved       the node has come back under
-    another number killed      the worker is killed at that step of its work, and starts again
-    garbled     the answer ends after so many bytes lie        the answer is not what it should be:
-    see `LIES` gone        the node is never seen again
+    lost        it never arrives
+    unanswered  it arrives, the answer does not
+    fails       an error comes back
+    slow        it arrives that much later, after younger ones perhaps
+    late        the answer comes that much later
+    twice       it arrives again that much later
+    restart     the worker is a new process
+    moved       the node has come back under another number
+    killed      the worker is killed at that step of its work, and starts again
+    garbled     the answer ends after so many bytes
+    lie         the answer is not what it should be: see `LIES`
+    gone        the node is never seen again
     """
 
     kind: str

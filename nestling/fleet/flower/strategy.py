@@ -37,8 +37,8 @@ class Strategy(FlowerStrategy):
     min_clients: how many must be there before a round starts, waited for at most `wait` seconds (0:
                  as many as take part in a round).
     deadline, quorum: when a round goes on without those that have not answered (see
-    `nestling.fleet.server.engine.Patience`). result:      after `start`: nestling's own result,
-    with the models.
+                      `nestling.fleet.server.engine.Patience`).
+    result:      after `start`: nestling's own result, with the models.
     """
 
     def __init__(

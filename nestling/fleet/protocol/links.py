@@ -19,7 +19,8 @@ class Facts:
     """A device as it described itself.
 
     rows, shape: of its data, (channels, height, width). counts: its rows by class; None where
-    nobody said. crc: of its data. ram: bytes that a job may take (0: not said).
+                 nobody said.
+    crc: of its data. ram: bytes that a job may take (0: not said).
     """
 
     rows: int

@@ -288,8 +288,9 @@ class Member:
     client:  the number it would like to have, or None.
     device:  the kind of device (a name of the catalogue) or tier it is.
     ram, free: its memory, and how much of it is free now, in bytes; macs: multiply-accumulates per
-    second. 0: not measured. rows:    its rows of data, and counts those of each class; None where
-    they are the experiment's own share.
+               second. 0: not measured.
+    rows:    its rows of data, and counts those of each class; None where they are the experiment's
+             own share.
     """
 
     name: str

@@ -48,9 +48,9 @@ def play(
     min_clients: how many must be there before a round starts; it waits for them at most `wait`
                  seconds, then the run stops where it stands (`NoQuorum`).
     deadline, quorum: when a round goes on without those that have not answered (see `Patience`);
-    `patience` says all of it. names:       node → the name its key is registered under. A node may
-    then speak for that name only, and for those that begin with
-                 it and a slash.
+                      `patience` says all of it.
+    names:       node → the name its key is registered under. A node may then speak for that name
+                 only, and for those that begin with it and a slash.
     """
     patience = replace(patience or Patience(), deadline=deadline, quorum=quorum)
     home: RunFolder | None = None
