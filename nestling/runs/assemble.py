@@ -49,6 +49,9 @@ def assemble(
     method = settled.make_method()
     method.setup(world)
     federation = _federation(settled, dataset, world, method)
+    if method.robust:
+        promise = method.robust.promise(federation.participants)
+        federation.notes.append(f"server.merge = {method.robust.rule}: {promise}")
     federation.notes += [
         f"tier {tier.name!r} takes no part: its share of {len(world.fleet)} devices comes to none"
         for tier in fleet_of(experiment.fleet).tiers

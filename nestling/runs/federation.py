@@ -51,6 +51,10 @@ class Federation:
     stateful: bool = False  # whether any client has kept anything
     notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results
 
+    def __post_init__(self) -> None:
+        """Gives the method the server's way to merge."""
+        self.method.robust = self.server.robust
+
     @property
     def shown(self) -> Method:
         """The method whose models are tested, reported and exported."""
