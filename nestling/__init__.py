@@ -17,6 +17,7 @@ from nestling.version import __version__
 if TYPE_CHECKING:
     from nestling.errors import InputError
     from nestling.experiment import (
+        Attack,
         Data,
         EngineConfig,
         Evaluation,
@@ -34,6 +35,7 @@ _HOME = {
     "InputError": "nestling.errors",
     **dict.fromkeys(
         (
+            "Attack",
             "Data",
             "EngineConfig",
             "Evaluation",
@@ -51,6 +53,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Attack",
     "Data",
     "EngineConfig",
     "Evaluation",

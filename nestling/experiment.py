@@ -26,6 +26,7 @@ from nestling.methods import Method, method_class
 from nestling.methods.server import Server
 from nestling.schema import convert, from_table, require, to_table
 from nestling.training.phase import Train
+from nestling.trust.attacks import Attack
 
 DEFAULT_METHOD = "shared-average"
 
@@ -114,6 +115,7 @@ class Experiment:
     fleet: FleetConfig = field(default_factory=FleetConfig)
     train: Train = field(default_factory=Train)
     server: Server = field(default_factory=Server)
+    attack: Attack = field(default_factory=Attack)
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluate: Evaluation = field(default_factory=Evaluation)
     own_method: Method | None = field(default=None, init=False, repr=False, compare=False)
@@ -134,14 +136,15 @@ class Experiment:
             fleet: str | FleetConfig | Sequence[Tier] = ...,
             train: Train = ...,
             server: Server = ...,
+            attack: Attack = ...,
             engine: EngineConfig = ...,
             evaluate: Evaluation = ...,
         ) -> None:
             """Takes any of the fields, some of them in a shorter form."""
 
     def __post_init__(self) -> None:
-        """Expands shorthand and refuses values out of range, and server settings that do not suit
-        the method."""
+        """Expands shorthand and refuses values out of range, and settings of the server or of an
+        attack that do not suit the method."""
         self._take_shorthand()
         require(self.rounds >= 1, "must be at least 1", "rounds")
         require(self.seed >= 0, "must not be negative", "seed")
@@ -168,7 +171,11 @@ class Experiment:
             "evaluate.calibration",
         )
         self.train.over(self.rounds)  # refuses a warm-up as long as the run
-        self.server.check(self.make_method())
+        method = self.make_method()
+        self.server.check(method)
+        self.attack.check(
+            method.as_set.title, [part.name for part in method.travelling() if part.up]
+        )
 
     def _take_shorthand(self) -> None:
         """Lets callers write method="heterofl", method=MyMethod(), model=my_module, data="mnist",
@@ -330,6 +337,7 @@ def _paths_beside(folder: Path, table: dict[str, Any]) -> None:
 
 
 __all__ = [
+    "Attack",
     "Data",
     "EngineConfig",
     "Evaluation",

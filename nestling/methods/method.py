@@ -14,6 +14,7 @@ from nestling.methods.part import WEIGHTS, Facts, Part, Parts
 from nestling.settings import check_settings
 from nestling.training.client import Client
 from nestling.training.phase import Phase
+from nestling.trust.robust import Robust
 from nestling.views import Contribution, State, Tensors, merge
 from nestling.world import Device, Model, Piece, World
 
@@ -58,6 +59,7 @@ class Method:
     parts: ClassVar[Parts] = (WEIGHTS,)  # what travels
     said: ClassVar[Facts] = ()  # what a reply says beside that and the number of samples
     shares_weights: ClassVar[bool] = False  # whether clients train from weights that the server keeps for all of them
+    robust: Robust | None = None  # how weights are merged where the server does not take their mean
     world: World
     _made: tuple[int, dict[Any, Any]] = (-1, {})
 
@@ -163,6 +165,11 @@ class Method:
         """Fuses the replies of a round into the server's state."""
         raise NotImplementedError
 
+    def fuse(self, weights: Tensors, given: Iterable[Contribution]) -> State:
+        """Shared weights after a merge: the mean over views, or what the server's robust rule makes of the contributions. A method
+        with `shares_weights` merges them by this, so that the server may choose."""
+        return merge(weights, given) if self.robust is None else self.robust.merge(weights, given)
+
     def shares(self, replies: Replies) -> Mapping[str, Share]:
         """By group (most methods have one), the shared weights that a merge of these replies would change."""
         return {}
@@ -248,7 +255,7 @@ class SharedWeights(Method):
 
     def merge(self, replies: Replies, round: int) -> None:
         """The weighted mean over views; entries that no reply holds keep their value."""
-        self.weights = merge(self.weights, [self.contribution(reply) for reply in replies])
+        self.weights = self.fuse(self.weights, [self.contribution(reply) for reply in replies])
 
     def contribution(self, reply: Reply) -> Contribution:
         """How much a reply counts: by its number of samples, unless the method decides otherwise."""

@@ -1,4 +1,4 @@
-"""What the server does with the merged weights: an optimiser of its own, and the mean of its last models.
+"""What the server does with weights: how it merges them, an optimiser of its own, and the mean of its last models.
 
 Whatever a method makes of a round, the difference between its weights before and after is a gradient to the server's optimiser
 (Reddi et al., "Adaptive Federated Optimization", ICLR 2021). It moves what counted in the round and nothing else: an entry that
@@ -16,8 +16,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from nestling.errors import InputError
+from nestling.methods import METHODS, method_class
 from nestling.methods.method import Method, Replies, Share
 from nestling.schema import require
+from nestling.trust.robust import RULES, Robust
 from nestling.views import State
 from nestling.views.flat import Layout, Packed, flat_of, layout_of
 from nestling.views.merge import counted
@@ -36,6 +39,9 @@ Kept = dict[str, State]
 class Server:
     """What the server does with merged weights, for methods that keep shared ones.
 
+    merge:     how weights are merged: "mean" (as the method has it), or by a rule that bears some clients that lie: "clipped",
+               "median", "trimmed" or "krum" (docs/trust.md). Under a rule every reply counts alike, whatever rows it claims.
+    trim:      the share of clients that "trimmed" leaves out at each end, and "krum" altogether: rounded down, at least one.
     optimizer: "none" (the merged weights are the new ones), "momentum" (FedAvgM), "adam", "yogi" or "adagrad" (FedAdam, FedYogi,
                FedAdagrad, as published without bias correction).
     lr:        its learning rate (0: 1 for momentum, 0.01 for adam and yogi, 0.1 for adagrad).
@@ -52,9 +58,14 @@ class Server:
     betas: tuple[float, float] = (0.9, 0.99)
     tau: float = 1e-3
     average: int = 0
+    merge: str = "mean"
+    trim: float = 0.2
 
     def __post_init__(self) -> None:
         """Refuses unknown optimisers and numbers out of range."""
+        ways = f"allowed: mean, {', '.join(RULES)}"
+        require(self.merge in ("mean", *RULES), f"unknown way to merge {self.merge!r}", "server.merge", ways)
+        require(0 < self.trim < 0.5, "must be above 0 and below 0.5", "server.trim")
         allowed = f"allowed: none, {', '.join(RATES)}"
         require(self.optimizer in ("none", *RATES), f"unknown optimiser {self.optimizer!r}", "server.optimizer", allowed)
         require(self.lr >= 0, "must not be negative (0: the optimiser's own)", "server.lr")
@@ -73,8 +84,20 @@ class Server:
         """Whether the mean of several last models is tested."""
         return self.average > 1
 
+    @property
+    def robust(self) -> Robust | None:
+        """The rule that takes the place of the mean, if any."""
+        return None if self.merge == "mean" else Robust(self.merge, self.trim)
+
     def check(self, method: Method) -> None:
         """Refuses methods of which the server keeps no shared weights."""
+        if self.merge != "mean" and not method.shares_weights:
+            sharing = [name for name in METHODS if method_class(name).shares_weights]
+            raise InputError(
+                f"{method.as_set.title} keeps no shared weights on the server",
+                field="server.merge",
+                fix=f'set server.merge = "mean", or take a method that does: {", ".join(sharing)}',
+            )
         for on, field, off in ((self.optimises, "optimizer", '"none"'), (self.averages, "average", "0")):
             require(
                 method.shares_weights or not on,
@@ -87,7 +110,11 @@ class Server:
 def merge_round(server: Server, method: Method, replies: Replies, round: int, kept: Kept) -> Kept:
     """Has the method merge a round, and the server do its own part; gives what the server keeps from now on."""
     shares = method.shares(replies) if server.optimises else {}
+    merges = method.robust.merges if method.robust else 0
     method.merge(replies, round)
+    if method.robust and replies and method.robust.merges == merges:
+        said = f"{method.as_set.title} merges weights in a way of its own"
+        raise InputError(said, field="server.merge", fix='let its merge use `self.fuse`, or set server.merge = "mean"')
     if shares:
         kept = _optimise(server, method, shares, kept)
     return _remember(server.average, method, kept) if server.averages else kept

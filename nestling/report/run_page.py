@@ -130,12 +130,21 @@ def _header(run: Run, summary: Row) -> Markup:
         facts=facts,
         done=done,
         state=state,
+        attack=_attack(run),
         headlines=[
             ("Global accuracy", *last_best(summary.get("global_accuracy")), without),
             ("Personal accuracy", *last_best(summary.get("personal_accuracy")), _NOT_EVALUATED),
         ],
         costs=_costs(summary),
     )
+
+
+def _attack(run: Run) -> str:
+    """What the head must say of a run whose clients were made to lie; nothing of any other."""
+    asked = mapping(run.config, "attack")
+    if asked.get("kind", "none") == "none":
+        return ""
+    return f"Under attack: {percent(asked.get('share'))} of the clients lie ({asked['kind']})"
 
 
 def _costs(summary: Row) -> list[tuple[str, str]]:

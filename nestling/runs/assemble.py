@@ -24,6 +24,7 @@ from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore
 from nestling.training.client import Site
+from nestling.trust.attacks import flipped
 from nestling.views import Reference
 from nestling.world import Piece, World, budget_of, piece_cost, plan_tiers, while_free
 
@@ -49,6 +50,11 @@ def assemble(
     method = settled.make_method()
     method.setup(world)
     federation = _federation(settled, dataset, world, method)
+    if settled.attack.on:
+        federation.notes.append(settled.attack.note(federation.attackers, len(world.fleet)))
+    if method.robust:
+        promise = method.robust.promise(federation.participants)
+        federation.notes.append(f"server.merge = {method.robust.rule}: {promise}")
     federation.notes += [
         f"tier {tier.name!r} takes no part: its share of {len(world.fleet)} devices comes to none"
         for tier in fleet_of(experiment.fleet).tiers
@@ -117,10 +123,13 @@ def _split(experiment: Experiment, dataset: Dataset, clients: int) -> Split:
 def site_of(federation: Federation) -> Site:
     """What the client side needs of a federation."""
     world, bench = federation.world, federation.bench
+    x, y, split = bench.x, bench.y, world.split
+    if federation.attack.kind == "labels":
+        x, y, split = flipped(x, y, split, federation.attackers, world.classes)
     return Site(
-        bench.x,
-        bench.y,
-        world.split,
+        x,
+        y,
+        split,
         world.references,
         world.classes,
         world.train,
@@ -365,6 +374,7 @@ def _federation(
         participants,
         experiment.evaluate.every,
         experiment.server,
+        experiment.attack,
     )
 
 

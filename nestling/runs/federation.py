@@ -10,6 +10,7 @@ from nestling.engines import Engine
 from nestling.methods import Method
 from nestling.methods.server import KEPT, Kept, Server, shown
 from nestling.runs.evaluation import Bench
+from nestling.trust.attacks import Attack
 from nestling.views import State
 from nestling.world import World
 
@@ -42,6 +43,8 @@ class Federation:
     participants: int
     evaluate_every: int
     server: Server = field(default_factory=Server)
+    attack: Attack = field(default_factory=Attack)
+    attackers: frozenset[int] = frozenset()  # who lies
     kept: Kept = field(default_factory=dict)  # what the server's own optimiser and mean go by
     totals: Totals = field(default_factory=Totals)
     on_client: Callable[[int, int], None] = lambda *_: None
@@ -50,6 +53,12 @@ class Federation:
     ahead: int = 0  # rounds that the method's state is ahead of `totals`
     stateful: bool = False  # whether any client has kept anything
     notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results
+
+    def __post_init__(self) -> None:
+        """Gives the method the server's way to merge, and draws who lies where anybody does."""
+        self.method.robust = self.server.robust
+        if self.attack.on:
+            self.attackers = self.attack.attackers(len(self.world.fleet), self.world.seed)
 
     @property
     def shown(self) -> Method:

@@ -11,6 +11,7 @@ from nestling.methods.server import merge_round
 from nestling.runs.accounting import account_for
 from nestling.runs.admission import Round, Sent, admit
 from nestling.runs.ahead import rounds_that_stand
+from nestling.runs.attacked import attack
 from nestling.runs.evaluation import evaluate
 from nestling.runs.federation import Federation, Metrics
 from nestling.training.client import Outcome, Task
@@ -32,6 +33,8 @@ def carry_out(federation: Federation, round: Round) -> None:
     """One round."""
     send(federation, round)
     train(federation, round)
+    if federation.attackers:
+        attack(federation, round)
     replies = admit(federation, round)
     keep(federation, round)
     federation.kept = merge_round(

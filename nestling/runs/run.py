@@ -209,7 +209,11 @@ def play_rounds(
                     watcher.note(note)
                 told = len(federation.engine.notes)
                 watcher.round(row)
-                for note in _weak_terms(experiment, federation, row["round"]):
+                rule = federation.method.robust
+                for note in [
+                    *_weak_terms(experiment, federation, row["round"]),
+                    *(rule.news() if rule else ()),
+                ]:
                     federation.notes.append(note)
                     watcher.note(note)
             summary = summarise(experiment, federation, metrics)

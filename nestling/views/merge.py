@@ -190,7 +190,7 @@ def _merge_tensor(name: str, old: Tensor, given: list[Contribution]) -> Tensor:
     total = torch.zeros(old.shape, dtype=torch.float64, device=old.device)
     weight = torch.zeros_like(total)
     for c in given:
-        counts = _counting(c, name)
+        counts = counting(c, name)
         local = c.state[name].to(torch.float64)
         if counts is None:
             _add(total, c.view.where(name), local * c.weight)
@@ -204,7 +204,8 @@ def _merge_tensor(name: str, old: Tensor, given: list[Contribution]) -> Tensor:
     return mean.to(old.dtype) if old.is_floating_point() else mean.round().to(old.dtype)
 
 
-def _counting(c: Contribution, name: str) -> Tensor | None:
+def counting(c: Contribution, name: str) -> Tensor | None:
+    """Flags, in the view's shape, of the entries of a tensor that count; None where all do."""
     mask, present = c.view.mask(name), c.present.get(name)
     if mask is None or present is None:
         return present if mask is None else mask

@@ -238,9 +238,13 @@ def _begin(
     """The run in a folder as of its last checkpoint, or a new one."""
     if path is not None and (path / EXPERIMENT).exists():
         home = run_folder.reopen(path, field="--out").take(field="--out")
-        return *restored(home, ("engine.name=inline", "engine.device=cpu"), experiment), home
+        settled, federation = restored(
+            home, ("engine.name=inline", "engine.device=cpu"), experiment
+        )
+        return _unattacked(settled), federation, home
     if experiment is None:
         raise InputError(f"there is no run in {path}", field="--out", fix="name an experiment")
+    _unattacked(experiment)
     if path is not None:
         run_folder.check_new(path)
     # what the server itself computes
@@ -254,3 +258,14 @@ def _begin(
         federation,
         run_folder.create(path, {EXPERIMENT: settled.to_toml()}).take(field="--out"),
     )
+
+
+def _unattacked(experiment: Experiment) -> Experiment:
+    """Refuses to have real devices' replies changed."""
+    if experiment.attack.on:
+        raise InputError(
+            "attacks are for simulations, not for real devices",
+            field="attack.kind",
+            fix='set attack.kind = "none"',
+        )
+    return experiment

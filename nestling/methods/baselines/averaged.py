@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from nestling.devices.fit import RATIOS
 from nestling.methods.allocation import Ladder, ladder
 from nestling.methods.api import Client, Device, Info, Method, Model, Piece, Replies, Reply, Share, World, kept, made
-from nestling.views import Contribution, Reference, State, Tensors, merge, prefix
+from nestling.views import Contribution, Reference, State, Tensors, prefix
 from nestling.views.depth import depth_views
 
 
@@ -112,7 +112,7 @@ class Averaged(Method):
 
     def merge_group(self, group: str, replies: Replies) -> None:
         """Fuses the replies of clients that are averaged with one another."""
-        self.weights[group] = merge(self.state_of(group), [self.contribution(reply) for reply in replies])
+        self.weights[group] = self.fuse(self.state_of(group), [self.contribution(reply) for reply in replies])
 
     def contribution(self, reply: Reply, part: str = "weights") -> Contribution:
         """A reply's part of the mean."""

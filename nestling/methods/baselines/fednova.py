@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from nestling.methods.api import Client, Contribution, Info, Message, Phases, Replies, Reply, State, merge, pack
+from nestling.methods.api import Client, Contribution, Info, Message, Phases, Replies, Reply, State, pack
 from nestling.methods.baselines.averaged import Averaged, parameters_of
 from nestling.methods.part import WEIGHTS, Fact, Part
 from nestling.settings import NotNegative
@@ -80,11 +80,13 @@ class FedNova(Averaged):
         """Moves every entry by its holders' mean update times their mean a_k; buffers become the mean of those that came up."""
         old, trained = self.state_of(group), self.reference.parameters
         still = {name: torch.zeros_like(t) if name in trained else t for name, t in old.items()}
-        moved = merge(still, [self.contribution(reply) for reply in replies])
+        moved = self.fuse(still, [self.contribution(reply) for reply in replies])
         holders: dict[bytes, list[Reply]] = defaultdict(list)
         for reply in replies:
             holders[reply.piece.view.key()].append(reply)
-        far = merge(still, [self._steps(own) for own in holders.values()])
+        # A robust rule has to see every client's own number of steps.
+        told = holders.values() if self.robust is None else [[reply] for reply in replies]
+        far = self.fuse(still, [self._steps(own) for own in told])
         self.weights[group] = pack({n: t - far[n] * moved[n] if n in trained else moved[n] for n, t in old.items()})
 
     def contribution(self, reply: Reply, part: str = "update") -> Contribution:

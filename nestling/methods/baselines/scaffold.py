@@ -18,7 +18,7 @@ from nestling.training.effective import effective_steps, steps_of
 from nestling.training.memory import drop, keep, recall
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.optimisers import Optim
-from nestling.views import Contribution, State, View, keep_private, merge
+from nestling.views import Contribution, State, View, keep_private
 
 _CONTROL = Part(
     "control",
@@ -96,7 +96,7 @@ class Scaffold(Averaged):
         if self.server_lr != 1:
             new, trained = self.weights[group], self.reference.parameters
             self.weights[group] = pack({n: t.lerp(new[n], self.server_lr) if n in trained else new[n] for n, t in old.items()})
-        change = merge(self._zeros, [Contribution(self._trained(r.piece.view), r.message["control"]) for r in replies])
+        change = self.fuse(self._zeros, [Contribution(self._trained(r.piece.view), r.message["control"]) for r in replies])
         share = min(1.0, len(replies) / self._members(group))
         self.controls[group] = pack({name: c + share * change[name] for name, c in control.items()})
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from nestling.methods.api import Client, Contribution, Info, Message, Phases, Piece, Replies, Reply, made, merge, pack, require
+from nestling.methods.api import Client, Contribution, Info, Message, Phases, Piece, Replies, Reply, made, pack, require
 from nestling.methods.labels import PRESENT, counted_rows, held_classes, output_layer
 from nestling.methods.lowrank.factored import Factored, Shapes, key_of, layers_of
 from nestling.methods.part import WEIGHTS
@@ -80,7 +80,7 @@ class FedHM(Factored):
         given = [self.contribution(reply) for reply in replies]
         if given and self.virtual and all(reply.piece.reference is self.factors for reply in replies):
             given.append(Contribution(self.world.main.full, self.weights, self._weight(1.0)))
-        self.weights = pack(merge(self.weights, given))
+        self.weights = pack(self.fuse(self.weights, given))
 
     def contribution(self, reply: Reply) -> Contribution:
         """The reply as a dense network; as in the released code, if so set, with zeros in the rows of absent classes."""

@@ -14,7 +14,7 @@ from nestling.methods.lowrank.factored import Factored, Shapes, layers_of
 from nestling.models.factorised import full_rank, singular_values, to_dense
 from nestling.seeds import stream
 from nestling.settings import NonZeroShare, NotNegative
-from nestling.views import Contribution, View, by_index, merge
+from nestling.views import Contribution, View, by_index
 
 
 @dataclass
@@ -109,7 +109,7 @@ class PriSM(Factored):
         parts, merged = [(self._view(r.sent.facts["components"]), r) for r in replies], {}
         for whole in (False, True):
             given = [Contribution(view, r.message["weights"], float(r.samples) if whole else 1.0) for view, r in parts]
-            merged.update(merge({n: t for n, t in state.items() if (n not in components) == whole}, given))
+            merged.update(self.fuse({n: t for n, t in state.items() if (n not in components) == whole}, given))
         if replies:
             dense = to_dense(merged, layers_of(self.factors))
             self.weights = pack({name: dense[name] for name in self.weights})

@@ -17,7 +17,7 @@ from nestling.training.distiller import logits_of
 from nestling.training.phase import Train
 from nestling.training.rules import masked_gradients
 from nestling.training.trainer import train
-from nestling.views import Contribution, State, masked, merge
+from nestling.views import Contribution, State, masked
 from nestling.views.sparse import flagged, like_survivors, masks_of, prunable, restored, survivors
 from nestling.world import Device, Piece, World
 
@@ -126,7 +126,7 @@ class PruneFL(SharedWeights):
             nothing = {name: torch.zeros_like(self.weights[name]) for name in self.weights if name in self.world.main.parameters}
             given = [Contribution(trained_part(r.piece), r.message["squares"], float(r.samples)) for r in replies]
             # A mean where the code has a sum: the rule compares ratios, and on unequal devices not everybody holds every weight.
-            self._adjust(merge(nothing, given), round)
+            self._adjust(self.fuse(nothing, given), round)
 
     def contribution(self, reply: Reply) -> Contribution:
         """The reply's weights back in their places, weighted by samples."""

@@ -13,7 +13,7 @@ from nestling.methods.labels import output_layer
 from nestling.methods.submodel.by_depth import ByDepth
 from nestling.models import ExitNet
 from nestling.settings import UnitShare
-from nestling.views import Contribution, Reference, State, Tensors, View, merge, without
+from nestling.views import Contribution, Reference, State, Tensors, View, without
 from nestling.views.depth import columns, depth_views
 from nestling.views.depth import kept as units
 
@@ -84,10 +84,14 @@ class InclusiveFL(ByDepth):
         sent = {group: own[0].sent["weights"] for group, own in groups.items()}
         # From shallow to deep: what a group takes over is the deeper one's own update, not one that was mixed already.
         for group, deeper in pairwise(sorted(groups)) if self.beta else ():
-            taught = self._taught(group, deeper, _update(sent[deeper], given[deeper]))
+            taught = self._taught(group, deeper, self._update(sent[deeper], given[deeper]))
             given[group] = [_blend(c, sent[group], taught, self.beta) for c in given[group]]
-        self.own = [merge(own, given.get(group, ())) for group, own in enumerate(self.own)]
-        self.weights = merge(self.weights, [replace(c, view=self.shared[g]) for g, own in given.items() for c in own])
+        self.own = [self.fuse(own, given.get(group, ())) for group, own in enumerate(self.own)]
+        self.weights = self.fuse(self.weights, [replace(c, view=self.shared[g]) for g, own in given.items() for c in own])
+
+    def _update(self, sent: Tensors, given: Sequence[Contribution]) -> State:
+        mean = self.fuse(sent, given)
+        return {name: mean[name] - tensor for name, tensor in sent.items()}
 
     def shared_weights(self) -> dict[str, State]:
         """The weights that all groups share, and by number what each keeps to itself."""
@@ -122,11 +126,6 @@ class InclusiveFL(ByDepth):
     def _model(self, group: int) -> Model:
         view = self.ladder.pieces[group].view
         return Model(self.world.main, view, {**view.extract(self.weights), **self.own[group]})
-
-
-def _update(sent: Tensors, given: Sequence[Contribution]) -> State:
-    mean = merge(sent, given)
-    return {name: mean[name] - tensor for name, tensor in sent.items()}
 
 
 def _blend(given: Contribution, sent: Tensors, taught: Tensors, beta: float) -> Contribution:

@@ -1,0 +1,1 @@
+"""Clients that lie: merges that bear some of them, and attacks to try that with."""
