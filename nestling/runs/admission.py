@@ -81,7 +81,7 @@ class Round:
 
 def admit(federation: Federation, round: Round) -> list[Reply]:
     """The replies that count; writes down what happened to the others and to the clock."""
-    deadline, replies = federation.world.fleet.deadline, []
+    deadline, most, replies = federation.world.fleet.deadline, federation.most_rows, []
     clock, forms = _Clock(federation.world, round), dict[Hashable, Expected]()
     for client, outcome in round.outcomes.items():
         sent = round.sent[client]
@@ -104,7 +104,7 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
         if reason:
             round.refuse(client, reason)
         else:
-            replies.append(Reply(sent.device, piece, sent.message, outcome.reply))
+            replies.append(Reply(sent.device, piece, sent.message, outcome.reply, most))
     if deadline and round.dropped:
         round.seconds = deadline  # the server waited for those that never answered
     round.merged = len(replies)
@@ -156,11 +156,13 @@ def _faults(expected: Expected, sent: Sent, reply: Message, round: Round) -> str
         reason = faults(rest, {kind: like for kind, like in expected.items() if kind not in rows})
         if reason:
             return reason
-    return wrong_count(reply)
+    return wrong_count(reply, sent.device.samples)
 
 
-def wrong_count(reply: Message) -> str | None:
-    """Why the number of samples that a reply claims cannot be, or nothing."""
+def wrong_count(reply: Message, known: int) -> str | None:
+    """Why the number of samples that a reply claims cannot be, or nothing. It is the reply's weight
+    in the merge, so nobody claims more than it is known to have; a method may train on fewer."""
     samples = reply.facts.get("samples")
-    good = type(samples) is int and 0 < samples < 2**40
-    return None if good else f"the number of samples is {samples!r}"
+    if type(samples) is not int or samples <= 0:
+        return f"the number of samples is {repr(samples)[:60]}"
+    return f"it claims {samples!r:.60} samples and has {known}" if samples > known else None

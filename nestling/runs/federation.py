@@ -15,6 +15,11 @@ from nestling.world import World
 
 Metrics = dict[str, Any]
 
+MOST_DECLARED = 2**20
+"""On a fleet of real devices, whose rows nobody else can count: what a client counts as at most,
+where the experiment does not say. Far above what devices have, so that it changes no honest run;
+who wants more than a backstop sets `server.most_rows` near to what clients really have."""
+
 
 @dataclass
 class Totals:
@@ -50,6 +55,11 @@ class Federation:
     ahead: int = 0  # rounds that the method's state is ahead of `totals`
     stateful: bool = False  # whether any client has kept anything
     notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results
+
+    @property
+    def most_rows(self) -> int:
+        """As how many rows a client counts at most; 0: as many as it has."""
+        return self.server.most_rows or (MOST_DECLARED if self.world.fleet.live else 0)
 
     @property
     def shown(self) -> Method:

@@ -19,7 +19,7 @@ COUNTS = Part(
 def counts_of(replies: Replies) -> Tensor:
     """What clients counted, (clients, classes)."""
     # It is their word: fewer than none would make other clients' shares negative.
-    return torch.stack([reply.message["counts"]["classes"] for reply in replies]).clamp(min=0)
+    return torch.stack([reply.by_class(reply.message["counts"]["classes"]) for reply in replies]).clamp(min=0)
 
 
 def shares(counts: Tensor, compat: str = "paper") -> Tensor:
