@@ -3,7 +3,7 @@ others do not."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from nestling.engines import Refusal
 from nestling.errors import InputError
 from nestling.message import Message, faults
 from nestling.methods import Method, Reply
+from nestling.methods.part import Part
 from nestling.runs.federation import Federation
 from nestling.training.client import Outcome
 from nestling.views import State
@@ -83,6 +84,7 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
     """The replies that count; writes down what happened to the others and to the clock."""
     deadline, most, replies = federation.world.fleet.deadline, federation.most_rows, []
     clock, forms = _Clock(federation.world, round), dict[Hashable, Expected]()
+    checked = [part for part in federation.method.travelling() if part.can]
     for client, outcome in round.outcomes.items():
         sent = round.sent[client]
         piece, reason = _returned(federation.method, sent, outcome.reply)
@@ -99,7 +101,9 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
         reason = (
             NOT_FINITE
             if client in round.spoilt
-            else reason or _faults(forms[form], sent, outcome.reply, round)
+            else reason
+            or _faults(forms[form], sent, outcome.reply, round)
+            or _cannot(checked, federation.method, outcome.reply)
         )
         if reason:
             round.refuse(client, reason)
@@ -157,6 +161,16 @@ def _faults(expected: Expected, sent: Sent, reply: Message, round: Round) -> str
         if reason:
             return reason
     return wrong_count(reply, sent.device.samples)
+
+
+def _cannot(checked: Sequence[Part], method: Method, reply: Message) -> str | None:
+    """Why what parts say cannot be so, or nothing."""
+    for part in checked:
+        if part.name in reply and part.can and not part.can(method, reply):
+            return (
+                f"{part.name}: values that a client with {reply.facts['samples']} rows cannot have"
+            )
+    return None
 
 
 def wrong_count(reply: Message, known: int) -> str | None:

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nestling import Named
+from nestling.devices import make_fleet
+from nestling.errors import InputError
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
-from nestling.fleet.protocol.wire import Answer, Hello, JobDone, Parcel, kind_of
+from nestling.fleet.protocol.wire import Answer, Hello, JobDone, Member, Parcel, kind_of
+from nestling.fleet.server.roster import Roster
 from nestling.message import Message
+from nestling.methods.labels import PRESENT
 from nestling.methods.server import Server
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import MOST_DECLARED, Federation
@@ -132,3 +137,53 @@ def test_under_a_cap_of_one_row_clients_of_any_size_count_alike() -> None:
     assert len({alike.world.split.size(c) for c in range(6)}) > 1
     assert same(state_of(alike), state_of(end("uniform", 0)))
     assert not same(state_of(alike), state_of(free))
+
+
+def counting(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Message], Message]:
+    """Lies about rows by class, or about which classes there are."""
+
+    def lie(reply: Message) -> Message:
+        kind = "present" if "present" in reply else "counts"
+        told = {kind: {name: change(t) for name, t in reply[kind].items()}}
+        return Message({**reply.parts, **told}, reply.facts)
+
+    return lie
+
+
+LIES: dict[str, tuple[str, Callable[[Message], Message]]] = {
+    "negative rows": ("fedproto", counting(lambda rows: -rows)),
+    "one negative, the sum right": (
+        "fedproto",
+        counting(lambda rows: torch.cat([rows[:1] - 1000, rows[1:2] + 1000, rows[2:]])),
+    ),
+    "too many rows": ("fedproto", counting(lambda rows: rows + 1)),
+    "rows beyond all numbers": ("fedproto", counting(lambda rows: rows * 0 + 2**31 - 1)),
+    "negative labels": ("fedgen", counting(lambda rows: rows - 1)),
+    "too many labels": ("fedgen", counting(lambda rows: rows * 2)),
+    "steps": (
+        "fednova",
+        lambda reply: Message(reply.parts, {**reply.facts, "effective_steps": 2.0**30}),
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_has_a_meaning_is_bounded_by_it(lie: str, tmp_path: Path) -> None:
+    method, reply = LIES[lie]
+    federation, rows, told, _ = with_liar(tmp_path, method, reply=reply, rounds=1)
+    assert rows[0]["merged"] == 5 and rows[0]["refused"] == 1
+    assert len(told) == 1 and told[0].startswith(f"{LIAR}: ") and "with 40 rows" in told[0]
+    assert same(state_of(federation), state_of(without(method, {(LIAR, 1)}, rounds=1)))
+
+
+def test_flags_of_more_classes_than_rows_cannot_be() -> None:
+    held = Message({"present": {"classes": torch.tensor([True, True, True])}}, {"samples": 2})
+    assert PRESENT.can is not None and not PRESENT.can(None, held)
+    assert PRESENT.can(None, Message(held.parts, {"samples": 3}))
+
+
+def test_rows_by_class_that_are_not_the_rows_are_not_let_in() -> None:
+    roster = Roster(make_fleet(six().fleet, 0))
+    with pytest.raises(InputError, match="7 rows, and 8"):
+        roster.admit(1, "1" * 32, Member("odd", rows=7, counts=(4, 4)))
+    assert roster.admit(1, "1" * 32, Member("even", rows=8, counts=(4, 4))).client == 0
