@@ -14,6 +14,7 @@ import torch
 from nestling import Named
 from nestling.devices import make_fleet
 from nestling.errors import InputError
+from nestling.fleet.node import worker as worker_module
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.protocol.wire import Answer, Hello, JobDone, Member, Parcel, kind_of
@@ -21,6 +22,7 @@ from nestling.fleet.server.roster import Roster
 from nestling.message import Message
 from nestling.methods.labels import PRESENT
 from nestling.methods.server import Server
+from nestling.runs.admission import TOO_LARGE
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import MOST_DECLARED, Federation
 from nestling.runs.loop import play
@@ -187,3 +189,81 @@ def test_rows_by_class_that_are_not_the_rows_are_not_let_in() -> None:
     with pytest.raises(InputError, match="7 rows, and 8"):
         roster.admit(1, "1" * 32, Member("odd", rows=7, counts=(4, 4)))
     assert roster.admit(1, "1" * 32, Member("even", rows=8, counts=(4, 4))).client == 0
+
+
+def filled(value: float) -> Callable[[Message], Message]:
+    """A reply all of whose weights are one value."""
+    return lambda reply: Message(
+        {
+            kind: {
+                n: torch.full_like(t, value) if t.is_floating_point() else t for n, t in p.items()
+            }
+            for kind, p in reply.parts.items()
+        },
+        reply.facts,
+    )
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e25])
+def test_values_that_no_merge_survives_are_refused(value: float, tmp_path: Path) -> None:
+    federation, rows, told, _ = with_liar(tmp_path, reply=filled(value), rounds=2)
+    assert [row["refused"] for row in rows] == [1, 1] and [row["merged"] for row in rows] == [5, 5]
+    assert all(line.startswith(f"{LIAR}: ") and "too large" in line for line in told)
+    expected = without("shared-average", {(LIAR, 1), (LIAR, 2)}, rounds=2)
+    assert same(state_of(federation), state_of(expected))
+
+
+YOGI = Server("yogi")
+
+
+def end(federation: Federation) -> dict[str, torch.Tensor]:
+    """All that the server has, its optimiser's moments too."""
+    return {
+        f"{kind}/{name}": t for kind, part in federation.state().items() for name, t in part.items()
+    }
+
+
+def test_a_merge_that_is_too_large_is_undone_without_the_largest_reply(tmp_path: Path) -> None:
+    """Each reply can be, but the optimiser's square of one cannot."""
+    federation, rows, told, _ = with_liar(tmp_path, reply=filled(1e12), rounds=2, server=YOGI)
+    assert [(row["refused"], row["merged"], row["dropped"]) for row in rows] == [(1, 5, 0)] * 2
+    assert told == [f"{LIAR}: {TOO_LARGE}"] * 2
+    settled, expected = assemble(six(rounds=2, server=YOGI))
+    expected.world.fleet.drops = lambda i, _: i == LIAR  # type: ignore[method-assign]
+    expected.engine.open(settled.make_method(), site_of(expected))
+    list(play(expected))
+    assert same(end(federation), end(expected))
+
+
+def test_devices_do_not_work_twice_where_a_round_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, worked = worker_module.work, list[tuple[int, int]]()
+
+    def counted(method: Any, task: Any, site: Any) -> Any:
+        worked.append((task.client, task.round))
+        return real(method, task, site)
+
+    monkeypatch.setattr(worker_module, "work", counted)
+    with_liar(tmp_path, reply=filled(1e12), rounds=2, server=YOGI)
+    assert sorted(worked) == sorted((c, r) for c in range(6) for r in (1, 2))
+
+
+def test_as_many_replies_as_must_be_are_left_out_in_a_simulation() -> None:
+    """Three of six: the largest first, then the two next ones."""
+    settled, federation = assemble(six(rounds=2, server=YOGI))
+    real, told = federation.engine.run, dict[int, str]()
+    large = {1: 1e12, 3: 2e12, 5: 3e12}
+
+    def lying(tasks: Any) -> Any:
+        for event in real(tasks):
+            if isinstance(event, Outcome) and event.client in large:
+                event = replace(event, reply=filled(large[event.client])(event.reply))
+            yield event
+
+    federation.engine.run = lying  # type: ignore[method-assign]
+    federation.on_refusal = lambda client, round, reason: told.update({client: reason})
+    federation.engine.open(settled.make_method(), site_of(federation))
+    rows = list(play(federation))
+    assert told == dict.fromkeys(large, TOO_LARGE) and [row["merged"] for row in rows] == [3, 3]
+    assert all(torch.isfinite(t).all() for t in end(federation).values())
