@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -26,6 +26,10 @@ from nestling.errors import InputError
 
 MAX_BYTES = 2**31
 """The largest message that is read (2 GiB)."""
+
+LARGEST = 1e18
+"""The largest norm of values that are merged. Its square, which optimisers take, is still far from
+the end of float32; a network with such weights has long been lost."""
 
 TRANSPORTS = ("float32", "fp16", "int8")
 """How float tensors travel to real devices: as they are, as 16-bit floats, or matrices as 8-bit
@@ -146,7 +150,7 @@ def unpack_bits(packed: Tensor, shape: list[int]) -> Tensor:
 
 def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | None:
     """Why a reply must be refused, or None: wrong kinds, names, shapes or types against `like`, or
-    values that are not finite."""
+    values that are not finite or too large."""
     for kind, expected in like.items():
         if kind not in message:
             return f"the part {kind!r} is missing"
@@ -166,21 +170,27 @@ def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | 
         for name, t in part.items()
         if t.is_floating_point()
     }
-    if not _finite(list(floats.values())):
+    if not small_enough(norms(list(floats.values()))):
         for (kind, name), tensor in floats.items():
             if not torch.isfinite(tensor).all():
                 return f"{kind}/{name}: values that are not finite"
+        return f"values that are too large to be merged, beyond {LARGEST:g}"
     return None
 
 
-def _finite(tensors: list[Tensor]) -> bool:
-    """Whether all values are finite; False also where sums overflow. A sum is finite only if all
-    terms are, and costs a fraction of a look at each; one question per device, because the answer
-    waits for it."""
-    sums: dict[torch.device, list[Tensor]] = {}
+def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The norm of all values together, for each place that some of them are on; not finite where a
+    value is not. One number a place, because reading it waits for what computes there."""
+    own: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
-    return all(bool(torch.isfinite(torch.stack(own)).all()) for own in sums.values())
+        plain = tensor if tensor.dtype == torch.float32 else tensor.float()
+        own.setdefault(tensor.device, []).append(torch.linalg.vector_norm(plain))
+    return [torch.linalg.vector_norm(torch.stack(those)) for those in own.values()]
+
+
+def small_enough(found: Iterable[SupportsFloat]) -> bool:
+    """Whether norms are finite, and below what the server can still reckon with."""
+    return all(float(norm) <= LARGEST for norm in found)
 
 
 def _metadata(data: bytes) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestling.methods.api import Client, InputError, Reference, Tensors
-from nestling.methods.part import Part
+from nestling.methods.part import Part, can_count
 
 
 def held_classes(client: Client) -> Tensor:
@@ -24,6 +24,7 @@ PRESENT = Part(
     "present",
     up=lambda _method, client, *_: {"classes": held_classes(client)},
     like=lambda method, *_: {"classes": torch.zeros(method.world.classes, dtype=torch.bool)},
+    can=lambda _method, reply: can_count(reply["present"]["classes"], reply),
 )
 """Which classes a client holds, up."""
 

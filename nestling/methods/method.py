@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+from torch import Tensor
+
 from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.info import Info, with_title
@@ -25,17 +27,25 @@ Phases = Sequence[Phase]
 
 @dataclass(eq=False)
 class Reply:
-    """A client's reply as the server sees it: from whom, for which piece, to what message."""
+    """A client's reply as the server sees it: from whom, for which piece, to what message. `most` is what its number of samples may
+    weigh at most (0: what the client says)."""
 
     device: Device
     piece: Piece
     sent: Message
     message: Message
+    most: int = 0
 
     @property
     def samples(self) -> int:
-        """How many samples the client says it has."""
-        return int(self.message.facts["samples"])
+        """How many samples the reply counts for: as many as the client says it has, but no more than `most`."""
+        told = int(self.message.facts["samples"])
+        return min(told, self.most or told)
+
+    def by_class(self, counts: Tensor) -> Tensor:
+        """What a client counted by class, brought down in proportion where its samples count for fewer than it says."""
+        told = int(self.message.facts["samples"])
+        return counts if self.samples == told else -(-counts.long() * self.samples // told)
 
 
 Replies = Sequence[Reply]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from nestling.message import Message
 from nestling.training.client import Client
 from nestling.views import Tensors
@@ -23,6 +25,8 @@ class Part:
     up:   (method, client, received) → its tensors from a client that has trained.
     like: (method, piece, sent) → tensors like those that come up; left out: those that went down under its name.
     when: (method) → whether it travels at all; left out: always.
+    can:  (method, reply) → whether what came up can be so, for parts whose values mean something that can be checked; names, shapes,
+          types and the number of samples are right by then. Left out: it can. Whatever it looks at must be small, and not on a GPU.
     """
 
     name: str
@@ -30,6 +34,7 @@ class Part:
     up: Callable[[Any, Client, Message], Tensors] | None = None
     like: Callable[[Any, Piece, Message], Tensors] | None = None
     when: Callable[[Any], bool] | None = None
+    can: Callable[[Any, Message], bool] | None = None
 
 
 WEIGHTS = Part(
@@ -38,6 +43,12 @@ WEIGHTS = Part(
     lambda _method, client, received: only(client.weights, client.view.names) if "weights" in received else {},
 )
 """A piece's weights: down, and up from clients that got some."""
+
+
+def can_count(counts: Tensor, reply: Message) -> bool:
+    """Whether these can be numbers of rows by class (or flags of classes held): none negative, and together no more than the samples
+    claimed. What is on a GPU is believed: only this process itself puts replies there, and to look would wait for it."""
+    return counts.is_cuda or (not bool((counts < 0).any()) and int(counts.sum()) <= reply.facts["samples"])
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Fact:
     what: str
 
 
-__all__ = ["WEIGHTS", "Fact", "Facts", "Part", "Parts", "Tensors"]
+__all__ = ["WEIGHTS", "Fact", "Facts", "Part", "Parts", "Tensors", "can_count"]
 
 Parts = tuple[Part, ...]
 Facts = tuple[Fact, ...]

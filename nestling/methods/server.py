@@ -50,6 +50,8 @@ class Server:
     tau:       how adaptive "adam", "yogi" and "adagrad" are: less, the larger it is. The second moment starts at its square.
     average:   what is tested, reported and exported is the mean of the models of so many last rounds (0 or 1: the last one alone).
                Training goes on from the last one in any case.
+    most_rows: a client counts as at most so many rows in a merge, whatever it says it has (0: no cap, but on a fleet of real devices
+               2**20, see `MOST_DECLARED`).
     """
 
     optimizer: str = "none"
@@ -60,6 +62,7 @@ class Server:
     average: int = 0
     merge: str = "mean"
     trim: float = 0.2
+    most_rows: int = 0
 
     def __post_init__(self) -> None:
         """Refuses unknown optimisers and numbers out of range."""
@@ -73,6 +76,7 @@ class Server:
         require(all(0 <= beta < 1 for beta in self.betas), "must be in [0, 1)", "server.betas")
         require(self.tau > 0, "must be above 0", "server.tau")
         require(self.average >= 0, "must not be negative (0: the last model alone)", "server.average")
+        require(self.most_rows >= 0, "must not be negative (0: no cap)", "server.most_rows")
 
     @property
     def optimises(self) -> bool:

@@ -1,8 +1,8 @@
 """Rounds one after another, some of them started on trust.
 
 Where the engine works asynchronously, the next round is started before the results of one are
-looked at. Should a reply turn out not to be finite, everything goes back to how it was before that
-round, which is played again without it.
+looked at. Should a reply turn out not to be finite, or the merge for one that is too large,
+everything goes back to how it was before that round, which is played again without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rounds_that_stand(
     """The remaining rounds, each once nothing of it can be taken back. While `halt` says so none is
     started on trust."""
     waiting: deque[Round] = deque()
-    number, spoilt = federation.totals.round + 1, frozenset[int]()
+    number, spoilt = federation.totals.round + 1, dict[int, str]()
     while waiting or number <= federation.rounds:
         # What clients of two rounds had before is not held at once, so where they keep something no
         # round is started on trust.
@@ -38,15 +38,17 @@ def rounds_that_stand(
             waiting.append(
                 _started(federation, Round(number, _state(federation), spoilt), carry_out)
             )
-            number, spoilt = number + 1, frozenset()
+            number, spoilt = number + 1, {}
             continue
         done = waiting.popleft()
         federation.ahead = len(waiting)
         broken = done.broken()
         if broken:
+            for client in done.outcomes:
+                federation.engine.discard(client, done.number)
             federation.roll_back(done.number, done.before)
             waiting.clear()
-            number, spoilt = done.number, done.spoilt | broken
+            number, spoilt = done.number, {**done.spoilt, **broken}
         elif done.error:
             tell(federation, done)
             raise done.error

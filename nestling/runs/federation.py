@@ -16,6 +16,11 @@ from nestling.world import World
 
 Metrics = dict[str, Any]
 
+MOST_DECLARED = 2**20
+"""On a fleet of real devices, whose rows nobody else can count: what a client counts as at most,
+where the experiment does not say. Far above what devices have, so that it changes no honest run;
+who wants more than a backstop sets `server.most_rows` near to what clients really have."""
+
 
 @dataclass
 class Totals:
@@ -59,6 +64,11 @@ class Federation:
         self.method.robust = self.server.robust
         if self.attack.on:
             self.attackers = self.attack.attackers(len(self.world.fleet), self.world.seed)
+
+    @property
+    def most_rows(self) -> int:
+        """As how many rows a client counts at most; 0: as many as it has."""
+        return self.server.most_rows or (MOST_DECLARED if self.world.fleet.live else 0)
 
     @property
     def shown(self) -> Method:

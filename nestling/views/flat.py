@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.message import small_enough
+
 FLOAT = torch.float32
 
 
@@ -202,7 +204,7 @@ class Stack:
     layout: Layout
     flat: Tensor
     others: dict[str, Tensor]
-    _sums: Fetched | FetchedRow | None = None
+    _norms: Fetched | FetchedRow | None = None
 
     def rows(self) -> list[Row]:
         """One row for each client."""
@@ -216,17 +218,17 @@ class Stack:
             return 0
         return 4 * self.layout.numel + sum(t[0].nbytes for t in kept)
 
-    def start_sums(self) -> None:
-        """Has the device sum up the rows, without waiting for it: a sum is finite where all it sums
-        is."""
-        if self._sums is None:
-            self._sums = Fetched(self.flat.sum(1))
+    def start_norms(self) -> None:
+        """Has the device find the rows' norms, without waiting for it: a norm is finite where all
+        values are."""
+        if self._norms is None:
+            self._norms = Fetched(torch.linalg.vector_norm(self.flat, dim=1))
 
     @cached_property
     def finite(self) -> list[bool]:
-        """One flag per row: whether all its values are finite."""
-        self.start_sums()
-        return [math.isfinite(value) for value in self._sums.values()]  # type: ignore[union-attr]
+        """One flag per row: whether all its values are finite, and not too large to be merged."""
+        self.start_norms()
+        return [small_enough([norm]) for norm in self._norms.values()]  # type: ignore[union-attr]
 
 
 class Row(Mapping[str, Tensor]):

@@ -3,6 +3,7 @@ letters real bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,14 @@ def live(
     courier: Courier,
     patience: Patience | None = None,
     store: ClientStore | None = None,
+    notes: Callable[[str], None] | None = None,
     **engine: Any,
 ) -> tuple[Experiment, Federation]:
     """The federation whose clients are reached through a courier; the engine is open."""
     settled, federation = assemble(experiment, store)
     live = enliven(settled, federation, courier, patience=patience or Patience(poll=0.0))
     live.greeter.again = 0.0
+    live.greeter.note = notes or live.greeter.note
     for name, value in engine.items():
         setattr(live.engine, name, value)
     live.engine.open(settled.make_method(), site_of(federation))

@@ -442,8 +442,10 @@ def test_a_lie_about_the_number_of_samples_is_refused(samples: object) -> None:
     from nestling.message import Message
     from nestling.runs.admission import wrong_count
 
-    assert wrong_count(Message({}, {"samples": samples})) is not None
-    assert wrong_count(Message({}, {"samples": 12})) is None
+    assert wrong_count(Message({}, {"samples": samples}), 12) is not None
+    assert wrong_count(Message({}, {"samples": 12}), 12) is None
+    told = wrong_count(Message({}, {"samples": 13}), 12)
+    assert told is not None and "13" in told and "12" in told  # both numbers
 
 
 def test_an_own_method_is_one_short_class() -> None:

@@ -60,9 +60,9 @@ def test_rows_of_a_stack_are_states() -> None:
 
 
 def test_a_row_that_is_not_finite_is_noticed() -> None:
-    flat = torch.ones(3, 5)
-    flat[1, 2], flat[2, 0] = float("nan"), float("inf")
-    assert Stack(layout_of({"a": torch.ones(5)}), flat, {}).finite == [True, False, False]
+    flat = torch.ones(4, 5)
+    flat[1, 2], flat[2, 0], flat[3, :2] = float("nan"), float("inf"), torch.tensor([3e38, -3e38])
+    assert Stack(layout_of({"a": torch.ones(5)}), flat, {}).finite == [True, False, False, False]
 
 
 def test_a_view_of_a_packed_state_is_the_view_of_the_state() -> None:

@@ -11,7 +11,7 @@ from nestling.errors import InputError
 from nestling.fleet.care.logs import Note
 from nestling.fleet.protocol.courier import Courier, Failure
 from nestling.fleet.protocol.wire import Hello
-from nestling.fleet.server.roster import Roster
+from nestling.fleet.server.roster import Roster, RosterEntry
 
 AGAIN_SECONDS = 20.0
 """After so long without an answer, or after a refusal, a node is welcomed again."""
@@ -36,7 +36,8 @@ class _Asked:
 class Greeter:
     """Welcomes nodes. `note` hears of who joins, leaves or is refused; `names` are those that
     nodes' keys are registered under, where there are keys: a node then speaks for that name only,
-    and for those that begin with it and a slash."""
+    and for those that begin with it and a slash. `most` is as how many rows a client counts at
+    most, however many it says it has (0: no limit)."""
 
     def __init__(
         self,
@@ -47,11 +48,12 @@ class Greeter:
         again: float = AGAIN_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         names: Mapping[int, str] | None = None,
+        most: int = 0,
     ) -> None:
         """Knows no node yet; `again` is the first pause, in seconds, before a node is welcomed once
         more."""
         self.courier, self.roster, self.welcome, self.note = courier, roster, welcome, note
-        self.again, self.clock, self.names = again, clock, names
+        self.again, self.clock, self.names, self.most = again, clock, names, most
         self._known: set[int] = set()  # nodes whose clients are in the roster
         self._asked: dict[int, _Asked] = {}
         # known nodes that speak for others → when they last said for whom
@@ -170,6 +172,7 @@ class Greeter:
                 f"{self.roster.fleet.tier_of(entry.client).name}) is there"
             )
             self.note(Note(text, "joined", client=entry.client, name=member.name, node=node))
+            self._say_clipped(entry)
         if taken:
             self._known.add(node)
             if any("/" in member.name for member in hello.members):
@@ -177,6 +180,16 @@ class Greeter:
             self._asked.pop(node, None)
             self._said.pop(node, None)
             self.roster.save()
+
+    def _say_clipped(self, entry: RosterEntry) -> None:
+        """Says where a client has more rows than it counts for."""
+        rows, name = entry.member.rows or 0, entry.member.name
+        if self.most and rows > self.most:
+            text = (
+                f"client {entry.client} ({name}) says it has {rows} rows and counts as "
+                f"{self.most} (server.most_rows)"
+            )
+            self.note(Note(text, "clipped", client=entry.client, name=name, node=entry.node))
 
     def _check_name(self, node: int, name: str) -> None:
         if self.names is None:

@@ -210,6 +210,11 @@ class Roster:
         )
 
     def _check(self, member: Member, client: int) -> None:
+        if member.counts is not None and sum(member.counts) != member.rows:
+            raise InputError(
+                f"{member.name!r} says it has {member.rows} rows, and {sum(member.counts)} of all "
+                "classes together"
+            )
         if client >= len(self.fleet):
             raise InputError(
                 f"client {client} of a fleet of {len(self.fleet)}",

@@ -208,11 +208,16 @@ def enliven(
     roster = Roster(world.fleet, home.path / NAME if home else None)
     roster.go_back(federation.totals.round)
     roster.save()
+    world.use_fleet(LiveFleet(world.fleet, roster), LiveSplit(world.split, roster, world.classes))
     greeter = Greeter(
-        courier, roster, welcome_of(roster.run, experiment, federation), told.note, names=names
+        courier,
+        roster,
+        welcome_of(roster.run, experiment, federation),
+        told.note,
+        names=names,
+        most=federation.most_rows,
     )
     engine = FleetEngine(courier, roster, greeter, patience, experiment.engine.transport)
-    world.use_fleet(LiveFleet(world.fleet, roster), LiveSplit(world.split, roster, world.classes))
     federation.engine = engine
     # Models that only devices have cannot be tested here, and no number is better than a wrong one.
     tested = [] if federation.method.as_set.personal else list(federation.bench.panel)

@@ -21,6 +21,7 @@ _UPDATE = Part(
     "update",
     up=lambda method, client, received: method.update(client, received),
     like=lambda _method, _piece, sent: sent["weights"],
+    can=lambda method, reply: reply.facts["effective_steps"] <= method.most_steps(reply.facts["samples"]),
 )
 _STEPS = Fact(
     "effective_steps",
@@ -69,6 +70,12 @@ class FedNova(Averaged):
         """a_k."""
         phase = self.phases(client, received)[0]
         return effective_steps(phase.optim, steps_of(client, phase), self.mu) or 1.0
+
+    def most_steps(self, samples: int) -> float:
+        """The largest a_k of a client with so many rows: the mean update is multiplied by the mean a_k, so nobody may say any."""
+        train = self.world.train
+        steps = max(1, train.epochs * math.ceil(samples / train.batch))
+        return steps / (1 - train.momentum) * (1 + 1e-9)
 
     def update(self, client: Client, received: Message) -> State:
         """d_k, and buffers as they are."""

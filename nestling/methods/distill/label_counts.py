@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from nestling.methods.api import Replies
-from nestling.methods.part import Part
+from nestling.methods.part import Part, can_count
 
 COUNTS = Part(
     "counts",
     up=lambda _method, client, _: {"classes": client.class_counts().to(torch.int32)},
     like=lambda method, *_: {"classes": torch.zeros(method.world.classes, dtype=torch.int32)},
+    can=lambda _method, reply: can_count(reply["counts"]["classes"], reply),
 )
 """How many samples of every class a client has, up."""
 
@@ -19,7 +20,7 @@ COUNTS = Part(
 def counts_of(replies: Replies) -> Tensor:
     """What clients counted, (clients, classes)."""
     # It is their word: fewer than none would make other clients' shares negative.
-    return torch.stack([reply.message["counts"]["classes"] for reply in replies]).clamp(min=0)
+    return torch.stack([reply.by_class(reply.message["counts"]["classes"]) for reply in replies]).clamp(min=0)
 
 
 def shares(counts: Tensor, compat: str = "paper") -> Tensor:

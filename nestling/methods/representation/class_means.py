@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.methods.api import Client, Device, Message, Piece, Replies, State, World, kept, made
-from nestling.methods.part import Fact, Facts, Part, Parts
+from nestling.methods.part import Fact, Facts, Part, Parts, can_count
 from nestling.methods.personal import Personal, common_features
 from nestling.methods.representation.class_table import COUNTS, STATISTICS, ClassTable
 from nestling.models.embedding import with_features
@@ -62,7 +62,13 @@ def _rising(method: TellsByClass, _sent: Message, said: Any) -> bool:
 
 
 TOLD = Part(STATISTICS, up=_told, like=_told_like)
-_COUNTED = Part(COUNTS, up=_counted, like=_counted_like, when=lambda method: method.counted)
+_COUNTED = Part(
+    COUNTS,
+    up=_counted,
+    like=_counted_like,
+    when=lambda method: method.counted,
+    can=lambda _method, reply: can_count(reply[COUNTS]["rows"], reply),
+)
 _CLASSES = Fact(
     "classes",
     lambda method, client, _: method.told_of(client).tolist(),

@@ -53,7 +53,11 @@ def _class_mean(replies: Replies, name: str, like: Tensor, weighting: str) -> tu
     for reply in replies:
         classes = torch.tensor(reply.message.facts["classes"], dtype=torch.int64, device=like.device)
         own = reply.message[STATISTICS][name].to(total)
-        share = reply.message[COUNTS]["rows"].to(weight) if weighting == "samples" else torch.ones(len(classes)).to(weight)
+        share = (
+            reply.by_class(reply.message[COUNTS]["rows"]).to(weight)
+            if weighting == "samples"
+            else torch.ones(len(classes)).to(weight)
+        )
         total.index_add_(0, classes, own * _wide(share, own))
         weight.index_add_(0, classes, share)
     return (total / _wide(weight.clamp(min=1e-12), total)).to(like.dtype), weight > 0
