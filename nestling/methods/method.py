@@ -40,7 +40,7 @@ class Reply:
     def samples(self) -> int:
         """How many samples the reply counts for: as many as the client says it has, but no more than `most`."""
         told = int(self.message.facts["samples"])
-        return min(told, self.most or told)
+        return min(told, self.most) if self.most else told
 
     def by_class(self, counts: Tensor) -> Tensor:
         """What a client counted by class, brought down in proportion where its samples count for fewer than it says."""

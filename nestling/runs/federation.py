@@ -66,6 +66,12 @@ class Federation:
             self.attackers = self.attack.attackers(len(self.world.fleet), self.world.seed)
 
     @property
+    def doubts(self) -> bool:
+        """Whether clients may lie, so that also what a merge makes of finite replies is looked at:
+        clients that are simulated say what they computed."""
+        return self.world.fleet.live or bool(self.attackers)
+
+    @property
     def most_rows(self) -> int:
         """As how many rows a client counts at most; 0: as many as it has."""
         return self.server.most_rows or (MOST_DECLARED if self.world.fleet.live else 0)

@@ -40,7 +40,8 @@ def carry_out(federation: Federation, round: Round) -> None:
     federation.kept = merge_round(
         federation.server, federation.method, replies, round.number, federation.kept
     )
-    round.measure(federation.state())
+    if federation.doubts:
+        round.measure(federation.state())
     if round.number % federation.evaluate_every == 0 or round.number == federation.rounds:
         round.tested = evaluate(federation.shown, federation.world, federation.bench)
 
