@@ -21,6 +21,7 @@ from nestling.runs import run as running
 from nestling.runs.folder import RunFolder
 from nestling.runs.run import Watcher
 from nestling.schema import from_table, require
+from nestling.trust import only
 
 HOME = Path(__file__).parent.parent / "papers"
 MEASURES = ("global", "average", "personal")
@@ -190,7 +191,10 @@ def _go_on(
             write_atomic(asked, experiment.to_toml())
         running.run(experiment, out=folder, watcher=watcher)
         return
-    if _fixed(Experiment.read(asked)) != _fixed(experiment):
+    named = experiment.named_code()
+    with only(named):
+        before = Experiment.read(asked)
+    if _fixed(before) != _fixed(experiment):
         raise InputError(
             f"the run in {folder} is of another experiment",
             field="--set",
@@ -198,7 +202,8 @@ def _go_on(
         )
     done = RunFolder(folder).read_json(SUMMARY) or {}
     if done.get("rounds_done", 0) < experiment.rounds:
-        running.resume(folder, watcher=watcher, overrides=tuple(filter(_free, overrides)))
+        kept = tuple(filter(_free, overrides))
+        running.resume(folder, watcher=watcher, overrides=kept, trust=named)
 
 
 def _free(override: str) -> bool:

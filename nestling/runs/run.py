@@ -9,7 +9,7 @@ import math
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from nestling.runs.loop import play
 from nestling.store import ClientStore
 from nestling.training.client import Task
 from nestling.training.terms import shares, weak
+from nestling.trust import only
 from nestling.version import __version__
 from nestling.world import Model
 
@@ -97,10 +98,15 @@ def run(
 
 
 def resume(
-    path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()
+    path: str | Path,
+    *,
+    watcher: Watcher | None = None,
+    overrides: tuple[str, ...] = (),
+    trust: Iterable[str] = (),
 ) -> Result:
     """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be
-    overridden."""
+    overridden. Code that the folder names, "package.module:callable", is imported where `trust`
+    names it too."""
     for override in overrides:
         if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
             raise InputError(
@@ -111,7 +117,7 @@ def resume(
     home = folder.reopen(Path(path)).take()
     try:
         with one_thread():
-            settled, federation = restored(home, overrides)
+            settled, federation = restored(home, overrides, trust=trust)
             if overrides:
                 home.write(EXPERIMENT, settled.to_toml())
             return play_rounds(
@@ -127,9 +133,10 @@ def resume(
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[Result]:
+def opened(path: str | Path, trust: Iterable[str] = ()) -> Iterator[Result]:
     """The result of the run in a folder as of its last checkpoint, for looking at its models; no
-    round is played. The folder is this process's while the block lasts."""
+    round is played. The folder is this process's while the block lasts; `trust` is that of
+    `resume`."""
     home = folder.reopen(Path(path), field="RUN").take(field="RUN")
     try:
         if not checkpoint.exists(home.path):
@@ -140,22 +147,28 @@ def opened(path: str | Path) -> Iterator[Result]:
             )
         # How the clients were trained does not matter here, and what trained them may be missing on
         # this machine.
-        federation = restored(home, ("engine.name=auto", "engine.device=auto"))[1]
+        overrides = ("engine.name=auto", "engine.device=auto")
+        federation = restored(home, overrides, trust=trust)[1]
         yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
 
 
 def restored(
-    home: RunFolder, overrides: tuple[str, ...], own: Experiment | None = None
+    home: RunFolder,
+    overrides: tuple[str, ...],
+    own: Experiment | None = None,
+    trust: Iterable[str] = (),
 ) -> tuple[Experiment, Federation]:
     """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of
-    `own`: a method or a network that was given as an object."""
-    experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
-    saved = checkpoint.load(home.path)
-    store = ClientStore(home.path / "clients")
-    store.resume(saved[1].round if saved else 0)
-    settled, federation = assemble(experiment, store)
+    `own`: a method or a network that was given as an object. A folder is data: the code that it
+    names is imported where `own` or `trust` names it too."""
+    with only([*trust, *(own.named_code() if own is not None else ())]):
+        experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
+        saved = checkpoint.load(home.path)
+        store = ClientStore(home.path / "clients")
+        store.resume(saved[1].round if saved else 0)
+        settled, federation = assemble(experiment, store)
     if saved:
         place = federation.world.place
         federation.restore(

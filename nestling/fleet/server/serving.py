@@ -238,7 +238,11 @@ def _begin(
     """The run in a folder as of its last checkpoint, or a new one."""
     if path is not None and (path / EXPERIMENT).exists():
         home = run_folder.reopen(path, field="--out").take(field="--out")
-        return *restored(home, ("engine.name=inline", "engine.device=cpu"), experiment), home
+        try:
+            return *restored(home, ("engine.name=inline", "engine.device=cpu"), experiment), home
+        except BaseException:
+            home.close()
+            raise
     if experiment is None:
         raise InputError(f"there is no run in {path}", field="--out", fix="name an experiment")
     if path is not None:
