@@ -32,7 +32,7 @@ from nestling.files import write_atomic
 from nestling.runfiles import ANALYSIS
 from nestling.runs.evaluation import ready
 from nestling.runs.federation import Federation
-from nestling.runs.run import Result, opened
+from nestling.runs.run import Result, need_models, opened
 from nestling.schema import require
 from nestling.seeds import stream
 from nestling.world import Device, World
@@ -103,6 +103,7 @@ def analyse(
     require(rows >= 8, "a comparison needs at least 8 rows", "rows")
     tell = step or (lambda *_: None)
     with _result(run, trust) as result:
+        need_models(result)
         federation = result.federation
         picked = sample_rows(federation, rows)
         x, labels = federation.bench.x_test[picked], federation.bench.y_test[picked]

@@ -25,7 +25,7 @@ from nestling.export.sizes import Sizes, require_room, sizes
 from nestling.files import write_atomic, writing
 from nestling.runs.evaluation import Bench, ready
 from nestling.runs.federation import Federation
-from nestling.runs.run import Result, opened
+from nestling.runs.run import Result, need_models, opened
 from nestling.seeds import stream
 from nestling.version import __version__
 from nestling.world import Plan, World
@@ -74,6 +74,7 @@ def export(
             f"{calibration} rows to calibrate with", field="--calibration", fix="give at least 1"
         )
     with _result(run, trust) as result:
+        need_models(result)
         work = _prepare(result.federation, device, calibration)
         folder = _folder(result, work.plan.tier.name, out)
         files = _files(work, result.federation, formats, name)

@@ -24,7 +24,7 @@ from nestling.engines.engine import account
 from nestling.errors import InputError
 from nestling.experiment import Experiment
 from nestling.report.page import write_report
-from nestling.runfiles import EXPERIMENT, FEDERATION, SUMMARY, counted
+from nestling.runfiles import EXPERIMENT, FEDERATION, ROSTER, SUMMARY, counted, how_to_go_on
 from nestling.runs import checkpoint, folder
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.describe import describe, norm_of
@@ -114,7 +114,14 @@ def resume(
                 field=override.partition("=")[0],
                 fix="only rounds and engine.* may change",
             )
-    home = folder.reopen(Path(path)).take()
+    home = folder.reopen(Path(path))
+    if (home.path / ROSTER).exists():
+        raise InputError(
+            f"the run in {home.path} is that of a fleet: its clients and their rows are on devices",
+            field="--resume",
+            fix=f"go on with it as it began: {how_to_go_on(home.path)}",
+        )
+    home.take()
     try:
         with one_thread():
             settled, federation = restored(home, overrides, trust=trust)
@@ -143,7 +150,7 @@ def opened(path: str | Path, trust: Iterable[str] = ()) -> Iterator[Result]:
             raise InputError(
                 f"the run in {home.path} has not finished a round",
                 field="RUN",
-                fix="go on with it: --resume",
+                fix=f"go on with it: {how_to_go_on(home.path)}",
             )
         # How the clients were trained does not matter here, and what trained them may be missing on
         # this machine.
@@ -152,6 +159,20 @@ def opened(path: str | Path, trust: Iterable[str] = ()) -> Iterator[Result]:
         yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
+
+
+def need_models(result: Result) -> None:
+    """Refuses the run of a fleet whose clients keep their models to themselves: the server's
+    networks in their place are untrained."""
+    federation, home = result.federation, result.folder
+    real = federation.world.fleet.live or (home is not None and (home / ROSTER).exists())
+    if real and federation.method.as_set.personal:
+        raise InputError(
+            f"a client of {federation.method.as_set.title} has a model of its own, and in the run "
+            "of a fleet these are on the devices, not on the server",
+            field="RUN",
+            fix="export it, or look at it, on the device",
+        )
 
 
 def restored(
@@ -424,7 +445,7 @@ def _disk_errors(path: Path | None) -> Iterator[None]:
             errno.ENOTDIR,
         ):
             raise
-        fix = "make room; a run that finished a round can go on with --resume"
+        fix = f"make room; a run that finished a round can go on: {how_to_go_on(path)}"
         raise InputError(
             f"cannot write the run folder {path}: {error.strerror}", field="--out", fix=fix
         ) from error

@@ -17,9 +17,9 @@ from nestling.fleet.protocol.courier import Courier
 from nestling.fleet.protocol.wire import Parcel, Welcome
 from nestling.fleet.server.engine import FleetEngine, NoQuorum, Patience
 from nestling.fleet.server.greeter import Greeter
-from nestling.fleet.server.roster import NAME, LiveFleet, LiveSplit, Roster
+from nestling.fleet.server.roster import LiveFleet, LiveSplit, Roster, blank
 from nestling.message import Message
-from nestling.runfiles import EXPERIMENT, FEDERATION
+from nestling.runfiles import EXPERIMENT, FEDERATION, ROSTER
 from nestling.runs import folder as run_folder
 from nestling.runs.assemble import assemble
 from nestling.runs.describe import describe
@@ -205,7 +205,7 @@ def enliven(
     """Makes a simulated federation a real one: its fleet, its clients' rows and its engine become
     those of the devices."""
     world, told = federation.world, watcher or Watcher()
-    roster = Roster(world.fleet, home.path / NAME if home else None)
+    roster = Roster(world.fleet, home.path / ROSTER if home else None)
     roster.go_back(federation.totals.round)
     roster.save()
     greeter = Greeter(
@@ -256,5 +256,7 @@ def _begin(
     return (
         settled,
         federation,
-        run_folder.create(path, {EXPERIMENT: settled.to_toml()}).take(field="--out"),
+        run_folder.create(path, {EXPERIMENT: settled.to_toml(), ROSTER: blank()}).take(
+            field="--out"
+        ),
     )
