@@ -212,6 +212,13 @@ class Experiment:
             return dataclasses.replace(self.own_method)  # type: ignore[type-var]
         return from_table(method_class(self.method.name), self.method.options, "method")
 
+    def named_code(self) -> frozenset[str]:
+        """The names of code of the user's own, "package.module:callable", wherever they stand."""
+        fleet = fleet_of(self.fleet)
+        names = [self.method.name, self.model.name]
+        names += [tier.model for tier in fleet.tiers] + [str(n["name"]) for n in fleet.networks]
+        return frozenset(name for name in names if ":" in name)
+
     # -- TOML --------------------------------------------------------------------------------------
 
     @staticmethod

@@ -20,12 +20,21 @@ METRICS = "metrics.jsonl"
 BOARDS = "boards.jsonl"
 SUMMARY = "summary.json"
 ANALYSIS = "analysis.json"
+ROSTER = "roster.json"
+"""The clients of a fleet of real devices: a folder that has it is such a fleet's."""
 
 Record = dict[str, Any]
 
 ACCURACIES = ("global_accuracy", "personal_accuracy")
 _SUMS = ("bytes_up", "bytes_down", "seconds", "refused", "late", "dropped")
 _LAST = ("clock_seconds", "energy_joules")
+
+
+def how_to_go_on(folder: Path) -> str:
+    """The command that goes on with the run in a folder."""
+    if (folder / ROSTER).exists():
+        return f"nestling serve EXPERIMENT.toml --out {folder}"
+    return f"nestling run --resume {folder}"
 
 
 def lines_of(path: Path) -> list[Record]:

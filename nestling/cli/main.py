@@ -43,6 +43,10 @@ COMMANDS = (
 )
 """Every command, in the order in which the help lists them."""
 
+RESUME = "a run that finished a round can go on: nestling run --resume FOLDER"
+STOPPED = dict.fromkeys(("serve", "join", "gateway"), "the same command goes on where it stood")
+"""What can be done after ctrl-C, by command."""
+
 for _command in COMMANDS:
     app.command()(_command)
 
@@ -66,7 +70,7 @@ def _guarded(command: Callable[..., Any]) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        complain("stopped; a run that finished a round can go on with --resume")
+        complain(f"stopped; {STOPPED.get(sys.argv[1] if len(sys.argv) > 1 else '', RESUME)}")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nestling.cli.shared import AsJson, print_table
+from nestling.cli.shared import AsJson, Trusted, print_table
 
 
 def report(
@@ -40,6 +40,7 @@ def analyse(
         Path | None,
         typer.Option(metavar="FILE", help="Also write the analysis as a page of its own."),
     ] = None,
+    trust: Trusted = None,
 ) -> None:
     """Compare the clients' models of a run: how alike they see (CKA, maps) and what they say; its
     report then shows it."""
@@ -48,7 +49,7 @@ def analyse(
     from nestling.runs.analysis import write_analysis
 
     with step_watcher() as step:
-        found = write_analysis(folder, clients=clients, rows=rows, step=step)
+        found = write_analysis(folder, clients=clients, rows=rows, step=step, trust=trust or ())
     for remark in found["notes"]:
         print(remark)
     print(f"analysis: {folder / 'analysis.json'}")
@@ -87,13 +88,20 @@ def export(
     ] = 500,
     name: Annotated[str, typer.Option(help="Of the files and of the function in C.")] = "model",
     as_json: AsJson = False,
+    trust: Trusted = None,
 ) -> None:
     """Write a run's model for one of its devices: int8 C source and .tflite, and ONNX."""
     from nestling.runs.export import export, export_table
 
     formats = tuple(part.strip() for part in format_.split(","))
     report = export(
-        folder, device=device, out=out, formats=formats, calibration=calibration, name=name
+        folder,
+        device=device,
+        out=out,
+        formats=formats,
+        calibration=calibration,
+        name=name,
+        trust=trust or (),
     )
     if as_json:
         print(json.dumps(report, indent=1))

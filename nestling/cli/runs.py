@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nestling.cli.shared import Overrides, need_something_merged, print_table
+from nestling.cli.shared import Overrides, Trusted, need_something_merged, print_table
 from nestling.errors import InputError
 
 
@@ -27,6 +27,7 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON line a round, then the summary.")
     ] = False,
+    trust: Trusted = None,
 ) -> None:
     """Run an experiment and write its run folder."""
     if quiet and as_json:
@@ -37,6 +38,12 @@ def run(
             field="--resume",
             fix="leave out FILE and --out",
         )
+    if trust and resume is None:
+        raise InputError(
+            "it is for run folders: what your own FILE names is imported anyhow",
+            field="--trust",
+            fix="leave it out, or give --resume",
+        )
     from nestling.cli.progress import json_watcher, quiet_watcher, show_result, terminal_watcher
     from nestling.experiment import Experiment
     from nestling.runs import run as running
@@ -45,7 +52,7 @@ def run(
     choose = quiet_watcher if quiet else json_watcher if as_json else terminal_watcher
     with choose() as watcher:
         if resume is not None:
-            result = running.resume(resume, watcher=watcher, overrides=overrides)
+            result = running.resume(resume, watcher=watcher, overrides=overrides, trust=trust or ())
         else:
             experiment = Experiment.read(file, overrides)
             result = running.run(

@@ -13,6 +13,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field.")
 ]
+Trusted = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust",
+        metavar="MODULE:NAME",
+        help="Code that the run folder names and that may be imported; repeatable.",
+    ),
+]
 
 
 def show_rows(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nestling.harmless import harmless
 from nestling.training.client import ClientSide, Outcome, Site, Task
 from nestling.where import CPU, Where
 
@@ -24,6 +25,10 @@ class Refusal:
     client: int
     round: int
     reason: str
+
+    def __post_init__(self) -> None:
+        """Makes the reason harmless: it may quote what the client sent."""
+        object.__setattr__(self, "reason", harmless(self.reason))
 
 
 @dataclass(frozen=True)

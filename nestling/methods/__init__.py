@@ -7,6 +7,7 @@ import importlib
 from nestling.errors import unknown
 from nestling.methods.info import Info
 from nestling.methods.method import Method, Reply, SharedWeights
+from nestling.named_code import named_module
 
 METHODS: dict[str, str] = {
     "all-large": "nestling.methods.baselines.all_large:AllLarge",
@@ -63,9 +64,13 @@ def method_class(name: str) -> type[Method]:
     """The class of a method by its name, or of a user's own as `package.module:Class`."""
     if name not in METHODS and ":" not in name:
         raise unknown("method", name, METHODS, field="method.name")
-    module, _, attribute = METHODS.get(name, name).partition(":")
+    path = METHODS.get(name, name)
+    module, _, attribute = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        # What was given as an object is written down by its path: one of ours is known that way too.
+        ours = path in METHODS.values()
+        home = importlib.import_module(module) if ours else named_module(path, "method.name")
+        found = getattr(home, attribute)
     except (ImportError, AttributeError) as error:
         if name in METHODS:
             raise  # it is known, and our fault

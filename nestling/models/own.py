@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from nestling.errors import InputError
+from nestling.named_code import named_module
 
 _FORM = (
     'write "package.module:callable", where callable takes shape= and classes= and returns a '
@@ -51,7 +51,9 @@ def _load(name: str) -> Callable[..., object]:
     if not module_name or not attribute:
         raise InputError(f"{name!r} does not name a callable", field="model.name", fix=_FORM)
     try:
-        module = importlib.import_module(module_name)
+        module = named_module(name, "model.name")
+    except InputError:
+        raise
     except Exception as error:
         message = f"cannot import {module_name!r}: {type(error).__name__}: {error}"
         raise InputError(

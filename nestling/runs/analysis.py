@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -32,7 +32,7 @@ from nestling.files import write_atomic
 from nestling.runfiles import ANALYSIS
 from nestling.runs.evaluation import ready
 from nestling.runs.federation import Federation
-from nestling.runs.run import Result, opened
+from nestling.runs.run import Result, need_models, opened
 from nestling.schema import require
 from nestling.seeds import stream
 from nestling.world import Device, World
@@ -63,10 +63,15 @@ class _Sight:
 
 
 def write_analysis(
-    run: Result | str | Path, *, clients: int = 10, rows: int = 250, step: Step | None = None
+    run: Result | str | Path,
+    *,
+    clients: int = 10,
+    rows: int = 250,
+    step: Step | None = None,
+    trust: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Analyses a run and writes `analysis.json` into its folder."""
-    with _result(run) as result:
+    with _result(run, trust) as result:
         if result.folder is None:
             raise InputError(
                 "the run has no folder to write to",
@@ -84,14 +89,21 @@ def write_analysis(
 
 
 def analyse(
-    run: Result | str | Path, *, clients: int = 10, rows: int = 250, step: Step | None = None
+    run: Result | str | Path,
+    *,
+    clients: int = 10,
+    rows: int = 250,
+    step: Step | None = None,
+    trust: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The content of `analysis.json`: of some clients' models the CKA at every stage, the
-    agreement, and maps. `run` is a result or the folder of a run."""
+    agreement, and maps. `run` is a result or the folder of a run; `trust` names the code that such
+    a folder may have imported, as for `resume`."""
     require(clients >= 2, "a comparison needs at least 2 clients", "clients")
     require(rows >= 8, "a comparison needs at least 8 rows", "rows")
     tell = step or (lambda *_: None)
-    with _result(run) as result:
+    with _result(run, trust) as result:
+        need_models(result)
         federation = result.federation
         picked = sample_rows(federation, rows)
         x, labels = federation.bench.x_test[picked], federation.bench.y_test[picked]
@@ -169,8 +181,8 @@ def sample_rows(federation: Federation, rows: int) -> Tensor:
     return torch.tensor([row for _, row in sorted(turns[:rows], key=lambda turn: turn[0])])
 
 
-def _result(run: Result | str | Path) -> AbstractContextManager[Result]:
-    return nullcontext(run) if isinstance(run, Result) else opened(run)
+def _result(run: Result | str | Path, trust: Iterable[str]) -> AbstractContextManager[Result]:
+    return nullcontext(run) if isinstance(run, Result) else opened(run, trust)
 
 
 def _sight(device: Device, network: nn.Module, x: Tensor, batch: int) -> _Sight:

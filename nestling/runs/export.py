@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from nestling.export.sizes import Sizes, require_room, sizes
 from nestling.files import write_atomic, writing
 from nestling.runs.evaluation import Bench, ready
 from nestling.runs.federation import Federation
-from nestling.runs.run import Result, opened
+from nestling.runs.run import Result, need_models, opened
 from nestling.seeds import stream
 from nestling.version import __version__
 from nestling.world import Plan, World
@@ -57,12 +58,13 @@ def export(
     formats: tuple[str, ...] = FORMATS,
     calibration: int = CALIBRATION,
     name: str = "model",
+    trust: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Writes the model that a run made for `device` (the name of a tier or of its device) and gives
     back the report.
 
     The model is quantised with `calibration` rows that clients trained on. What does not fit the
-    device is refused.
+    device is refused. `trust` names the code that a run folder may have imported, as for `resume`.
     """
     for word in formats:
         if word not in FORMATS:
@@ -71,7 +73,8 @@ def export(
         raise InputError(
             f"{calibration} rows to calibrate with", field="--calibration", fix="give at least 1"
         )
-    with _result(run) as result:
+    with _result(run, trust) as result:
+        need_models(result)
         work = _prepare(result.federation, device, calibration)
         folder = _folder(result, work.plan.tier.name, out)
         files = _files(work, result.federation, formats, name)
@@ -83,8 +86,8 @@ def export(
     return report
 
 
-def _result(run: Result | str | Path) -> AbstractContextManager[Result]:
-    return nullcontext(run) if isinstance(run, Result) else opened(run)
+def _result(run: Result | str | Path, trust: Iterable[str]) -> AbstractContextManager[Result]:
+    return nullcontext(run) if isinstance(run, Result) else opened(run, trust)
 
 
 def _folder(result: Result, tier: str, out: str | Path | None) -> Path:

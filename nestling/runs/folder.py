@@ -21,7 +21,7 @@ from typing import Any
 from nestling.errors import InputError
 from nestling.events import EventFile
 from nestling.files import check_place, write_atomic, writing
-from nestling.runfiles import BOARDS, EXPERIMENT, METRICS, lines_of
+from nestling.runfiles import BOARDS, EXPERIMENT, METRICS, how_to_go_on, lines_of
 
 
 class RunFolder:
@@ -106,10 +106,11 @@ def check_new(path: Path) -> None:
     """Refuses a path where a run folder cannot be made."""
     with writing(_called(path)):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            run = (
+                f", or go on with it: {how_to_go_on(path)}" if (path / EXPERIMENT).exists() else ""
+            )
             raise InputError(
-                f"{path} exists already",
-                field="--out",
-                fix="name another folder, or go on with it: --resume",
+                f"{path} exists already", field="--out", fix=f"name another folder{run}"
             )
     check_place(path)
 

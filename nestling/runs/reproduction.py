@@ -16,6 +16,7 @@ from rich.table import Table
 from nestling.errors import InputError, unknown
 from nestling.experiment import Experiment, overridden
 from nestling.files import check_place, read_toml, write_atomic, writing
+from nestling.named_code import only
 from nestling.runfiles import FEDERATION, SUMMARY
 from nestling.runs import run as running
 from nestling.runs.folder import RunFolder
@@ -193,7 +194,10 @@ def _go_on(
             write_atomic(asked, experiment.to_toml())
         running.run(experiment, out=folder, watcher=watcher)
         return
-    if _fixed(Experiment.read(asked)) != _fixed(experiment):
+    named = experiment.named_code()
+    with only(named):
+        before = Experiment.read(asked)
+    if _fixed(before) != _fixed(experiment):
         raise InputError(
             f"the run in {folder} is of another experiment",
             field="--set",
@@ -201,7 +205,8 @@ def _go_on(
         )
     done = RunFolder(folder).read_json(SUMMARY) or {}
     if done.get("rounds_done", 0) < experiment.rounds:
-        running.resume(folder, watcher=watcher, overrides=tuple(filter(_free, overrides)))
+        kept = tuple(filter(_free, overrides))
+        running.resume(folder, watcher=watcher, overrides=kept, trust=named)
 
 
 def _free(override: str) -> bool:

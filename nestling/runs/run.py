@@ -9,7 +9,7 @@ import math
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,9 @@ from nestling.engines import ENGINES
 from nestling.engines.engine import account
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.named_code import only
 from nestling.report.page import write_report
-from nestling.runfiles import EXPERIMENT, FEDERATION, SUMMARY, counted
+from nestling.runfiles import EXPERIMENT, FEDERATION, ROSTER, SUMMARY, counted, how_to_go_on
 from nestling.runs import checkpoint, folder
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.describe import describe, norm_of
@@ -97,10 +98,15 @@ def run(
 
 
 def resume(
-    path: str | Path, *, watcher: Watcher | None = None, overrides: tuple[str, ...] = ()
+    path: str | Path,
+    *,
+    watcher: Watcher | None = None,
+    overrides: tuple[str, ...] = (),
+    trust: Iterable[str] = (),
 ) -> Result:
     """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be
-    overridden."""
+    overridden. Code that the folder names, "package.module:callable", is imported where `trust`
+    names it too."""
     for override in overrides:
         if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
             raise InputError(
@@ -108,10 +114,17 @@ def resume(
                 field=override.partition("=")[0],
                 fix="only rounds and engine.* may change",
             )
-    home = folder.reopen(Path(path)).take()
+    home = folder.reopen(Path(path))
+    if (home.path / ROSTER).exists():
+        raise InputError(
+            f"the run in {home.path} is that of a fleet: its clients and their rows are on devices",
+            field="--resume",
+            fix=f"go on with it as it began: {how_to_go_on(home.path)}",
+        )
+    home.take()
     try:
         with one_thread():
-            settled, federation = restored(home, overrides)
+            settled, federation = restored(home, overrides, trust=trust)
             if overrides:
                 home.write(EXPERIMENT, settled.to_toml())
             return play_rounds(
@@ -127,35 +140,56 @@ def resume(
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[Result]:
+def opened(path: str | Path, trust: Iterable[str] = ()) -> Iterator[Result]:
     """The result of the run in a folder as of its last checkpoint, for looking at its models; no
-    round is played. The folder is this process's while the block lasts."""
+    round is played. The folder is this process's while the block lasts; `trust` is that of
+    `resume`."""
     home = folder.reopen(Path(path), field="RUN").take(field="RUN")
     try:
         if not checkpoint.exists(home.path):
             raise InputError(
                 f"the run in {home.path} has not finished a round",
                 field="RUN",
-                fix="go on with it: --resume",
+                fix=f"go on with it: {how_to_go_on(home.path)}",
             )
         # How the clients were trained does not matter here, and what trained them may be missing on
         # this machine.
-        federation = restored(home, ("engine.name=auto", "engine.device=auto"))[1]
+        overrides = ("engine.name=auto", "engine.device=auto")
+        federation = restored(home, overrides, trust=trust)[1]
         yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
 
 
+def need_models(result: Result) -> None:
+    """Refuses the run of a fleet whose clients keep their models to themselves: the server's
+    networks in their place are untrained."""
+    federation, home = result.federation, result.folder
+    real = federation.world.fleet.live or (home is not None and (home / ROSTER).exists())
+    if real and federation.method.as_set.personal:
+        raise InputError(
+            f"a client of {federation.method.as_set.title} has a model of its own, and in the run "
+            "of a fleet these are on the devices, not on the server",
+            field="RUN",
+            fix="export it, or look at it, on the device",
+        )
+
+
 def restored(
-    home: RunFolder, overrides: tuple[str, ...], own: Experiment | None = None
+    home: RunFolder,
+    overrides: tuple[str, ...],
+    own: Experiment | None = None,
+    trust: Iterable[str] = (),
 ) -> tuple[Experiment, Federation]:
     """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of
-    `own`: a method or a network that was given as an object."""
-    experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
-    saved = checkpoint.load(home.path)
-    store = ClientStore(home.path / "clients")
-    store.resume(saved[1].round if saved else 0)
-    settled, federation = assemble(experiment, store)
+    `own`: a method or a network that was given as an object. A folder is data: the code that it
+    names is imported where `own` or `trust` names it too."""
+    with only([*trust, *(own.named_code() if own is not None else ())]):
+        experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
+        saved = checkpoint.load(home.path)
+        store = ClientStore(home.path / "clients")
+        store.resume(saved[1].round if saved else 0)
+        settled, federation = assemble(experiment, store)
     if saved:
         place = federation.world.place
         federation.restore(
@@ -415,7 +449,7 @@ def _disk_errors(path: Path | None) -> Iterator[None]:
             errno.ENOTDIR,
         ):
             raise
-        fix = "make room; a run that finished a round can go on with --resume"
+        fix = f"make room; a run that finished a round can go on: {how_to_go_on(path)}"
         raise InputError(
             f"cannot write the run folder {path}: {error.strerror}", field="--out", fix=fix
         ) from error

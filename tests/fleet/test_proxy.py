@@ -369,6 +369,16 @@ def test_connections_of_one_address_are_bounded(
         pytest.fail("closed connections still count")
 
 
+def test_a_request_cannot_draw_on_the_terminal(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even one without a key, whose refusal quotes it."""
+    with caplog.at_level(logging.WARNING, "nestling.fleet.server.proxy"):
+        setting.raw(b"GET / HTTP/1.1\r\nHost: x\r\n" + 2 * b"\x1b[2J\x9bX: 1\r\n" + b"\r\n")
+    (line,) = caplog.messages
+    assert r"the header \x1b[2j\x9bx comes twice" in line and line.isprintable()
+
+
 def test_the_log_says_a_thing_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     quiet = proxy.Quiet(60, clock=lambda: now[0])

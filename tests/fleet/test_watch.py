@@ -185,9 +185,9 @@ def test_names_can_neither_draw_nor_command(folder: Path) -> None:
     text = shown(table, 200)
     assert not any((ord(c) < 32 and c != "\n") or 0x7F <= ord(c) < 0xA0 for c in text)
     assert (
-        "[red]evil[/red]?new line" in text
-        and "[bold]x?" in text
-        and "[link=http://x]?31m" in text
+        "[red]evil[/red]\\nnew line" in text
+        and "[bold]x\\x1b" in text
+        and "[link=http://x]\\x9b31m" in text
         and "[blink]" in text
     )
 

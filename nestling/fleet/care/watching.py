@@ -17,6 +17,7 @@ from rich.text import Text
 
 from nestling.errors import InputError
 from nestling.fleet.care import health
+from nestling.harmless import harmless
 from nestling.report.words import DASH, memory, percent, traffic
 
 COLOURS = {health.OK: "green", health.WAITING: "yellow", health.STALLED: "red"}
@@ -185,7 +186,7 @@ def _refusals(rows: list[dict[str, Any]]) -> Table:
 def clean(value: object, style: str = "") -> Text:
     """What others wrote, as plain text: neither markup nor control characters of theirs reach the
     terminal."""
-    return Text("".join(c if c.isprintable() else "?" for c in str(value)[:300]), style)
+    return Text(harmless(str(value), 300), style)
 
 
 def _clock(when: float) -> str:

@@ -47,6 +47,7 @@ from nestling.fleet.protocol.wire import (
     Order,
     Welcome,
 )
+from nestling.harmless import harmless
 from nestling.schema import check_keys
 from nestling.tiny.link.gateway import BoardConfig
 from nestling.tiny.link.line import LineTiming
@@ -399,7 +400,7 @@ class FleetGateway(Worker):
     def _fail(self, job: JobOrder, error: Exception) -> Failed:
         self._drop(job.client)
         self._failed[job.client] = Failed(job.client, job.key, _said(error))
-        log.warning("%s: %s", job.name, _said(error))
+        log.warning("%s: %s", job.name, harmless(_said(error)))
         return self._failed[job.client]
 
     def _site(self, run: _Run, job: JobOrder) -> Site:

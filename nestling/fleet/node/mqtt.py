@@ -18,6 +18,7 @@ from nestling.errors import InputError
 from nestling.fleet.node.broker import TOPICS, Broker, topic
 from nestling.fleet.protocol.links import Facts, checked
 from nestling.fleet.protocol.packets import ACK, JOB, PART, RESULT, Packet, Receiver, Sender
+from nestling.harmless import harmless
 from nestling.tiny.link import bundle
 from nestling.tiny.link.line import Lost
 from nestling.tiny.link.orders import Orders
@@ -141,7 +142,7 @@ class MqttDevices:
                     self._packet(device, desk, Packet.from_bytes(message.payload))
         except InputError as error:
             self.counts["refused"] += 1
-            log.warning("%s: refused: %s", device, error)
+            log.warning("%s: refused: %s", device, harmless(str(error)))
 
     def _state(self, device: str, desk: _Desk, payload: bytes) -> None:
         if not payload:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from nestling.harmless import harmless
+
 Handle = Callable[[bytes], bytes]
 """What a node does with a letter (see `worker.Worker.handle`)."""
 
@@ -21,6 +23,10 @@ class Failure:
     """A letter that got no answer, and why."""
 
     reason: str
+
+    def __post_init__(self) -> None:
+        """Makes the reason harmless: it may be the node's own word."""
+        object.__setattr__(self, "reason", harmless(self.reason))
 
 
 class Courier(Protocol):

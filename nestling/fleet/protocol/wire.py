@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from nestling.errors import InputError, unknown
+from nestling.harmless import harmless
 from nestling.message import TRANSPORTS, Message, pack_bits, unpack_bits
 
 VERSION = 1
@@ -275,7 +276,7 @@ class Answer:
             round,
             results,
             reports,
-            _text(header, "error", MAX_TEXT),
+            _said(header, "error"),
             _get(header, "unknown", bool),
         )
 
@@ -315,7 +316,7 @@ class Member:
         return Member(
             _checked_name(_text(table, "name", MAX_NAME)),
             _optional(table, "client"),
-            _text(table, "device", MAX_NAME),
+            harmless(_text(table, "device", MAX_NAME), MAX_NAME),
             _whole(table, "ram", most=2**60),
             _whole(table, "free", most=2**60),
             _real(table, "macs"),
@@ -352,7 +353,7 @@ class Hello:
         if len({m.name for m in members}) < len(members):
             raise InputError("two clients of one name")
         run, token = _matching(header, "run", _RUN), _matching(header, "token", _KEY)
-        return Hello(run, token, members, _text(header, "error", MAX_TEXT))
+        return Hello(run, token, members, _said(header, "error"))
 
 
 @dataclass(eq=False)
@@ -607,6 +608,11 @@ def _text(table: Mapping[str, Any], name: str, most: int = 1024) -> str:
     return value
 
 
+def _said(table: Mapping[str, Any], name: str) -> str:
+    """What a node says in its own words, to be shown to people."""
+    return harmless(_text(table, name, MAX_TEXT))
+
+
 def _checked_name(name: str) -> str:
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise InputError(f"{_short(name)} is no name")
@@ -646,7 +652,7 @@ def _parcel(row: Mapping[str, Any], parcels: list[Parcel]) -> Parcel:
 def _result(row: dict[str, Any], parcels: list[Parcel]) -> JobDone | Failed:
     client, key = _whole(row, "client"), _matching(row, "key", _KEY)
     if "error" in row:
-        return Failed(client, key, _text(row, "error", MAX_TEXT))
+        return Failed(client, key, _said(row, "error"))
     return JobDone(
         client,
         key,

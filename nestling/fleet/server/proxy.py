@@ -42,6 +42,7 @@ from nestling.fleet.server.http1 import (
     HttpLine,
     headers_of,
 )
+from nestling.harmless import harmless
 
 log = logging.getLogger("nestling.fleet.server.proxy")
 
@@ -108,7 +109,8 @@ class ClosedDoor(Exception):
         """Takes the HTTP status, the code and reason that the node prints, and who it was, where
         known."""
         super().__init__(reason)
-        self.status, self.code, self.reason, self.who = status, code, reason, who
+        # it may quote the request
+        self.status, self.code, self.reason, self.who = status, code, harmless(reason), who
 
 
 @dataclass

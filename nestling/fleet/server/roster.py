@@ -24,8 +24,7 @@ from nestling.devices.fleet import Fleet
 from nestling.errors import InputError
 from nestling.files import write_atomic
 from nestling.fleet.protocol.wire import Member
-
-NAME = "roster.json"
+from nestling.runfiles import ROSTER
 
 
 @dataclass
@@ -68,7 +67,7 @@ class Roster:
         if known is not None and not hmac.compare_digest(known.token, digest):
             raise InputError(
                 f"the name {member.name!r} belongs to another device",
-                fix=f"join under another name, or remove the name from {NAME} of the run folder "
+                fix=f"join under another name, or remove the name from {ROSTER} of the run folder "
                 "while the server is stopped",
             )
         if known is not None and member.client not in (None, known.client):
@@ -235,6 +234,12 @@ class Roster:
     def _suits(self, member: Member, client: int) -> bool:
         tier = self.fleet.tier_of(client)
         return member.device in ("", tier.name, tier.device)
+
+
+def blank() -> str:
+    """The file of a run that nobody has joined: a folder is marked as a fleet's from its first
+    moment."""
+    return json.dumps({"run": secrets.token_hex(8), "start": 0, "clients": []})
 
 
 class LiveFleet(Fleet):

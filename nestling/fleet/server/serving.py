@@ -17,9 +17,9 @@ from nestling.fleet.protocol.courier import Courier
 from nestling.fleet.protocol.wire import Parcel, Welcome
 from nestling.fleet.server.engine import FleetEngine, NoQuorum, Patience
 from nestling.fleet.server.greeter import Greeter
-from nestling.fleet.server.roster import NAME, LiveFleet, LiveSplit, Roster
+from nestling.fleet.server.roster import LiveFleet, LiveSplit, Roster, blank
 from nestling.message import Message
-from nestling.runfiles import EXPERIMENT, FEDERATION
+from nestling.runfiles import EXPERIMENT, FEDERATION, ROSTER
 from nestling.runs import folder as run_folder
 from nestling.runs.assemble import assemble
 from nestling.runs.describe import describe
@@ -205,7 +205,7 @@ def enliven(
     """Makes a simulated federation a real one: its fleet, its clients' rows and its engine become
     those of the devices."""
     world, told = federation.world, watcher or Watcher()
-    roster = Roster(world.fleet, home.path / NAME if home else None)
+    roster = Roster(world.fleet, home.path / ROSTER if home else None)
     roster.go_back(federation.totals.round)
     roster.save()
     world.use_fleet(LiveFleet(world.fleet, roster), LiveSplit(world.split, roster, world.classes))
@@ -243,10 +243,14 @@ def _begin(
     """The run in a folder as of its last checkpoint, or a new one."""
     if path is not None and (path / EXPERIMENT).exists():
         home = run_folder.reopen(path, field="--out").take(field="--out")
-        settled, federation = restored(
-            home, ("engine.name=inline", "engine.device=cpu"), experiment
-        )
-        return _unattacked(settled), federation, home
+        try:
+            settled, federation = restored(
+                home, ("engine.name=inline", "engine.device=cpu"), experiment
+            )
+            return _unattacked(settled), federation, home
+        except BaseException:
+            home.close()
+            raise
     if experiment is None:
         raise InputError(f"there is no run in {path}", field="--out", fix="name an experiment")
     _unattacked(experiment)
@@ -261,7 +265,9 @@ def _begin(
     return (
         settled,
         federation,
-        run_folder.create(path, {EXPERIMENT: settled.to_toml()}).take(field="--out"),
+        run_folder.create(path, {EXPERIMENT: settled.to_toml(), ROSTER: blank()}).take(
+            field="--out"
+        ),
     )
 
 

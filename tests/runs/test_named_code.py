@@ -1,0 +1,204 @@
+"""A run folder is data: whatever its experiment names, opening it runs no code that the user did
+not name."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+import nestling
+from nestling import Evaluation, InputError
+from nestling.cli.main import main
+from nestling.files import read_toml
+from nestling.fleet.protocol.courier import LoopCourier
+from nestling.fleet.server.serving import play
+from nestling.runs import reproduction
+from nestling.runs.analysis import analyse
+from nestling.runs.export import export
+from nestling.runs.run import opened
+from tests.small import small
+
+MODULE = "made_by_a_stranger"
+NETWORK, METHOD = f"{MODULE}:network", f"{MODULE}:Average"
+CODE = """
+from pathlib import Path
+from nestling.methods.baselines.fedavg import FedAvg as Average
+from nestling.models import build
+Path(__file__).with_suffix(".ran").touch()
+def network(*, shape, classes):
+    return build("tinycnn", shape=shape, classes=classes, channels=[8, 16, 16])
+"""
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file that is written when the stranger's module, which lies on the path, is imported."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / f"{MODULE}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path / "path"))
+    yield tmp_path / "path" / f"{MODULE}.ran"
+    sys.modules.pop(MODULE, None)
+
+
+def in_the_method(table: dict[str, Any]) -> None:
+    table["method"] = {"name": METHOD}
+
+
+def in_the_model(table: dict[str, Any]) -> None:
+    table["model"] = {"name": NETWORK}
+
+
+def in_a_tier(table: dict[str, Any]) -> None:
+    table["fleet"]["tiers"][0] |= {"model": NETWORK, "ratio": 0.0}
+
+
+def in_the_list(table: dict[str, Any]) -> None:
+    table["fleet"]["networks"] = [{"name": NETWORK}]
+    table["fleet"]["tiers"][0] |= {"device": "raspberry-pi-4", "ratio": 0.0}
+
+
+def in_a_fleet_file(table: dict[str, Any]) -> None:
+    in_a_tier(table)
+    table["fleet"]["path"] = "fleet.toml"
+
+
+PLACES = [in_the_method, in_the_model, in_a_tier, in_the_list, in_a_fleet_file]
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as it should be."""
+    folder = tmp_path_factory.mktemp("honest") / "run"
+    nestling.run(small("fedmd", evaluate=Evaluation(every=1, clients=2)), out=folder)
+    return folder
+
+
+def hostile(honest: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a run folder whose experiment names the stranger's code."""
+    shutil.copytree(honest, folder)
+    table = read_toml(folder / "experiment.toml")
+    change(table)
+    if table["fleet"].get("path"):
+        tiers = table["fleet"].pop("tiers")
+        (folder / "fleet.toml").write_text(tomli_w.dumps({"tiers": tiers}))
+    (folder / "experiment.toml").write_text(tomli_w.dumps(table))
+    return folder
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["nestling", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.parametrize("change", PLACES)
+def test_no_command_imports_what_a_folder_names(
+    change: Callable[[dict[str, Any]], None],
+    honest: Path,
+    ran: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = str(hostile(honest, tmp_path / "run", change))
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ("run", "--resume", folder),
+        ("run", "--resume", folder, "--set", "rounds=3"),
+        ("run", "--resume", folder, "--trust", f"{MODULE}:other"),
+        ("analyse", folder, "--clients", "2", "--rows", "20"),
+        ("export", folder, "--device", "large"),
+    ):
+        assert call(monkeypatch, *arguments) == 2, arguments
+        said = capsys.readouterr().err
+        assert f"{MODULE}:" in said and "--trust" in said and len(said.splitlines()) == 1, said
+    for arguments in (("report", folder), ("compare", folder, str(honest)), ("watch", folder)):
+        assert call(monkeypatch, *arguments) == 0, arguments  # these need no network
+    assert not ran.exists() and MODULE not in sys.modules
+
+
+@pytest.mark.parametrize("change", PLACES)
+def test_no_function_imports_what_a_folder_names(
+    change: Callable[[dict[str, Any]], None], honest: Path, ran: Path, tmp_path: Path
+) -> None:
+    folder = hostile(honest, tmp_path / "run", change)
+    for function in (
+        lambda: nestling.resume(folder),
+        lambda: opened(folder).__enter__(),
+        lambda: export(folder, device="large"),
+        lambda: analyse(folder),
+        # a server goes on with a folder: its user named another experiment, or none
+        lambda: play(LoopCourier({}), None, folder),
+        lambda: play(LoopCourier({}), small("fedmd"), folder),
+    ):
+        with pytest.raises(InputError, match=f"{MODULE}:"):
+            function()
+    assert not ran.exists() and MODULE not in sys.modules
+
+
+@pytest.mark.parametrize("change", [in_the_method, in_a_tier])
+def test_what_the_user_names_is_imported(
+    change: Callable[[dict[str, Any]], None],
+    honest: Path,
+    ran: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = read_toml(honest / "experiment.toml")
+    change(table)
+    mine, run = tmp_path / "mine.toml", str(tmp_path / "run")
+    mine.write_text(tomli_w.dumps(table | {"rounds": 1}))
+    assert call(monkeypatch, "run", str(mine), "--out", run, "--quiet") == 0 and ran.exists()
+    name = METHOD if change is in_the_method else NETWORK
+    go_on = ("run", "--resume", run, "--quiet", "--set", "rounds=2")
+    assert call(monkeypatch, *go_on) == 2
+    assert call(monkeypatch, *go_on, "--trust", name) == 0
+    assert call(monkeypatch, "analyse", run, "--rows", "20", "--trust", name) == 0
+    assert nestling.resume(run, overrides=("rounds=3",), trust=[name]).metrics[-1]["round"] == 3
+
+
+def test_the_block_ends_and_the_users_own_names_work_again(
+    honest: Path, ran: Path, tmp_path: Path
+) -> None:
+    """While a folder is open, and after one was refused, the user's experiments are as before."""
+    with pytest.raises(InputError):
+        nestling.resume(hostile(honest, tmp_path / "run", in_the_model))
+    with opened(honest):
+        assert not ran.exists()
+        nestling.run(small(METHOD, rounds=1))
+    assert ran.exists()
+
+
+def test_a_table_of_the_users_own_goes_on(ran: Path, tmp_path: Path) -> None:
+    """`reproduce` opens folders of its own making: what the table names is the user's word, and
+    what the folder or the note beside it names is not."""
+    table = small(METHOD, rounds=2).to_table()
+    paper = reproduction.Paper(
+        experiment=table, lines={"one": reproduction.TableLine()}, targets=(), title="t"
+    )
+    reproduction.reproduce(paper, tmp_path / "runs", overrides=("rounds=1",))
+    (found,) = reproduction.reproduce(paper, tmp_path / "runs", overrides=("rounds=2",))
+    assert found.done == 2 and ran.exists()
+    other = reproduction.Paper(
+        experiment=small("fedavg").to_table(), lines={"one": reproduction.TableLine()}, title="t"
+    )
+    with pytest.raises(InputError, match=METHOD):
+        reproduction.reproduce(other, tmp_path / "runs")
+
+
+def test_methods_of_ours_given_as_objects_need_no_trust(tmp_path: Path) -> None:
+    from nestling.methods.baselines.fedavg import FedAvg
+
+    nestling.run(small(FedAvg(), rounds=1), out=tmp_path / "run")
+    assert nestling.resume(tmp_path / "run", overrides=("rounds=2",)).metrics[-1]["round"] == 2
+
+
+def test_trust_is_for_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(monkeypatch, "run", "--trust", NETWORK) == 2
