@@ -6,6 +6,7 @@ data and memory, and nothing else.
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from nestling.data.split import Split
 from nestling.message import Message
+from nestling.seeds import stream
 from nestling.training.phase import Phase, Train
 from nestling.training.trainer import Trained, train
 from nestling.views import Reference, State, View
@@ -120,6 +122,14 @@ class Client:
         """Its rows by class."""
         return self.site.counts_of(self.id)
 
+    def secret_chance(self, *names: str) -> np.random.Generator:
+        """Chance for what others must not be able to take off again, noise for privacy above all.
+        In a simulation it follows from the seed like all chance; on a device of the client's own it
+        is fresh entropy of that machine, which nobody else can draw again."""
+        if self.site.real:
+            return np.random.default_rng(secrets.randbits(256))
+        return stream(self.site.seed, *names, self.id, self.round)
+
     def class_counts(self) -> Tensor:
         """Its rows by class, where the client is."""
         return torch.from_numpy(self.counts).to(self.site.y.device)
@@ -152,6 +162,7 @@ class Site:
     seed: int
     public: Tensor | None = None
     where: Where = CPU
+    real: bool = False  # a client's own device, and not a simulation of it
     _rows: OrderedDict[int, np.ndarray] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )

@@ -408,9 +408,8 @@ class FleetGateway(Worker):
         facts = self._told[job.name]
         rows = _Rows(facts, world.classes)
         x, y = cast(Tensor, _Elsewhere(len(run.welcome.shape) + 1)), cast(Tensor, _Elsewhere(1))
-        return Site(
-            x, y, rows, world.references, world.classes, world.train, world.seed, world.public
-        )
+        w = world
+        return Site(x, y, rows, w.references, w.classes, w.train, w.seed, w.public, real=True)
 
 
 # -- a round in jobs -------------------------------------------------------------------------------

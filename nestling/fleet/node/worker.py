@@ -244,7 +244,7 @@ class _Run:
             )
             own, e = OwnRows(rows.y.numpy(), world.classes), world
             self._sites[client] = Site(
-                rows.x, rows.y, own, e.references, e.classes, e.train, e.seed, e.public
+                rows.x, rows.y, own, e.references, e.classes, e.train, e.seed, e.public, real=True
             )
         return self._sites[client]
 

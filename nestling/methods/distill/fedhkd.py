@@ -19,7 +19,6 @@ from nestling.methods.kept import kept, made
 from nestling.methods.part import WEIGHTS, Tensors
 from nestling.methods.representation.class_means import ByClass, class_means, outputs_of, spread
 from nestling.methods.representation.class_table import STATISTICS
-from nestling.seeds import stream
 from nestling.settings import BetweenZeroAndOne, Compat, Count, NotNegative, Positive
 
 EMBEDDING = 32
@@ -44,7 +43,9 @@ class FedHKD(ByClass):
     is the ε of t rounds. What that covers, and what not: neighbours differ in one input; labels and counts are told openly. The
     network that makes the features counts as fixed, as published; in truth it was trained on the same rows, and what it remembers of
     them is not covered: this is no guarantee for a run from end to end. Q_c gets noise with `protect = "both"` only (sensitivity
-    √2/n_c; the two share the budget), and weights never do.
+    √2/n_c; the two share the budget), and weights never do. On a real device the noise is fresh entropy of that machine in every
+    round, so that the server cannot take it off; it comes from a statistical generator (PCG64) seeded so, not from a cryptographic one.
+    In a simulation it follows from the experiment's seed, as all chance does: whoever has the seed can draw it again.
 
     variant:     "hyper" (FedHKD*: networks of any kind stay with their clients) or "weights" (the paper's main form: parts of one
                  network are averaged too; where devices hold different widths of it, a linear layer gives them features of one size).
@@ -183,7 +184,7 @@ class FedHKD(ByClass):
             features = clipped(features, self.clip)
         soft = class_means(torch.softmax(logits / self.temperature, 1), y, client.classes)
         means = class_means(features, y, client.classes)
-        chance = stream(client.site.seed, "hyper-knowledge", client.id, client.round)
+        chance = client.secret_chance("hyper-knowledge")
         if self.compat == "code":
             return {"features": noised_alike(means, chance), "soft": soft}
         scale = self.sigma / torch.bincount(client.y, minlength=client.classes).clamp(min=1).to(means)[:, None]
