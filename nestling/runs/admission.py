@@ -84,7 +84,7 @@ class Round:
         """Nobody, if what the merge made can be; else the client whose reply has the largest
         values. If that does not help the two next ones follow, then four, so that few of many tries
         do. Where the state could not be before, no reply is to blame."""
-        if small_enough(size.values()[0] for size in self.sizes):
+        if not self.sizes or small_enough(size.values()[0] for size in self.sizes):
             return {}
         if not small_enough(norms(_floats(self.before))):
             return {}
@@ -109,22 +109,22 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
     for client, outcome in round.outcomes.items():
         sent = round.sent[client]
         piece, reason = _returned(federation.method, sent, outcome.reply)
-        spent = clock.of(sent, piece, outcome)
+        form = (piece, id(sent.message))  # of clients that got the same, who must send alike
+        spent = clock.of(form, sent, piece, outcome)
         round.joules += spent.energy_j
         round.seconds = max(round.seconds, min(spent.total_s, deadline or spent.total_s))
         if deadline and spent.total_s > deadline:
             round.late += 1
             round.void.add(client)
             continue
-        form = (piece, id(sent.message))  # clients that got the same must send the same back
-        if form not in forms:
-            forms[form] = federation.method.expects(piece, sent.message)
-        reason = (
-            round.spoilt.get(client)
-            or reason
-            or _faults(forms[form], sent, outcome.reply, round)
-            or _cannot(checked, federation.method, outcome.reply)
-        )
+        if client in round.spoilt:
+            reason = round.spoilt[client]
+        if not reason:
+            if form not in forms:
+                forms[form] = federation.method.expects(piece, sent.message)
+            reason = _faults(forms[form], sent, outcome.reply, round)
+        if checked and not reason:
+            reason = _cannot(checked, federation.method, outcome.reply)
         if reason:
             round.refuse(client, reason)
         else:
@@ -144,8 +144,8 @@ class _Clock:
     round: Round
     known: dict[Hashable, Timing] = field(default_factory=dict)
 
-    def of(self, sent: Sent, piece: Piece, outcome: Outcome) -> Timing:
-        same = (piece, sent.device.tier, id(sent.message), outcome.samples, outcome.reply.nbytes)
+    def of(self, form: Hashable, sent: Sent, piece: Piece, outcome: Outcome) -> Timing:
+        same = (form, sent.device.tier, outcome.samples, outcome.reply.nbytes)
         if same in self.known:
             return self.known[same]
         slowdown = self.world.fleet.slowdown(sent.device.id, self.round.number)

@@ -25,7 +25,7 @@ from nestling.views.sparse import restored, survivors
 WEIGHTS = ("weights", "update")
 """The parts of a reply that attackers of weights change, whichever it holds."""
 
-HUGE = 1e30
+HUGE = 1e15
 """What "huge" puts in: finite, so that a reply with it is admitted."""
 
 _FACTORS = {"sign": 1.0, "scale": 10.0, "counts": 1000.0}
@@ -37,7 +37,7 @@ class Attack:
 
     kind:   "none"; "sign" (its step from the weights it received, turned round, times the factor);
             "scale" (its step times the factor); "labels" (trains on classes − 1 − y); "counts"
-            (claims its number of samples times the factor); "huge" (one weight is 1e30);
+            (claims its number of samples times the factor); "huge" (one weight is 1e15);
             "free-rider" (sends back the weights that it received).
     share:  of the fleet that lies, rounded, drawn from the seed.
     factor: 0: 1 for "sign", 10 for "scale", 1000 for "counts".

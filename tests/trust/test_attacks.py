@@ -82,7 +82,7 @@ def test_a_lie_changes_what_it_says_and_nothing_else(method: str, kind: str) -> 
         changed = sum(int((after[n] != t).sum()) for n, t in before.items())
         if kind == "huge":
             top = max(float(t.max()) for t in after.values())
-            assert changed == 1 and top == pytest.approx(1e30)
+            assert changed == 1 and top == pytest.approx(1e15)
             continue
         assert changed > 100
         times = {"sign": -3.0, "scale": 3.0, "free-rider": 0.0}[kind]
@@ -133,7 +133,8 @@ def test_the_engine_does_not_matter(kind: str, engine: str) -> None:
     )
     assert all(torch.allclose(a[n], t, atol=1e-5) for n, t in b.items())
     assert engine == "cohort" or equal(a, b)
-    assert equal(a, honest) == (kind == "counts")  # no rule believes claimed rows
+    # Whoever claims more rows than it has is refused, and so missing.
+    assert not equal(a, honest)
 
 
 def test_without_an_attack_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
