@@ -364,7 +364,7 @@ class _Result:
         )
 
     def finish(self) -> Losses:
-        """Gives the clients their new weights. Losses and the sums that tell whether states are
+        """Gives the clients their new weights. Losses and the norms that tell whether states are
         finite go to the host in one copy."""
         told = Fetched(torch.stack([self.losses, torch.linalg.vector_norm(self.out, dim=1)]))
         stack = Stack(self.group.layout, self.out, self.others, told.row(1))
