@@ -15,11 +15,12 @@ docs/results.md and the rows into docs/methods/measured.json.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 from tables import (
     Measured,
+    beside_floor,
     best_rates,
     engine_on,
     megabytes,
@@ -27,6 +28,7 @@ from tables import (
     played,
     spread,
     write,
+    write_floors,
     write_rows,
 )
 
@@ -73,7 +75,7 @@ SETTING = (
 )
 MEASURED = {"D": "personal", "E": "global", "F": "personal", "": "personal"}
 """By what a group is measured, and a learning rate chosen."""
-ALONE = "local"
+ALONE, FLOOR_DATA = "local", "fashion-mnist, 120 rows a client"
 
 
 def main() -> None:
@@ -103,6 +105,7 @@ def main() -> None:
             name: Measured("three families", _cells(name, rows)) for name in rows if name != ALONE
         }
         write_rows(own, SETTING.format(rounds=rounds), COLUMNS)
+        write_floors(FLOOR_DATA, beside_alone(rows, rounds))
 
 
 def play(name: str, seed: int, lr: float, rounds: int, device: str) -> dict[str, Any]:
@@ -120,6 +123,18 @@ def play(name: str, seed: int, lr: float, rounds: int, device: str) -> dict[str,
         "bytes": (result.summary["bytes_up"] + result.summary["bytes_down"]) / rounds,
         "seconds": result.summary["seconds"],
     }
+
+
+def beside_alone(
+    rows: dict[str, list[dict[str, Any]]], rounds: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every method's personal accuracy beside that of training alone with the same networks."""
+    for name, found in rows.items():
+        if name != ALONE and method_class(name).info.own_networks:
+            own, floor = ([row["personal"] for row in some] for some in (found, rows[ALONE]))
+            setting = f"skewed mixes, three families, {rounds} rounds"
+            title = method_class(name).info.title
+            yield name, beside_floor(title, setting, "personal", own, floor, "training alone")
 
 
 def _measured(name: str) -> str:

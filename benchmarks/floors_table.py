@@ -19,14 +19,12 @@ docs/methods/floors.json.
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tables import DOCS, best_rates, options, played, spread, write
+from tables import beside_floor, best_rates, options, played, spread, write, write_floors
 
 import nestling
 from nestling import Data, Experiment, Named
@@ -193,7 +191,8 @@ def main() -> None:
     print(text)
     if chosen.write:
         write("floors" if data == DIGITS else f"floors, {data}", text)
-        _write_rows(lines, rows, data)
+        beside = [(line.method.name, _beside_floor(line, rows)) for line in lines if line.floor]
+        write_floors(data, beside)
 
 
 def lines_of(chosen: str) -> list[Line]:
@@ -247,39 +246,13 @@ def table(
 def _above(line: Line, rows: dict[str, list[dict[str, Any]]]) -> list[str]:
     if not line.floor:
         return ["–", "–", "–"]
-    over = _over(line, rows)
-    return [line.floor, spread(over, "+", ""), f"{sum(d > 0 for d in over)} of {len(over)}"]
+    found = _beside_floor(line, rows)
+    return [found["over"], found["by"], found["in how many seeds"]]
 
 
-def _over(line: Line, rows: dict[str, list[dict[str, Any]]]) -> list[float]:
-    return [
-        a[line.measure] - b[line.measure]
-        for a, b in zip(rows[line.title], rows[line.floor], strict=True)
-    ]
-
-
-def _write_rows(lines: list[Line], rows: dict[str, list[dict[str, Any]]], data: str) -> None:
-    """What the methods' pages show: every line of a method that has a floor, data set by data
-    set."""
-    page = DOCS / "methods" / "floors.json"
-    known: dict[str, list[dict[str, Any]]] = json.loads(page.read_text()) if page.exists() else {}
-    kept = {name: [line for line in told if line["data"] != data] for name, told in known.items()}
-    for line in (line for line in lines if line.floor):
-        own, over = [row[line.measure] for row in rows[line.title]], _over(line, rows)
-        floor, by, seeds = _above(line, rows)
-        found = {
-            "line": line.title,
-            "data": data,
-            "setting": line.setting,
-            "accuracy": f"{line.measure} {spread(own)}",
-            "over": floor,
-            "by": by,
-        }
-        clearly = statistics.mean(over) > statistics.stdev(over)
-        kept.setdefault(line.method.name, []).append(
-            {**found, "in how many seeds": seeds, "clearly": clearly}
-        )
-    page.write_text(json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False) + "\n")
+def _beside_floor(line: Line, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    own, floor = ([row[line.measure] for row in rows[n]] for n in (line.title, line.floor))
+    return beside_floor(line.title, line.setting, line.measure, own, floor, line.floor)
 
 
 def _key(line: Line, seed: int, factor: float, data: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import json
 import multiprocessing
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,6 +138,33 @@ def write_rows(rows: Mapping[str, Measured], setting: str, columns: Sequence[str
         for name, row in rows.items()
     }
     page.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
+
+
+def beside_floor(
+    line: str, setting: str, measure: str, own: Sequence[float], floor: Sequence[float], over: str
+) -> Row:
+    """A line beside its floor, seed by seed, as the methods' pages show it."""
+    gained = [a - b for a, b in zip(own, floor, strict=True)]
+    return {
+        "line": line,
+        "setting": setting,
+        "accuracy": f"{measure} {spread(own)}",
+        "over": over,
+        "by": spread(gained, "+", ""),
+        "in how many seeds": f"{sum(d > 0 for d in gained)} of {len(gained)}",
+        "clearly": statistics.mean(gained) > statistics.stdev(gained),
+    }
+
+
+def write_floors(data: str, found: Iterable[tuple[str, Row]]) -> None:
+    """Puts (method, line) of one data set in the place of those that docs/methods/floors.json
+    has."""
+    page = DOCS / "methods" / "floors.json"
+    known: dict[str, list[Row]] = json.loads(page.read_text()) if page.exists() else {}
+    kept = {name: [line for line in told if line["data"] != data] for name, told in known.items()}
+    for name, row in found:
+        kept.setdefault(name, []).append({"data": data, **row})
+    page.write_text(json.dumps(dict(sorted(kept.items())), indent=1, ensure_ascii=False) + "\n")
 
 
 def write(marker: str, text: str, page: str = "results.md") -> None:
