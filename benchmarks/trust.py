@@ -1,44 +1,46 @@
 """What a fleet with liars reaches, by merge: clean, and under every attack.
 
-    python benchmarks/trust.py [--lines a,b] [--seeds 3] [--workers 2] [--cache FILE] [--write]
+    python benchmarks/trust.py [--lines a,b] [--seeds 3] [--rounds 15] [--device cpu|cuda]
+        [--workers 2] [--cache FILE] [--write]
 
 The embedded digits, 20 devices of the default kinds with 60 rows each of all classes, all of them
 in every round, 15 rounds of two epochs. A line is a method and an attack at a share of the fleet,
-"heterofl sign 20"; "heterofl clean" is nobody. Its columns are the merges. A start of a line's
-name stands for all that begin with it: "heterofl", "flexfl labels". `--write` puts the table into
-docs/trust.md.
+"heterofl sign 20"; "heterofl clean" is nobody. Its columns are the merges, and the mean behind a
+gate where there is a global model; where there is none, clients' own models are measured. A start
+of a line's name stands for all that begin with it: "heterofl", "flexfl labels". `--write` puts the
+table into docs/trust.md.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tables import options, played, spread, write
+from tables import engine_on, options, played, spread, write
 
 import nestling
-from nestling import Attack, EngineConfig, Evaluation, Experiment, Server, SplitConfig
+from nestling import Attack, Evaluation, Experiment, Server, SplitConfig
 from nestling.methods import method_class
 
-METHODS = ("heterofl", "shared-average", "flexfl")
+METHODS = ("heterofl", "shared-average", "flexfl", "fedmd", "fedproto")
 KINDS = ("sign", "scale", "labels", "counts", "huge", "free-rider")
 SHARES = (10, 20, 30)
-MERGES = ("mean", "clipped", "median", "trimmed", "krum")
+MERGES = ("mean", "clipped", "median", "trimmed", "krum", "gate")
 ATTACKS = ("clean", *(f"{kind} {share}" for kind in KINDS for share in SHARES))
-ROUNDS = 15
+ROUNDS, GATE = 15, 2.0
 
 
 def main() -> None:
-    chosen = options(__doc__ or "", "trust.json", "starts of lines, e.g. heterofl sign")
+    chosen = options(__doc__ or "", "trust.json", "starts of lines, e.g. heterofl sign", ROUNDS)
     asked = [start.strip() for start in chosen.lines.split(",")]
     lines = [
         line
         for line in (f"{method} {attack}" for method in METHODS for attack in ATTACKS)
-        if any(line.startswith(start) for start in asked)
+        if any(line.startswith(start) for start in asked) and can_be(line)
     ]
     wanted = {
-        f"{line} | {merge} {seed}": (line, merge, seed)
+        f"{line} | {merge} {seed}": (line, merge, seed, chosen.rounds, chosen.device)
         for line in lines
-        for merge in MERGES
+        for merge in merges_of(line)
         for seed in range(chosen.seeds)
     }
     text = table(lines, chosen.seeds, played(play, wanted, chosen))
@@ -47,27 +49,39 @@ def main() -> None:
         write("trust table", text, "trust.md")
 
 
-def play(line: str, merge: str, seed: int) -> dict[str, Any]:
+def can_be(line: str) -> bool:
+    """Whether there is such an attack: who sends no weights cannot send back those it got."""
+    return "free-rider" not in line or method_class(line.split()[0]).shares_weights
+
+
+def merges_of(line: str) -> tuple[str, ...]:
+    """The columns that a line has: only a global model can stand behind a gate."""
+    return MERGES if method_class(line.split()[0]).info.global_model else MERGES[:-1]
+
+
+def play(line: str, merge: str, seed: int, rounds: int, device: str) -> dict[str, Any]:
     """One run."""
-    summary = nestling.run(experiment(line, merge, seed)).summary
-    return {"global": summary["global_accuracy"]["last"], "seconds": summary["seconds"]}
+    made = experiment(line, merge, seed, rounds).with_changes(engine=engine_on(device))
+    summary = nestling.run(made).summary
+    kind = "global" if "gate" in merges_of(line) else "personal"
+    return {kind: summary[f"{kind}_accuracy"]["last"], "seconds": summary["seconds"]}
 
 
-def experiment(line: str, merge: str, seed: int) -> Experiment:
+def experiment(line: str, merge: str, seed: int, rounds: int = ROUNDS) -> Experiment:
     """The experiment of one cell."""
     method, *attack = line.split()
     lies = Attack(attack[0], int(attack[1]) / 100) if len(attack) > 1 else Attack()  # type: ignore[arg-type]
+    # The share to leave out is that of the largest attack played: one does not know how many.
+    rule = Server(gate=GATE) if merge == "gate" else Server(merge=merge, trim=0.3)
     return Experiment(
         method=method,
         seed=seed,
-        rounds=ROUNDS,
+        rounds=rounds,
         participants=0,
         split=SplitConfig(kind="iid", size=60),
-        # The share to leave out is that of the largest attack played: one does not know how many.
-        server=Server(merge=merge, trim=0.3),
+        server=rule,
         attack=lies,
-        engine=EngineConfig("inline"),
-        evaluate=Evaluation(every=ROUNDS, clients=1),
+        evaluate=Evaluation(every=rounds, clients=20),
     )
 
 
@@ -77,8 +91,11 @@ def table(lines: list[str], seeds: int, found: dict[str, dict[str, Any]]) -> str
     rows = []
     for line in lines:
         method, _, attack = line.partition(" ")
+        kind = "global" if "gate" in merges_of(line) else "personal"
         cells = [
-            spread([found[f"{line} | {merge} {seed}"]["global"] for seed in range(seeds)], unit="")
+            spread([found[f"{line} | {merge} {seed}"][kind] for seed in range(seeds)], unit="")
+            if merge in merges_of(line)
+            else "–"
             for merge in MERGES
         ]
         said = attack if attack == "clean" else f"{attack} %"

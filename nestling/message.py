@@ -101,6 +101,8 @@ class Message:
             facts, shapes, kinds, order = (
                 json.loads(meta[k]) for k in ("facts", "bits", "kinds", "order")
             )
+            if not isinstance(facts, dict):
+                raise ValueError("the facts are no table")
             parts: dict[str, dict[str, Tensor]] = {str(kind): {} for kind in kinds}
             found = {
                 key.removeprefix(_PACKED): (key, tensor) for key, tensor in _load(data).items()
@@ -119,7 +121,8 @@ class Message:
             ValueError,
             TypeError,
             UnicodeDecodeError,
-            RuntimeError,
+            RuntimeError,  # among them what is nested too deeply
+            OverflowError,
             AttributeError,
         ) as error:
             raise InputError(f"not a readable message: {type(error).__name__}: {error}") from error
@@ -142,8 +145,10 @@ def pack_bits(flags: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor, shape: list[int]) -> Tensor:
     """The flags that `pack_bits` packed."""
+    if not isinstance(shape, list) or any(type(side) is not int or side < 0 for side in shape):
+        raise ValueError("a shape that cannot be")
     count = math.prod(shape)
-    if packed.numel() != math.ceil(count / 8):
+    if packed.numel() != -(-count // 8):
         raise ValueError("packed flags do not match their shape")
     return torch.from_numpy(np.unpackbits(packed.numpy(), count=count).astype(bool)).reshape(shape)
 
@@ -181,11 +186,10 @@ def faults(message: Message, like: Mapping[str, Mapping[str, Tensor]]) -> str | 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The norm of all values together, for each place that some of them are on; not finite where a
     value is not. One number a place, because reading it waits for what computes there."""
-    own: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        plain = tensor if tensor.dtype == torch.float32 else tensor.float()
-        own.setdefault(tensor.device, []).append(torch.linalg.vector_norm(plain))
-    return [torch.linalg.vector_norm(torch.stack(those)) for those in own.values()]
+    plain = [tensor if tensor.dtype == torch.float32 else tensor.float() for tensor in tensors]
+    places = {tensor.device for tensor in plain}
+    own = [[tensor for tensor in plain if tensor.device == place] for place in places]
+    return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(those))) for those in own]
 
 
 def small_enough(found: Iterable[SupportsFloat]) -> bool:

@@ -69,6 +69,7 @@ class Method:
     parts: ClassVar[Parts] = (WEIGHTS,)  # what travels
     said: ClassVar[Facts] = ()  # what a reply says beside that and the number of samples
     shares_weights: ClassVar[bool] = False  # whether clients train from weights that the server keeps for all of them
+    by_rule: ClassVar[bool] = False  # whether what else clients say is merged by the server's rule, where it has one
     robust: Robust | None = None  # how weights are merged where the server does not take their mean
     world: World
     _made: tuple[int, dict[Any, Any]] = (-1, {})
@@ -170,6 +171,10 @@ class Method:
         """Tensors like those a reply must hold; a reply that differs is refused."""
         up = {p.name: p.like(self, piece, sent) if p.like else sent.parts.get(p.name, {}) for p in self.travelling() if p.up}
         return {name: tensors for name, tensors in up.items() if tensors}
+
+    def largest(self, piece: Piece, sent: Message) -> Mapping[str, Tensors]:
+        """Tensors like those of the largest reply that could be; for methods whose replies say themselves what they are of."""
+        return self.expects(piece, sent)
 
     def merge(self, replies: Replies, round: int) -> None:
         """Fuses the replies of a round into the server's state."""

@@ -50,6 +50,8 @@ class Server:
     tau:       how adaptive "adam", "yogi" and "adagrad" are: less, the larger it is. The second moment starts at its square.
     average:   what is tested, reported and exported is the mean of the models of so many last rounds (0 or 1: the last one alone).
                Training goes on from the last one in any case.
+    gate:      how many times its smallest loss so far the global model's loss on the public rows may be (0: no gate): beyond that the
+               server goes back to the state that had the smallest. Needs labelled public rows (`split.public`).
     most_rows: a client counts as at most so many rows in a merge, whatever it says it has (0: no cap, but on a fleet of real devices
                2**20, see `MOST_DECLARED`).
     """
@@ -63,6 +65,7 @@ class Server:
     merge: str = "mean"
     trim: float = 0.2
     most_rows: int = 0
+    gate: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuses unknown optimisers and numbers out of range."""
@@ -77,6 +80,7 @@ class Server:
         require(self.tau > 0, "must be above 0", "server.tau")
         require(self.average >= 0, "must not be negative (0: the last model alone)", "server.average")
         require(self.most_rows >= 0, "must not be negative (0: no cap)", "server.most_rows")
+        require(not self.gate or self.gate > 1, "must be above 1 (0: no gate)", "server.gate")
 
     @property
     def optimises(self) -> bool:
@@ -95,13 +99,21 @@ class Server:
 
     def check(self, method: Method) -> None:
         """Refuses methods of which the server keeps no shared weights."""
-        if self.merge != "mean" and not method.shares_weights:
-            sharing = [name for name in METHODS if method_class(name).shares_weights]
+        if self.merge != "mean" and not (method.shares_weights or method.by_rule):
+            sharing = [
+                name for name, own in ((name, method_class(name)) for name in METHODS) if own.shares_weights or own.by_rule
+            ]
             raise InputError(
-                f"{method.as_set.title} keeps no shared weights on the server",
+                f"{method.as_set.title} keeps no shared weights on the server, nor statistics that a rule could merge",
                 field="server.merge",
                 fix=f'set server.merge = "mean", or take a method that does: {", ".join(sharing)}',
             )
+        require(
+            not self.gate or method.as_set.global_model,
+            f"{method.as_set.title} has no global model that could be tested",
+            "server.gate",
+            "set server.gate = 0, or take a method with a global model",
+        )
         for on, field, off in ((self.optimises, "optimizer", '"none"'), (self.averages, "average", "0")):
             require(
                 method.shares_weights or not on,

@@ -10,8 +10,10 @@ from nestling.training.client import Outcome
 
 
 def account_for(federation: Federation, round: Round) -> Metrics:
-    """A round's metrics; adds it to the totals, and says who was refused and what boards did."""
+    """A round's metrics; adds it to the totals, and says who was refused, what boards did and that
+    the round stands."""
     tell(federation, round)
+    federation.on_merged(round.number, round.outcomes, round.void)
     totals, outcomes = federation.totals, round.outcomes
     losses = {client: float(outcome.loss) for client, outcome in outcomes.items()}
     up = sum([outcome.reply.nbytes for outcome in outcomes.values()])
@@ -45,6 +47,7 @@ def account_for(federation: Federation, round: Round) -> Metrics:
         "clock_seconds": totals.clock_seconds,
         "energy_joules": totals.energy_joules,
         **tested,
+        **({"gate": round.gate} if round.gate else {}),
     }
 
 

@@ -58,6 +58,7 @@ class Round:
     seconds: float = 0.0
     joules: float = 0.0
     tested: dict[str, Any] | None = None
+    gate: dict[str, Any] | None = None  # what the gate behind the merge found
     error: Exception | None = None
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nestling.engines import Engine
+from nestling.errors import InputError
 from nestling.methods import Method
 from nestling.methods.server import KEPT, Kept, Server, shown
 from nestling.runs.evaluation import Bench
+from nestling.training.client import Outcome
 from nestling.trust.attacks import Attack
 from nestling.views import State
 from nestling.world import World
@@ -55,6 +57,8 @@ class Federation:
     on_client: Callable[[int, int], None] = lambda *_: None
     on_refusal: Callable[[int, int, str], None] = lambda *_: None
     on_board: Callable[[Mapping[str, Any]], None] = lambda _: None
+    # a round stands: its number, its outcomes, and whose of them do not count
+    on_merged: Callable[[int, Mapping[int, Outcome], Collection[int]], None] = lambda *_: None
     ahead: int = 0  # rounds that the method's state is ahead of `totals`
     stateful: bool = False  # whether any client has kept anything
     notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results
@@ -62,6 +66,12 @@ class Federation:
     def __post_init__(self) -> None:
         """Gives the method the server's way to merge, and draws who lies where anybody does."""
         self.method.robust = self.server.robust
+        if self.server.gate and self.world.public_labels is None:
+            raise InputError(
+                "there are no labelled public rows to test the global model on",
+                field="server.gate",
+                fix="set the share of rows that are public, e.g. split.public = 0.02",
+            )
         if self.attack.on:
             self.attackers = self.attack.attackers(len(self.world.fleet), self.world.seed)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from nestling.engines import Refusal
 from nestling.methods.server import merge_round
+from nestling.runs import gate
 from nestling.runs.accounting import account_for
 from nestling.runs.admission import Round, Sent, admit
 from nestling.runs.ahead import rounds_that_stand
@@ -20,6 +21,8 @@ from nestling.training.client import Outcome, Task
 def play(federation: Federation, halt: Callable[[], bool] = lambda: False) -> Iterator[Metrics]:
     """Plays the remaining rounds; gives each one's metrics after its merge, before anything is
     written. While `halt` says so no round is started before all that were are done."""
+    if federation.server.gate:
+        gate.begin(federation)
     mark = time.monotonic()
     for done in rounds_that_stand(federation, carry_out, halt):
         metrics = account_for(federation, done)
@@ -40,6 +43,8 @@ def carry_out(federation: Federation, round: Round) -> None:
     federation.kept = merge_round(
         federation.server, federation.method, replies, round.number, federation.kept
     )
+    if federation.server.gate:
+        round.gate = gate.guard(federation)
     if federation.doubts:
         round.measure(federation.state())
     if round.number % federation.evaluate_every == 0 or round.number == federation.rounds:

@@ -25,6 +25,9 @@ from nestling.views.sparse import restored, survivors
 WEIGHTS = ("weights", "update")
 """The parts of a reply that attackers of weights change, whichever it holds."""
 
+TOLD = ("statistics", "logits")
+"""What they change of a reply that holds no weights: prototypes and their like, and logits."""
+
 HUGE = 1e15
 """What "huge" puts in: finite, so that a reply with it is admitted."""
 
@@ -38,7 +41,8 @@ class Attack:
     kind:   "none"; "sign" (its step from the weights it received, turned round, times the factor);
             "scale" (its step times the factor); "labels" (trains on classes − 1 − y); "counts"
             (claims its number of samples times the factor); "huge" (one weight is 1e15);
-            "free-rider" (sends back the weights that it received).
+            "free-rider" (sends back the weights that it received). Where statistics by class or
+            logits travel and no weights, "sign", "scale" and "huge" change these, from zero.
     share:  of the fleet that lies, rounded, drawn from the seed.
     factor: 0: 1 for "sign", 10 for "scale", 1000 for "counts".
     """
@@ -59,9 +63,10 @@ class Attack:
     def check(self, title: str, up: Collection[str]) -> None:
         """Refuses attacks on weights where a method's replies, which hold the parts `up`, have
         none."""
-        if self.kind in ("sign", "scale", "huge", "free-rider") and not set(up) & set(WEIGHTS):
+        told = () if self.kind == "free-rider" else TOLD
+        if self.kind not in ("none", "labels", "counts") and not set(up) & {*WEIGHTS, *told}:
             raise InputError(
-                f"the clients of {title} send no weights, which {self.kind!r} would change",
+                f"the clients of {title} send nothing that {self.kind!r} would change",
                 field="attack.kind",
                 fix="take labels or counts, or a method whose clients send weights",
             )
@@ -87,8 +92,12 @@ class Attack:
             return Message(reply.parts, {**reply.facts, "samples": samples})
         if self.kind == "labels":
             return reply
+        if set(WEIGHTS) & reply.parts.keys():
+            begun = dict.fromkeys(WEIGHTS, received)
+        else:
+            begun = {kind: _zeros(reply.parts.get(kind, {})) for kind in TOLD}
         parts = {
-            kind: self._changed(part, received) if kind in WEIGHTS else part
+            kind: self._changed(part, begun[kind]) if kind in begun else part
             for kind, part in reply.parts.items()
         }
         return Message(parts, reply.facts)
@@ -99,13 +108,17 @@ class Attack:
 
     def _changed(self, part: Tensors, received: Tensors) -> Tensors:
         floats = [name for name, t in part.items() if t.is_floating_point() and t.numel()]
-        if self.kind == "huge":
+        if self.kind == "huge" and floats:
             first = part[floats[0]].clone()
             first.view(-1)[0] = HUGE
             return {**part, floats[0]: first}
-        times = {"sign": -self._strength, "scale": self._strength, "free-rider": 0.0}[self.kind]
+        times = {"sign": -self._strength, "scale": self._strength}.get(self.kind, 0.0)
         moved = {n: received[n] + times * (part[n] - received[n]) for n in floats if n in received}
         return {**part, **moved}
+
+
+def _zeros(part: Tensors) -> Tensors:
+    return {name: torch.zeros_like(tensor) for name, tensor in part.items()}
 
 
 def received_as(weights: Tensors, sent: View, returned: View) -> Tensors:

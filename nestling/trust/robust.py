@@ -68,6 +68,25 @@ class Robust:
             }
         )
 
+    def combine(self, said: Tensor, held: Tensor, base: Tensor) -> Tensor:
+        """What the rule makes of what clients say, one row of `said` each, where `held` flags what
+        each of them tells of; where nobody tells anything, `base`. Steps go from there."""
+        self.merges += 1
+        values, start = said.to(torch.float64), base.to(torch.float64)
+        steps, flags = torch.where(held, values - start, 0.0).flatten(1), held.flatten(1)
+        lengths = (steps.square().sum(1) / flags.sum(1).clamp(min=1)).sqrt()
+        scales = torch.tensor(_scales(lengths.tolist()), dtype=torch.float64, device=said.device)
+        squares, common = _apart(steps, flags.to(torch.float64))
+        taken = held & _rowwise(self._stay(_mean_apart(squares, common)), held)
+        times = _rowwise(scales, values)
+        clipped = torch.where(times == 1, values, start + times * (values - start))
+        return self._decided(values, clipped, held, taken, start).to(base.dtype)
+
+    def agree(self, said: Sequence[Tensor]) -> Tensor:
+        """What the rule makes of what all clients say of the same things; steps go from zero."""
+        values = torch.stack(list(said))
+        return self.combine(values, torch.ones_like(values, dtype=torch.bool), values[0] * 0)
+
     def promise(self, replies: int) -> str:
         """How many may lie, of a round with so many replies, as a run's first lines say it."""
         out, half = _left_out(self.trim, replies), (replies - 1) // 2
@@ -94,9 +113,15 @@ class Robust:
         ]
 
     def _chosen(self, reference: Mapping[str, Tensor], given: Sequence[Contribution]) -> list[bool]:
-        if self.rule != "krum" or len(given) < ENOUGH:
+        if self.rule != "krum":
             return [True] * len(given)
-        return nearest(distances(reference, given), _left_out(self.trim, len(given)))
+        return self._stay(distances(reference, given))
+
+    def _stay(self, apart: Tensor) -> list[bool]:
+        """Which replies count as wholes, by how far they are from each other."""
+        if self.rule != "krum" or len(apart) < ENOUGH:
+            return [True] * len(apart)
+        return nearest(apart, _left_out(self.trim, len(apart)))
 
     def _merge_tensor(
         self,
@@ -118,16 +143,21 @@ class Robust:
                 for k, v in zip(own, values, strict=True)
             ]
         )
-        taken = held & torch.tensor([chosen[k] for k in own], device=old.device).view(
-            -1, *[1] * old.dim()
-        )
-        merged = _mean(clipped, taken, base)
-        if self.rule != "clipped":
-            holders = held.sum(0)
-            enough = holders >= ENOUGH
-            self._count(holders, enough)
-            merged = torch.where(enough, self._voted(values, held, taken, base), merged)
+        taken = held & _rowwise([chosen[k] for k in own], held)
+        merged = self._decided(values, clipped, held, taken, base)
         return merged.to(old.dtype) if old.is_floating_point() else merged.round().to(old.dtype)
+
+    def _decided(
+        self, values: Tensor, clipped: Tensor, held: Tensor, taken: Tensor, base: Tensor
+    ) -> Tensor:
+        """The rule where enough clients hold an entry, the mean of what is clipped elsewhere."""
+        merged = _mean(clipped, taken, base)
+        if self.rule == "clipped":
+            return merged
+        holders = held.sum(0)
+        enough = holders >= ENOUGH
+        self._count(holders, enough)
+        return torch.where(enough, self._voted(values, held, taken, base), merged)
 
     def _voted(self, values: Tensor, held: Tensor, taken: Tensor, base: Tensor) -> Tensor:
         """What the rule makes of entries that enough clients hold."""
@@ -149,7 +179,10 @@ class Robust:
 def clip_scales(reference: Mapping[str, Tensor], given: Sequence[Contribution]) -> list[float]:
     """What each reply's step is multiplied by: 1 up to the median length, of two middle ones the
     shorter."""
-    lengths = [_length(reference, c) for c in given]
+    return _scales([_length(reference, c) for c in given])
+
+
+def _scales(lengths: Sequence[float]) -> list[float]:
     limit = sorted(lengths)[(len(lengths) - 1) // 2]
     return [1.0 if length <= limit else limit / length for length in lengths]
 
@@ -200,13 +233,28 @@ def distances(reference: Mapping[str, Tensor], given: Sequence[Contribution]) ->
             values, held = spread_out(name, old, [given[k] for k in own])
             # From the weights that were given: small numbers, of which little is lost in squares.
             steps = torch.where(held, values - old, 0.0).flatten(1)
-            flags = held.flatten(1).to(torch.float64)
-            squares = steps.square() @ flags.T
+            squares, both = _apart(steps, held.flatten(1).to(torch.float64))
             at = torch.tensor(own, device=place)
-            apart[at[:, None], at] += squares + squares.T - 2 * steps @ steps.T
-            common[at[:, None], at] += flags @ flags.T
-    mean = torch.where(common > 0, apart.clamp(min=0) / common, torch.inf)
+            apart[at[:, None], at] += squares
+            common[at[:, None], at] += both
+    return _mean_apart(apart, common)
+
+
+def _apart(steps: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every two rows the squared difference, summed over what both hold, and how much that
+    is. What a row does not hold is zero."""
+    squares = steps.square() @ flags.T
+    return squares + squares.T - 2 * steps @ steps.T, flags @ flags.T
+
+
+def _mean_apart(squares: Tensor, common: Tensor) -> Tensor:
+    mean = torch.where(common > 0, squares.clamp(min=0) / common, torch.inf)
     return ((mean + mean.T) / 2).fill_diagonal_(torch.inf)
+
+
+def _rowwise(values: Sequence[bool] | Tensor, like: Tensor) -> Tensor:
+    """One value per row, in a shape that spreads over the row."""
+    return torch.as_tensor(values, device=like.device).view(-1, *[1] * (like.dim() - 1))
 
 
 def nearest(apart: Tensor, out: int) -> list[bool]:

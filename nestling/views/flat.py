@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.message import small_enough
+from nestling.message import LARGEST
 
 FLOAT = torch.float32
 
@@ -55,6 +55,11 @@ class Layout:
     def all_names(self) -> frozenset[str]:
         """The names in the buffer and those kept beside it."""
         return frozenset((*self.names, *self.others))
+
+    @cached_property
+    def count(self) -> int:
+        """How many tensors a state with this layout has."""
+        return len(self.names) + len(self.others)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """The tensors in a buffer of shape (…, numel), as views with the leading dimensions
@@ -228,7 +233,7 @@ class Stack:
     def finite(self) -> list[bool]:
         """One flag per row: whether all its values are finite, and not too large to be merged."""
         self.start_norms()
-        return [small_enough([norm]) for norm in self._norms.values()]  # type: ignore[union-attr]
+        return [norm <= LARGEST for norm in self._norms.values()]  # type: ignore[union-attr]
 
 
 class Row(Mapping[str, Tensor]):
@@ -265,7 +270,7 @@ class Row(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         """How many tensors the state has."""
-        return len(self.layout.names) + len(self.layout.others)
+        return self.layout.count
 
 
 def only(state: Mapping[str, Tensor], names: Sequence[str]) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nestling
-from nestling import Attack, EngineConfig, Experiment, InputError, Server
+from nestling import Attack, EngineConfig, Experiment, InputError, Server, SplitConfig
 from nestling.fleet.server.serving import _begin
 from nestling.message import Message
 from nestling.methods import METHODS
@@ -176,12 +176,36 @@ def test_every_method_with_shared_weights_can_be_attacked(method: str) -> None:
     assert result.summary["refused"] == 0 and not equal_groups(a, b)
 
 
-@pytest.mark.parametrize("kind", ["sign", "scale", "huge", "free-rider"])
-def test_methods_whose_clients_send_no_weights_refuse(kind: str) -> None:
-    assert "fedmd" in METHODS
-    with pytest.raises(InputError, match=r"attack.kind: .*send no weights"):
-        Experiment(method="fedmd", attack=Attack(kind))  # type: ignore[arg-type]
-    Experiment(method="fedmd", attack=Attack("labels"))
+@pytest.mark.parametrize(
+    ("method", "kind"), [("fedmd", "free-rider"), ("draftfed", "sign"), ("draftfed", "huge")]
+)
+def test_methods_whose_clients_send_nothing_of_the_kind_refuse(method: str, kind: str) -> None:
+    assert method in METHODS
+    with pytest.raises(InputError, match=r"attack.kind: .*send nothing that"):
+        Experiment(method=method, attack=Attack(kind))  # type: ignore[arg-type]
+    Experiment(method=method, attack=Attack("labels"))
+
+
+@pytest.mark.parametrize(("method", "part"), [("fedproto", "statistics"), ("fedmd", "logits")])
+def test_what_is_told_instead_of_weights_is_turned_round(method: str, part: str) -> None:
+    public = SplitConfig(kind="iid", size=60, public=0.01)
+    made, federation = assemble(small(method, split=public, attack=Attack("sign", 0.5, 2.0)))
+    replies = []
+    for lies in (False, True):
+        round, site = Round(1, {}, frozenset()), site_of(federation)
+        federation.engine.open(made.make_method(), site)
+        send(federation, round)
+        train(federation, round)
+        if lies:
+            attack(federation, round)
+        replies.append({c: o.reply for c, o in round.outcomes.items()})
+        federation.engine.close()
+    honest, heard = replies
+    assert federation.attackers & honest.keys()
+    for client, reply in honest.items():
+        times = -2.0 if client in federation.attackers else 1.0
+        assert all(torch.equal(heard[client][part][n], times * t) for n, t in reply[part].items())
+        assert dict(heard[client].facts) == dict(reply.facts)
 
 
 def test_real_devices_are_not_attacked() -> None:

@@ -114,7 +114,10 @@ def test_a_run_says_what_it_can_bear_and_how_many_entries_few_hold() -> None:
     assert len(thin) == 1 and thin[0] in notes and told[0] in notes
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in SHARING])
+TELLING = [name for name in METHODS if method_class(name).by_rule]
+
+
+@pytest.mark.parametrize("method", [n for n in METHODS if n not in {*SHARING, *TELLING}])
 def test_methods_without_shared_weights_refuse_and_name_those_with(method: str) -> None:
     with pytest.raises(InputError, match=r"server.merge: .*keeps no shared weights") as error:
         Experiment(method=method, server=Server(merge="median"))

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from nestling.methods.allocation import Ladder, ladder
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Replies, State, World, merge
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Replies, State, World
 from nestling.methods.distill import gaussian
 from nestling.methods.distill.embedded import embedded_ladder
 from nestling.methods.distill.hyper_knowledge import clipped, noised, noised_alike, taught
@@ -74,6 +74,7 @@ class FedHKD(ByClass):
     weights: State = kept()
     _ladder: Ladder = made()
 
+    by_rule = True
     info = Info.of_own_networks(
         "data-free", "any: networks never meet, features have one size (or width, with weights)", "official code read", "F"
     )
@@ -146,10 +147,10 @@ class FedHKD(ByClass):
     def merge(self, replies: Replies, round: int) -> None:
         """The mean per class by rows (in "code" the last client's word alone) and, with weights, the mean over views."""
         for some in [[reply] for reply in replies] if self.compat == "code" else [replies]:
-            self.table = self.table.after(some)
+            self.table = self.table.after(some, robust=self.robust)
         if self.merges:
             own = [Contribution(r.piece.view, r.message["weights"], float(r.samples)) for r in replies]
-            self.weights = merge(self.weights, own)
+            self.weights = self.fuse(self.weights, own)
 
     def model_for(self, device: Device) -> Model:
         """With weights the device's part of the averaged network, else its own."""

@@ -95,6 +95,10 @@ class FedKD(Pairs):
         assert isinstance(piece, Ranked)
         return factors_like(self.weights, piece.ranks)
 
+    def largest(self, piece: Piece, sent: Message) -> Mapping[str, Tensors]:
+        """The shared network itself: its factors are sent where they are fewer numbers."""
+        return {MEME: self.weights}
+
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def objective(self, client: Client) -> Objective:

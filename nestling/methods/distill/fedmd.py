@@ -51,6 +51,7 @@ class FedMD(PublicExchange):
 
     told: Records = made()
 
+    by_rule = True
     info = Info.of_own_networks(
         "public data",
         "any: only logits travel",
@@ -94,7 +95,8 @@ class FedMD(PublicExchange):
                 self.told.put(reply.device.id, {"labels": torch.tensor(True)}, round)
         if replies:
             said = [reply.message["logits"]["logits"] for reply in replies]
-            self.know({"logits": combine(said, [reply.samples for reply in replies], "uniform")}, round)
+            agreed = self.robust.agree(said) if self.robust else combine(said, [reply.samples for reply in replies], "uniform")
+            self.know({"logits": agreed}, round)
 
     # -- on the client ---------------------------------------------------------------------------------------------------------
 

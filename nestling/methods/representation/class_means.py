@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.methods.api import Client, Device, Message, Piece, Replies, State, World, kept, made
-from nestling.methods.part import Fact, Facts, Part, Parts, can_count
+from nestling.methods.part import Fact, Facts, Part, Parts, Tensors, can_count
 from nestling.methods.personal import Personal, common_features
 from nestling.methods.representation.class_table import COUNTS, STATISTICS, ClassTable
 from nestling.models.embedding import with_features
@@ -104,6 +104,10 @@ class TellsByClass(Personal):
         """The piece with the classes that the reply tells of."""
         return Told(piece.reference, piece.view, tuple(facts["classes"]))
 
+    def largest(self, piece: Piece, sent: Message) -> Mapping[str, Tensors]:
+        """What a reply that tells of all classes holds."""
+        return self.expects(Told(piece.reference, piece.view, tuple(range(self.world.classes))), sent)
+
     # -- on the client ---------------------------------------------------------------------------------------------------------
 
     def statistics(self, client: Client) -> State:
@@ -150,7 +154,7 @@ class ByClass(TellsByClass):
 
     def merge(self, replies: Replies, round: int) -> None:
         """The mean per class over the clients that tell of it, weighted by their rows."""
-        self.table = self.table.after(replies)
+        self.table = self.table.after(replies, robust=self.robust)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nestling.methods.api import Replies, State
+from nestling.trust.robust import Robust
 
 STATISTICS, COUNTS = "statistics", "counts"
 
@@ -26,13 +27,13 @@ class ClassTable:
         rows = {name: torch.zeros(classes, *shape, device=place) for name, shape in shapes.items()}
         return ClassTable(rows, torch.zeros(classes, dtype=torch.bool, device=place))
 
-    def after(self, replies: Replies, weighting: str = "samples", rate: float = 1.0) -> ClassTable:
+    def after(self, replies: Replies, weighting: str = "samples", rate: float = 1.0, robust: Robust | None = None) -> ClassTable:
         """The table after some replies: per class the mean over the clients that tell of it, weighted by their rows of the class or
-        not at all; of what was known before, 1 − `rate` stays."""
+        not at all, or what a robust rule makes of them; of what was known before, 1 − `rate` stays."""
         rows: State = {}
         said = self.known.clone()
         for name, old in self.rows.items():
-            new, said = _class_mean(replies, name, old, weighting)
+            new, said = _by_rule(robust, replies, name, old) if robust else _class_mean(replies, name, old, weighting)
             both = torch.where(_wide(self.known, old), old.lerp(new, rate), new)
             rows[name] = torch.where(_wide(said, old), both, old)
         return ClassTable(rows, self.known | said)
@@ -61,6 +62,17 @@ def _class_mean(replies: Replies, name: str, like: Tensor, weighting: str) -> tu
         total.index_add_(0, classes, own * _wide(share, own))
         weight.index_add_(0, classes, share)
     return (total / _wide(weight.clamp(min=1e-12), total)).to(like.dtype), weight > 0
+
+
+def _by_rule(robust: Robust, replies: Replies, name: str, old: Tensor) -> tuple[Tensor, Tensor]:
+    """Per class what a rule makes of the clients that tell of it, each counting alike, and which classes anybody tells of."""
+    told = torch.zeros(len(replies), len(old), dtype=torch.bool, device=old.device)
+    values = torch.zeros(len(replies), *old.shape, dtype=old.dtype, device=old.device)
+    for k, reply in enumerate(replies):
+        classes = torch.tensor(reply.message.facts["classes"], dtype=torch.int64, device=old.device)
+        told[k, classes], values[k, classes] = True, reply.message[STATISTICS][name].to(values)
+    held = told.reshape(*told.shape, *[1] * (old.dim() - 1)).expand_as(values)
+    return (robust.combine(values, held, old) if len(replies) else old), told.any(0)
 
 
 def _wide(rows: Tensor, like: Tensor) -> Tensor:

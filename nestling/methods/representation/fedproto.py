@@ -42,6 +42,7 @@ class FedProto(ByClass):
     weighting: Literal["samples", "uniform"] = "samples"
     predict: Literal["prototype", "head"] = "prototype"
 
+    by_rule = True
     info = Info.of_own_networks("representation", "any: networks never meet, features have one size", "official code read", "F")
 
     def shapes(self, classes: int) -> dict[str, tuple[int, ...]]:
@@ -55,7 +56,7 @@ class FedProto(ByClass):
 
     def merge(self, replies: Replies, round: int) -> None:
         """The mean prototype per class over the clients that tell of it, weighted as set."""
-        self.table = self.table.after(replies, self.weighting)
+        self.table = self.table.after(replies, self.weighting, robust=self.robust)
 
     def model_for(self, device: Device) -> Model:
         """The device's network, deciding by prototypes or by its head as `predict` says."""

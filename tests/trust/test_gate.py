@@ -1,0 +1,66 @@
+"""The gate behind the merge: what ruins the model does not stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import nestling
+from nestling import Attack, Experiment, InputError, Server, SplitConfig, Train
+from nestling.runs.run import Watcher
+from tests.methods.test_server import equal_groups
+from tests.small import small
+
+PUBLIC = SplitConfig(kind="iid", size=200, public=0.02)
+FAST = Train(epochs=3, batch=20, lr=0.05)
+RUIN = Attack("sign", 0.25, 300.0)
+
+
+def made(gate: float, attack: Attack | None = None) -> Experiment:
+    """Four clients, one of which may ruin the model in every round that it takes part in."""
+    server, lies = Server(gate=gate), attack or Attack()
+    return small(
+        "fedavg", rounds=6, participants=2, split=PUBLIC, server=server, attack=lies, train=FAST
+    )
+
+
+def test_a_round_that_ruins_the_model_is_taken_back() -> None:
+    notes: list[str] = []
+    rows = nestling.run(made(2.0, attack=RUIN), watcher=Watcher(note=notes.append)).metrics
+    returned = [row["round"] for row in rows if row["gate"]["returned"]]
+    assert returned and len(returned) < len(rows)
+    assert sum("went back to its best state" in note for note in notes) == len(returned)
+    without = nestling.run(made(0.0, attack=RUIN)).metrics
+    assert "gate" not in without[-1]
+    assert rows[-1]["global_accuracy"] - without[-1]["global_accuracy"] > 0.3
+
+
+def test_the_state_after_a_return_is_that_of_the_best_round() -> None:
+    run = nestling.run(made(2.0, attack=RUIN)).federation
+    good = {n.removeprefix("server:good:"): s for n, s in run.kept.items() if "good:" in n}
+    last = nestling.run(made(2.0, attack=RUIN)).metrics[-1]
+    same = equal_groups(good, run.method.state())
+    assert same == (last["gate"]["returned"] or last["gate"]["loss"] == last["gate"]["best"])
+
+
+def test_a_resumed_run_returns_to_the_same_state(tmp_path: Path) -> None:
+    nestling.run(made(2.0, attack=RUIN).with_changes(rounds=3), out=tmp_path / "run")
+    parts = nestling.resume(tmp_path / "run", overrides=("rounds=6",))
+    whole = nestling.run(made(2.0, attack=RUIN))
+    assert equal_groups(parts.federation.state(), whole.federation.state())
+    assert [r["gate"] for r in parts.metrics] == [r["gate"] for r in whole.metrics]
+
+
+def test_a_gate_that_is_never_closed_changes_nothing() -> None:
+    a, b = (nestling.run(made(gate)).federation.method.state() for gate in (0.0, 1e9))
+    assert equal_groups(a, b)
+
+
+def test_without_public_rows_or_a_global_model_it_is_refused() -> None:
+    with pytest.raises(InputError, match=r"server.gate: .*no labelled public rows.*split.public"):
+        nestling.run(small("fedavg", server=Server(gate=2.0), split=SplitConfig(size=60, public=0)))
+    with pytest.raises(InputError, match=r"server.gate: Local has no global model"):
+        Experiment(method="local", server=Server(gate=2.0))
+    with pytest.raises(InputError, match=r"server.gate: must be above 1"):
+        Server(gate=1.0)
