@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
+from nestling.harmless import harmless
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+ARRAYS = ("x", "y", "client", "test")
+"""What an .npz file of data may hold."""
 
 
 @contextmanager
@@ -78,6 +85,37 @@ def write_atomic(
         Path(temporary).unlink(missing_ok=True)
 
 
+def sealed(data: bytes) -> bytes:
+    """Data behind their digest, as `read_sealed` wants them in a file that a run goes on from."""
+    return hashlib.sha256(data).digest() + data
+
+
+def read_sealed(path: Path, field: str | None = None) -> bytes:
+    """The data of a file that `sealed` made; an `InputError` where it is not what was written."""
+    raw = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(raw[size:]).digest() != raw[:size]:
+        raise InputError(
+            f"{path} is damaged, or of an earlier version",
+            field=field,
+            fix="restore the file, or start the run again",
+        )
+    return raw[size:]
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Adds a text to the end of a file, all of it or nothing."""
+    data = text.encode()
+    with open(path, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 def read_toml(path: str | Path, field: str | None = None) -> dict[str, Any]:
     """The tables of a TOML file; a missing, unreadable or broken file is an `InputError` on
     `field`."""
@@ -100,7 +138,7 @@ def parse_toml(text: str, name: str, field: str | None = None) -> dict[str, Any]
     """The tables of a text in TOML; `name` says where it came from."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
         raise InputError(
             f"{name} is not valid TOML: {error}", field=field, fix="mend the line it names"
         ) from None
@@ -109,3 +147,40 @@ def parse_toml(text: str, name: str, field: str | None = None) -> dict[str, Any]
 def cache_folder() -> Path:
     """Where things are kept that can be found out again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"
+
+
+def read_arrays(path: Path, field: str = "data.path") -> dict[str, Any]:
+    """The arrays x and y of an .npz file, and client and test where it has them; whatever is wrong
+    with the file is an `InputError` on `field`."""
+    import numpy as np
+
+    if not path.is_file():
+        raise _no_archive(path, "there is no such file", "give the path of an .npz file", field)
+    if not zipfile.is_zipfile(path):
+        fix = "write it with numpy.savez_compressed(path, x=..., y=...)"
+        raise _no_archive(path, "not an .npz file", fix, field)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in ARRAYS if key in file.files}
+        for key, array in arrays.items():
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"{key} is no array")
+            if array.dtype.kind == "U":
+                array.tolist()  # letters that do not exist are found here, and nowhere later
+    except Exception as error:  # a damaged archive may raise nearly anything
+        fix = "write plain arrays (no objects) with numpy.savez_compressed"
+        why = harmless(str(error)) or type(error).__name__
+        raise _no_archive(path, f"cannot be read: {why}", fix, field) from error
+    for key in ("x", "y"):
+        if key not in arrays:
+            raise _no_archive(
+                path,
+                f"has no array {key!r}",
+                "the file needs x (samples) and y (labels); client and test are optional",
+                field,
+            )
+    return arrays
+
+
+def _no_archive(path: Path, what: str, fix: str, field: str) -> InputError:
+    return InputError(f"{path}: {what}", field=field, fix=fix)

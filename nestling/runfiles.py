@@ -20,6 +20,8 @@ METRICS = "metrics.jsonl"
 BOARDS = "boards.jsonl"
 SUMMARY = "summary.json"
 ANALYSIS = "analysis.json"
+AUDIT = "audit.jsonl"
+"""What a fleet of real devices did, in lines that vouch for each other (`fleet.care.audit`)."""
 ROSTER = "roster.json"
 """The clients of a fleet of real devices: a folder that has it is such a fleet's."""
 

@@ -102,7 +102,7 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
 def _convert_plain(hint: Any, value: Any, path: str) -> Any:
     wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < 2**1023 else math.inf
     # In Python a bool is an int; in a configuration that is a slip.
     if (
         hint not in wanted

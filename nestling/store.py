@@ -23,10 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nestling.errors import InputError
+from nestling.files import read_sealed, sealed
 from nestling.message import Message, payload
 from nestling.views import State
 
-_FILE = re.compile(r"(\d+)\.(\d+)\.safetensors")
+_FILE = re.compile(r"(\d+)\.(\d+)\.bin")
 _FLUSHERS = 16  # disks join flushes that wait at the same time
 # what the server writes down of a client is stored under the client's number plus this
 _SERVER = 2**40
@@ -108,7 +109,8 @@ class ClientStore:
         self._recent.clear()
         self._bytes, self._covered = 0, round
         self._versions, self._unflushed, self._unwritten, self._replaced = {}, set(), set(), {}
-        for path in self.folder.glob("*.safetensors") if self.folder is not None else []:
+        self._refuse_old()
+        for path in self.folder.glob("*.bin") if self.folder is not None else []:
             match = _FILE.fullmatch(path.name)
             if match is None:
                 continue
@@ -119,6 +121,14 @@ class ClientStore:
                 self._versions.setdefault(client, []).append(version)
         for versions in self._versions.values():
             versions.sort()
+
+    def _refuse_old(self) -> None:
+        """Refuses what an earlier version wrote: nothing tells whether it is as it was written."""
+        if self.folder is not None and any(self.folder.glob("*.safetensors")):
+            raise InputError(
+                f"{self.folder} was written by an earlier version, without checksums",
+                fix="go on with that version, or start the run again",
+            )
 
     def _hold(self, client: int, round: int) -> None:
         """Holds on to what the first put of a round replaces. A run folder has it on disk: no put
@@ -163,17 +173,17 @@ class ClientStore:
         return self._temporary
 
     def _path(self, client: int, round: int) -> Path:
-        return self._home() / f"{client}.{round}.safetensors"
+        return self._home() / f"{client}.{round}.bin"
 
     def _write(self, client: int, state: State, round: int) -> Path:
         path = self._path(client, round)
-        path.write_bytes(Message({"memory": state}).to_bytes())
+        path.write_bytes(sealed(Message({"memory": state}).to_bytes()))
         return path
 
     def _read(self, client: int, round: int) -> State:
         path = self._path(client, round)
         try:
-            return dict(Message.from_bytes(path.read_bytes())["memory"])
+            return dict(Message.from_bytes(read_sealed(path))["memory"])
         except (OSError, KeyError, InputError) as error:
             raise InputError(
                 f"client {client}'s state cannot be read from {path}: {error}",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nestling.errors import InputError
+from nestling.message import Message
 from nestling.store import ClientStore, Records
 
 
@@ -73,7 +74,7 @@ def test_half_a_file_of_an_unfinished_round_does_no_harm(tmp_path: Path) -> None
     store = ClientStore(tmp_path)
     store.put(1, kept(1), 1)
     store.covered(1)
-    (tmp_path / "1.2.safetensors").write_bytes(b"half")
+    (tmp_path / "1.2.bin").write_bytes(b"half")
     again = ClientStore(tmp_path)
     again.resume(1)
     assert float(again.get(1)["w"][0]) == 1
@@ -88,7 +89,7 @@ def test_a_resumed_run_sees_what_was_there_at_the_checkpoint(tmp_path: Path) -> 
     again = ClientStore(tmp_path)
     again.resume(1)
     assert float(again.get(1)["w"][0]) == 1 and float(again.get(2)["w"][0]) == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["1.1.safetensors", "2.1.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1.1.bin", "2.1.bin"]
 
 
 def test_old_versions_go_once_a_checkpoint_covers_newer_ones(tmp_path: Path) -> None:
@@ -112,11 +113,17 @@ def test_without_checkpoints_nothing_a_resume_needs_is_removed(tmp_path: Path) -
 
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:
     ClientStore(tmp_path).put(3, kept(1), 1)
-    (tmp_path / "3.1.safetensors").write_bytes(b"nonsense")
+    (tmp_path / "3.1.bin").write_bytes(b"nonsense")
     again = ClientStore(tmp_path)
     again.resume(1)
     with pytest.raises(InputError, match="client 3's state"):
         again.get(3)
+
+
+def test_what_an_earlier_version_kept_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "3.1.safetensors").write_bytes(Message({"memory": kept(1)}).to_bytes())
+    with pytest.raises(InputError, match="earlier version, without checksums"):
+        ClientStore(tmp_path).resume(1)
 
 
 def test_nothing_is_kept_of_nothing(tmp_path: Path) -> None:

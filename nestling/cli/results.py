@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nestling.cli.shared import AsJson, Trusted, print_table
+from nestling.cli.shared import AsJson, Trusted, complain, print_table
 
 
 def report(
@@ -87,6 +87,10 @@ def export(
         int, typer.Option(help="Training rows that the ranges of the eight bits are taken from.")
     ] = 500,
     name: Annotated[str, typer.Option(help="Of the files and of the function in C.")] = "model",
+    sign: Annotated[
+        Path | None,
+        typer.Option(metavar="KEY", help="Sign the files with this key (see `nestling keygen`)."),
+    ] = None,
     as_json: AsJson = False,
     trust: Trusted = None,
 ) -> None:
@@ -102,8 +106,39 @@ def export(
         calibration=calibration,
         name=name,
         trust=trust or (),
+        sign=sign,
     )
     if as_json:
         print(json.dumps(report, indent=1))
     else:
         print_table(export_table(report))
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote.")],
+    key: Annotated[
+        Path | None,
+        typer.Option(metavar="PUBLIC", help="The exporter's public key; without, only the sums."),
+    ] = None,
+) -> None:
+    """Check that an exported folder is what its exporter wrote and signed."""
+    from nestling.export.manifest import NotAsExported, verify
+
+    try:
+        files = verify(folder, key)
+    except NotAsExported as differs:
+        complain(str(differs))
+        raise typer.Exit(1) from None
+    who = f"signed by the holder of {key}" if key else "who wrote it was not asked: give --key"
+    print(f"{folder}: {files} files are as exported; {who}")
+
+
+def keygen(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the private key.")],
+) -> None:
+    """Make a key pair to sign exports with: FILE, which stays with you, and FILE.pub for others."""
+    from nestling.keys import make_keys
+
+    public = make_keys(file)
+    print(f"private: {file} (keep it where nobody else reads)")
+    print(f"public: {public} (for those who verify)")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from nestling.errors import InputError
+from nestling.harmless import harmless
 
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_FILE = "test_batch"
@@ -88,7 +89,8 @@ def _load(path: Path) -> Any:
         _bound_memo(raw)
         return _Unpickler(io.BytesIO(raw), encoding="bytes").load()
     except Exception as error:  # a damaged pickle may raise nearly anything
-        raise _bad(path, f"is not a CIFAR-10 batch: {error or type(error).__name__}") from error
+        why = harmless(str(error)) or type(error).__name__
+        raise _bad(path, f"is not a CIFAR-10 batch: {why}") from error
 
 
 def _bound_memo(raw: bytes) -> None:

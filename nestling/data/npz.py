@@ -27,7 +27,6 @@ channel) or "zero"; infinite values are refused always.
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +34,7 @@ import torch
 
 from nestling.data.dataset import Dataset, as_labels
 from nestling.errors import InputError, unknown
+from nestling.files import read_arrays
 from nestling.seeds import stream
 
 MISSING = ("refuse", "mean", "zero")
@@ -46,7 +46,7 @@ def read_npz(path: Path, *, name: str = "npz", missing: str = "refuse", seed: in
     file does not."""
     if missing not in MISSING:
         raise unknown("rule for missing values", missing, MISSING, field="data.missing")
-    arrays = _open(path)
+    arrays = read_arrays(path)
     x, labels = _samples(arrays["x"], path), _ids("y", arrays["y"], path)
     rows = len(x)
     if rows == 0 or x.size == 0:
@@ -72,29 +72,6 @@ def read_npz(path: Path, *, name: str = "npz", missing: str = "refuse", seed: in
     )
     dataset.check()
     return dataset
-
-
-def _open(path: Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        raise _bad(path, "there is no such file", "give the path of an .npz file")
-    if not zipfile.is_zipfile(path):
-        raise _bad(
-            path, "not an .npz file", "write it with numpy.savez_compressed(path, x=..., y=...)"
-        )
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in ("x", "y", "client", "test") if key in file.files}
-    except Exception as error:  # a damaged archive may raise nearly anything
-        fix = "write plain arrays (no objects) with numpy.savez_compressed"
-        raise _bad(path, f"cannot be read: {error or type(error).__name__}", fix) from error
-    for key in ("x", "y"):
-        if key not in arrays:
-            raise _bad(
-                path,
-                f"has no array {key!r}",
-                "the file needs x (samples) and y (labels); client and test are optional",
-            )
-    return arrays
 
 
 def _samples(x: np.ndarray, path: Path) -> np.ndarray:

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from nestling.errors import InputError
-from nestling.files import write_atomic
+from nestling.files import read_sealed, sealed, write_atomic
 from nestling.message import Message
 from nestling.runs.federation import Totals
+from nestling.schema import from_table
 from nestling.views import State
 
 NAME = "checkpoint.bin"
-_DIGEST = 32
 
 
 def save(folder: Path, state: Mapping[str, State], totals: Totals) -> None:
-    """Writes the method's state and the run's totals; the digest in front tells a damaged file from
-    a good one."""
-    data = Message(state, {"totals": asdict(totals)}).to_bytes()
-    write_atomic(folder / NAME, hashlib.sha256(data).digest() + data)
+    """Writes the method's state and the run's totals."""
+    write_atomic(folder / NAME, sealed(Message(state, {"totals": asdict(totals)}).to_bytes()))
 
 
-def load(folder: Path) -> tuple[dict[str, State], Totals] | None:
-    """What `save` wrote, or None where a run ended before its first checkpoint."""
+def load(folder: Path, field: str = "--resume") -> tuple[dict[str, State], Totals] | None:
+    """What `save` wrote, or None where a run ended before its first checkpoint. `field` is what
+    named the folder."""
     path = folder / NAME
     if not path.exists():
         return None
-    raw = path.read_bytes()
-    if hashlib.sha256(raw[_DIGEST:]).digest() != raw[:_DIGEST]:
-        raise InputError(
-            f"the checkpoint {path} is damaged",
-            field="--resume",
-            fix="restore the file, or start the run again",
-        )
-    message = Message.from_bytes(raw[_DIGEST:])
-    return {name: dict(part) for name, part in message.parts.items()}, Totals(
-        **message.facts["totals"]
-    )
+    message = Message.from_bytes(read_sealed(path, field))
+    totals = from_table(Totals, message.facts.get("totals", ()), f"{path}: totals")
+    return {name: dict(part) for name, part in message.parts.items()}, totals
 
 
 def exists(folder: Path) -> bool:

@@ -20,9 +20,11 @@ from nestling.devices.units import show_bytes
 from nestling.errors import InputError, unknown
 from nestling.export import c_source, onnx_file, reference, tflite
 from nestling.export.fold import FoldedNetwork, fold
+from nestling.export.manifest import MANIFEST, SIGNATURE, manifest_of
 from nestling.export.quantise import Quantised, quantise
 from nestling.export.sizes import Sizes, require_room, sizes
 from nestling.files import write_atomic, writing
+from nestling.keys import private_key
 from nestling.runs.evaluation import Bench, ready
 from nestling.runs.federation import Federation
 from nestling.runs.run import Result, need_models, opened
@@ -59,13 +61,16 @@ def export(
     calibration: int = CALIBRATION,
     name: str = "model",
     trust: Iterable[str] = (),
+    sign: str | Path | None = None,
 ) -> dict[str, Any]:
     """Writes the model that a run made for `device` (the name of a tier or of its device) and gives
     back the report.
 
     The model is quantised with `calibration` rows that clients trained on. What does not fit the
     device is refused. `trust` names the code that a run folder may have imported, as for `resume`.
+    Beside the files lies a manifest of their digests, signed where `sign` names a private key.
     """
+    key = private_key(Path(sign)) if sign is not None else None
     for word in formats:
         if word not in FORMATS:
             raise unknown("format", word, FORMATS, field="--format")
@@ -81,8 +86,15 @@ def export(
         report = _report(work, result.federation, files, folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for file, data in {**files, REPORT: json.dumps(report, indent=1)}.items():
+        written = {**files, REPORT: json.dumps(report, indent=1)}
+        raw = {n: data.encode() if isinstance(data, str) else data for n, data in written.items()}
+        manifest = manifest_of(raw)
+        # An old signature would be that of other files.
+        (folder / SIGNATURE).unlink(missing_ok=True)
+        for file, data in {**raw, MANIFEST: manifest}.items():
             write_atomic(folder / file, data)
+        if key is not None:
+            write_atomic(folder / SIGNATURE, key.sign(manifest))
     return report
 
 

@@ -4,7 +4,7 @@ experiment.toml (the complete description), federation.json (what fits where, th
 began), metrics.jsonl (one line per round), boards.jsonl (where there are boards: a line for every
 job that one did), checkpoint.bin, clients/ (what clients keep), events (TensorBoard reads along),
 and at the end summary.json, global.safetensors and report.html; `nestling analyse` adds
-analysis.json.
+analysis.json. A fleet of real devices adds roster.json, fleet.json and its logs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 from nestling.errors import InputError
 from nestling.events import EventFile
-from nestling.files import check_place, write_atomic, writing
-from nestling.runfiles import BOARDS, EXPERIMENT, METRICS, how_to_go_on, lines_of
+from nestling.files import append_whole, check_place, write_atomic, writing
+from nestling.runfiles import BOARDS, EXPERIMENT, METRICS, how_to_go_on, lines_of, number
 
 
 class RunFolder:
@@ -52,7 +52,8 @@ class RunFolder:
     def start(self, round: int) -> None:
         """Cuts the log back to the round the run stands at, and opens it."""
         for name in (METRICS, BOARDS):
-            kept = [line for line in lines_of(self.path / name) if line["round"] <= round]
+            lines = [(number(line.get("round")), line) for line in lines_of(self.path / name)]
+            kept = [line for at, line in lines if at is not None and at <= round]
             if kept or name == METRICS:
                 write_atomic(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = EventFile(self.path / "tensorboard", purge_from=round + 1)
@@ -67,26 +68,29 @@ class RunFolder:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Adds a round."""
-        with open(self.path / METRICS, "a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        append_whole(self.path / METRICS, json.dumps(metrics) + "\n")
         assert self._events is not None
         self._events.scalars(dict(_scalars(metrics)), step=metrics["round"])
 
     def log_boards(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds what boards did; a run without boards has no such file."""
-        if not rows:
-            return
-        with open(self.path / BOARDS, "a") as file:
-            file.writelines(json.dumps(dict(row)) + "\n" for row in rows)
+        if rows:
+            lines = (json.dumps(dict(row)) + "\n" for row in rows)
+            append_whole(self.path / BOARDS, "".join(lines))
 
     def write(self, name: str, data: str | bytes) -> None:
         """A whole file, or none."""
         write_atomic(self.path / name, data)
 
     def read_json(self, name: str) -> Any:
-        """A JSON file of the folder, or None."""
+        """A JSON file of the folder, or None; a damaged one is refused."""
         path = self.path / name
-        return json.loads(path.read_text()) if path.exists() else None
+        try:
+            return json.loads(path.read_text()) if path.exists() else None
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"{path} is damaged: {error}", field="RUN", fix="restore the file, or remove it"
+            ) from error
 
     def close(self) -> None:
         """Lets go of the folder."""

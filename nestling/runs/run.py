@@ -25,8 +25,16 @@ from nestling.errors import InputError
 from nestling.experiment import Experiment
 from nestling.named_code import only
 from nestling.report.page import write_report
-from nestling.runfiles import EXPERIMENT, FEDERATION, ROSTER, SUMMARY, counted, how_to_go_on
-from nestling.runs import checkpoint, folder
+from nestling.runfiles import (
+    EXPERIMENT,
+    FEDERATION,
+    METRICS,
+    ROSTER,
+    SUMMARY,
+    counted,
+    how_to_go_on,
+)
+from nestling.runs import checkpoint, folder, gate
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.describe import describe, norm_of
 from nestling.runs.federation import Federation, Metrics
@@ -224,6 +232,7 @@ def play_rounds(
             if home:
                 home.start(done)
                 metrics = home.metrics()
+                federation.notes += _lost_rounds(metrics, done)
             watcher.started(experiment, {**description, "engine": account(federation.engine)}, done)
             for note in federation.notes:
                 watcher.note(note)
@@ -247,6 +256,7 @@ def play_rounds(
                 for note in [
                     *_weak_terms(experiment, federation, row["round"]),
                     *(rule.news() if rule else ()),
+                    *gate.news(row["round"], row.get("gate")),
                 ]:
                     federation.notes.append(note)
                     watcher.note(note)
@@ -263,6 +273,13 @@ def play_rounds(
         if home:
             home.close()
     return Result(summary, metrics, home.path if home else None, federation)
+
+
+def _lost_rounds(metrics: list[Metrics], done: int) -> list[str]:
+    """Says which rounds that were played are not in the log: a line was damaged, or never reached
+    the disk. The run itself does not need them."""
+    lost = sorted(set(range(1, done + 1)) - {row["round"] for row in metrics})
+    return [f"{METRICS} has lost the rounds {', '.join(map(str, lost))}"] if lost else []
 
 
 def _note_refusal(federation: Federation) -> None:

@@ -33,44 +33,44 @@ def write_idx() -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture
-def cifar_pickle() -> Callable[..., bytes]:
+def cifar_bytes(
+    images: np.ndarray,
+    labels: list[int],
+    *,
+    module: bytes = b"numpy.core.multiarray",
+    dtype: bytes = b"u1",
+) -> bytes:
     """A batch in the form the original files have: protocol 2, byte strings, an old-style numpy
     array."""
 
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value
 
-    def make(
-        images: np.ndarray,
-        labels: list[int],
-        *,
-        module: bytes = b"numpy.core.multiarray",
-        dtype: bytes = b"u1",
-    ) -> bytes:
-        rows, raw = len(images), images.tobytes()
-        array = (
-            b"c" + module + b"\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R"
-        )
-        array += (
-            b"(K\x01J"
-            + struct.pack("<i", rows)
-            + b"M\x00\x0c\x86cnumpy\ndtype\n"
-            + text(dtype)
-            + b"K\x00K\x01\x87R"
-        )
-        array += (
-            b"(K\x03"
-            + text(b"|")
-            + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
-            + struct.pack("<I", len(raw))
-            + raw
-            + b"tb"
-        )
-        items = b"](" + b"".join(b"J" + struct.pack("<i", label) for label in labels) + b"e"
-        return b"\x80\x02}(" + text(b"labels") + items + text(b"data") + array + b"u."
+    rows, raw = len(images), images.tobytes()
+    array = b"c" + module + b"\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R"
+    array += (
+        b"(K\x01J"
+        + struct.pack("<i", rows)
+        + b"M\x00\x0c\x86cnumpy\ndtype\n"
+        + text(dtype)
+        + b"K\x00K\x01\x87R"
+    )
+    array += (
+        b"(K\x03"
+        + text(b"|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
+        + struct.pack("<I", len(raw))
+        + raw
+        + b"tb"
+    )
+    items = b"](" + b"".join(b"J" + struct.pack("<i", label) for label in labels) + b"e"
+    return b"\x80\x02}(" + text(b"labels") + items + text(b"data") + array + b"u."
 
-    return make
+
+@pytest.fixture
+def cifar_pickle() -> Callable[..., bytes]:
+    """Makes such a batch."""
+    return cifar_bytes
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def read_config(path: Path) -> dict[str, BoardConfig]:
     """The boards of a configuration file."""
     try:
         boards = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"cannot be read: {error}",
             field=str(path),

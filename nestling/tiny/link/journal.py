@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +49,7 @@ class JournalEntry:
             facts, arrays = bundle.unpack(self._checkpoint.read_bytes())
             if (facts["digest"], facts["data"]) != (self.digest, self.data):
                 return Found()
+            _check(facts, arrays)
             if facts["finished"]:
                 return Found(
                     done=Done(arrays["weights"], facts["loss"], facts["step"], facts["samples"])
@@ -125,3 +128,14 @@ class JournalEntry:
             if at == step + len(found) + 1:
                 found.append(loss)
         return tuple(found)
+
+
+def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuses notes of other types than `JournalEntry` writes."""
+    whole = [facts["step"], facts["samples"] if facts["finished"] else 0]
+    if (
+        any(type(number) is not int for number in whole)
+        or type(facts["loss"]) is not float
+        or any(array.dtype != np.float32 for array in arrays.values())
+    ):
+        raise InputError("notes of other types than a journal's")

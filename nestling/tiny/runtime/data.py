@@ -26,7 +26,7 @@ def pack(x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> bytes:
     """Samples (rows, and their shape: one to three dimensions) and labels as one blob; of a byte
     per entry where that gives back the same floats, else of four."""
     samples, labels = _samples(x), _labels(y)
-    if len(samples) != len(labels) or not len(samples):
+    if len(samples) != len(labels) or not samples.size:
         raise InputError(
             f"{len(samples)} samples and {len(labels)} labels",
             field="data",
@@ -59,7 +59,10 @@ def pack(x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> bytes:
 def _samples(x: Tensor | np.ndarray) -> np.ndarray:
     """(rows, channels, height, width) as the runtime sees it: a sequence has height 1, a vector is
     all channels."""
-    values = _array(x).astype("<f4")
+    given = _array(x)
+    if given.dtype.kind not in "biuf":
+        raise InputError(f"samples of type {given.dtype}", field="data", fix="give numbers")
+    values = given.astype("<f4")
     if values.ndim == 4:
         return values
     if values.ndim == 3:
@@ -73,10 +76,12 @@ def _samples(x: Tensor | np.ndarray) -> np.ndarray:
 
 def _labels(y: Tensor | np.ndarray) -> np.ndarray:
     labels = _array(y).reshape(-1)
-    if len(labels) and (labels.min() < 0 or labels.max() > 0xFFFF):
+    if labels.dtype.kind not in "biuf":
         raise InputError(
-            f"a label of {int(labels.max())}", field="data", fix="labels are 0 to 65535"
+            f"labels of type {labels.dtype}", field="data", fix="give whole numbers 0 to 65535"
         )
+    if len(labels) and not (labels.min() >= 0 and labels.max() <= 0xFFFF):  # a NaN is neither
+        raise InputError(f"a label of {labels.max()}", field="data", fix="labels are 0 to 65535")
     return labels.astype("<u2")
 
 
