@@ -1,7 +1,9 @@
-"""The pages of the methods: one for each, as the generator makes them now."""
+"""The pages of the methods: one for each, as the generator makes them now; and what other pages
+name."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +36,19 @@ def test_the_page_is_what_the_docstring_says_now(name: str, fresh: Path) -> None
 
 def test_there_is_no_page_without_a_method() -> None:
     assert {page.stem for page in PAGES.glob("*.md")} == {"README", *METHODS}
+
+
+def test_every_test_that_the_threat_model_names_is_there() -> None:
+    rows = (ROOT / "docs" / "threat_model.md").read_text().splitlines()
+    named = [
+        re.findall(r"`((?:tests/)?[\w/]+(?:\.py)?)`", row.split("|")[-2])
+        for row in rows
+        if "| `tests" in row
+    ]
+    assert len(named) > 15
+    for names in named:
+        folder = Path()
+        for name in names:
+            path = ROOT / name if name.startswith("tests") else folder / name
+            assert path.exists(), path
+            folder = path.parent

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nestling.cli.shared import Overrides, need_something_merged
+from nestling.cli.shared import Overrides, complain, need_something_merged
 from nestling.errors import InputError
 
 
@@ -50,6 +50,9 @@ def serve(
             metavar="HOST:PORT", help="Where to tell how the run is: /health, /metrics; or `off`."
         ),
     ] = "127.0.0.1:8444",
+    disk_floor: Annotated[
+        int, typer.Option(metavar="MB", min=0, help="Free disk below which no round begins.")
+    ] = 256,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Neither TLS nor keys: this machine only.")
     ] = False,
@@ -80,6 +83,7 @@ def serve(
         deadline=deadline,
         quorum=quorum,
         health=health,
+        disk_floor=disk_floor,
     )
     summary = serve(options)["summary"]
     accuracy = summary["global_accuracy"]["last"]
@@ -217,12 +221,31 @@ def certs(
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A device to make a key for; repeatable."),
+        typer.Option(
+            metavar="NAME[=TIER]",
+            help="A device to make a key for, and all it may join as; repeatable.",
+        ),
+    ] = None,
+    gateway: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MOST",
+            help="A gateway, and how many devices it may speak for; repeatable.",
+        ),
     ] = None,
     revoke: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A device that may not join any more.")
     ] = None,
-    days: Annotated[int, typer.Option(help="How long the server's certificate lasts.")] = 365,
+    renew_ca: Annotated[
+        bool,
+        typer.Option(
+            "--renew-ca", help="A new authority; the old one stays trusted until its end."
+        ),
+    ] = False,
+    days: Annotated[
+        int,
+        typer.Option(help="How long the server's certificate lasts: as the authority at most."),
+    ] = 365,
     force: Annotated[
         bool, typer.Option("--force", help="Replace what exists of what is named.")
     ] = False,
@@ -232,7 +255,14 @@ def certs(
     from nestling.fleet.care.certs import issue
 
     done = issue(
-        folder, hosts=host or (), devices=device or (), revoke=revoke or (), force=force, days=days
+        folder,
+        hosts=host or (),
+        devices=device or (),
+        gateways=gateway or (),
+        revoke=revoke or (),
+        renew_ca=renew_ca,
+        force=force,
+        days=days,
     )
     for line in done or [
         f"nothing to do: {folder} has an authority and a server; name a --device, a --host or "
@@ -265,6 +295,22 @@ def watch(
         console.print(view(read()))
     else:
         follow(read, console, max(0.2, every))
+
+
+def audit(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run folder of a fleet of real devices.")
+    ],
+) -> None:
+    """Check the audit log of a fleet's run: what it holds, or the first line that is broken."""
+    from nestling.fleet.care.audit import BrokenChain, audit
+
+    try:
+        lines = audit(folder)
+    except BrokenChain as broken:
+        complain(str(broken))
+        raise typer.Exit(1) from None
+    print("\n".join(lines))
 
 
 def log_to_terminal() -> None:

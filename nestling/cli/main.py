@@ -34,11 +34,14 @@ COMMANDS = (
     results.analyse,
     results.compare,
     results.export,
+    results.verify,
+    results.keygen,
     fleet.serve,
     fleet.join,
     fleet.gateway,
     fleet.certs,
     fleet.watch,
+    fleet.audit,
     lists.version,
 )
 """Every command, in the order in which the help lists them."""
@@ -52,8 +55,8 @@ for _command in COMMANDS:
 
 
 def main() -> None:
-    """The entry point: 0 done, 2 the user's input is wrong, 1 our fault, 3 a run went to its end
-    and merged nothing."""
+    """The entry point: 0 done, 2 the user's input is wrong, 1 our fault or a check that failed, 3 a
+    run went to its end and merged nothing."""
     sys.exit(_guarded(app))
 
 

@@ -391,7 +391,7 @@ def memory_at(home: Path, client: int, round: int, run: str = "*") -> dict[str, 
     store = ClientStore(found / str(client) / "memory")
     versions = [
         int(path.name.split(".")[1])
-        for path in (found / str(client) / "memory").glob(f"{client}.*.safetensors")
+        for path in (found / str(client) / "memory").glob(f"{client}.*.bin")
     ]
     # `resume` would remove the younger ones
     store._versions = {client: sorted(v for v in versions if v <= round)}

@@ -8,6 +8,7 @@ import ssl
 import stat
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,17 @@ from nestling.errors import InputError
 pytest.importorskip("cryptography", reason="comes with nestling[fleet]")
 
 from nestling.fleet.care import certs
+from nestling.fleet.care.expiry import ending_soon, trust_ending_soon
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     certs.issue(tmp_path / "keys", hosts=["fleet.example", "10.0.0.7"], devices=["pi-1", "pi-2"])
     return tmp_path / "keys"
+
+
+def named(folder: Path) -> set[str]:
+    return {holder.name for holder in certs.public_keys(folder).values()}
 
 
 def test_nobody_else_can_read_anything(folder: Path) -> None:
@@ -95,7 +101,7 @@ def test_the_device_key_is_an_openssh_key_that_fits_its_public_half(folder: Path
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
     assert (folder / "server/devices/pi-1.pub").read_bytes().split()[:2] == public.split()
-    assert set(certs.public_keys(folder / "server/devices").values()) == {"pi-1", "pi-2"}
+    assert named(folder / "server/devices") == {"pi-1", "pi-2"}
 
 
 def test_nothing_is_overwritten(folder: Path) -> None:
@@ -120,8 +126,8 @@ def test_more_devices_can_come_later(folder: Path) -> None:
 def test_a_revoked_key_leaves_the_list_and_a_new_one_ends_the_old(folder: Path) -> None:
     old = certs.wire_key((folder / "server/devices/pi-1.pub").read_bytes())
     certs.issue(folder, revoke=["pi-1"])
-    assert certs.public_keys(folder / "server/revoked") == {old: "pi-1"}
-    assert set(certs.public_keys(folder / "server/devices").values()) == {"pi-2"}
+    assert certs.public_keys(folder / "server/revoked") == {old: certs.KeyHolder("pi-1")}
+    assert named(folder / "server/devices") == {"pi-2"}
     with pytest.raises(InputError, match="no device 'pi-1'"):
         certs.issue(folder, revoke=["pi-1"])
     with pytest.raises(InputError, match="revoked"):
@@ -141,6 +147,71 @@ def test_the_part_that_was_copied_is_enough(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(InputError, match="read by others"):
         there.joinpath("device.key").chmod(0o644)
         certs.device_files(there)
+
+
+def ends(path: Path) -> datetime:
+    return certs.certificates(path)[0].not_valid_after_utc
+
+
+def test_the_server_s_certificate_does_not_outlive_its_authority(folder: Path) -> None:
+    (line,) = certs.issue(folder, hosts=["fleet.example"], days=3650, force=True)
+    assert ends(folder / "server/server.crt") == ends(folder / "ca/ca.crt")
+    assert line.endswith(f"until {ends(folder / 'ca/ca.crt').date()}")
+    inner = certs.make_loopback_authority(folder / "inner", days=10)
+    assert ends(inner.certificate) <= ends(inner.ca)
+
+
+def test_a_renewed_authority_and_the_old_are_both_trusted(folder: Path, tmp_path: Path) -> None:
+    server, device = certs.server_files(folder), folder / "devices/pi-1/ca.crt"
+    (tmp_path / "before.crt").write_bytes(device.read_bytes())
+    (line,) = certs.issue(folder, renew_ca=True)
+    assert "bring every device" in line
+    # the server still has its old certificate, which both kinds of devices trust
+    for trusted in (device, tmp_path / "before.crt"):
+        shake(server, trusted, "fleet.example")
+    with pytest.raises(InputError, match="before every device trusts it"):
+        certs.issue(folder, renew_ca=True, hosts=["fleet.example"], force=True)
+    certs.issue(folder, hosts=["fleet.example"], force=True)
+    shake(server, device, "fleet.example")
+    with pytest.raises(ssl.SSLCertVerificationError):  # it was not brought the new one
+        shake(server, tmp_path / "before.crt", "fleet.example")
+    certs.issue(folder, devices=["pi-9"])
+    shake(server, folder / "devices/pi-9/ca.crt", "fleet.example")
+    certs.issue(folder, renew_ca=True)
+    assert len(certs.certificates(device)) == 3
+    shake(server, device, "fleet.example")
+    for path in folder.rglob("*.crt"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    with pytest.raises(InputError, match="no authority"):
+        certs.issue(tmp_path / "other", renew_ca=True)
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_authority_that_has_ended_signs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = ends(folder / "ca/ca.crt") + timedelta(days=1)
+    monkeypatch.setattr(certs, "_now", lambda: later)
+    with pytest.raises(InputError, match=r"authority ended on .*--renew-ca"):
+        certs.issue(folder, hosts=["fleet.example"], force=True)
+    certs.issue(folder, renew_ca=True)
+    assert len(certs.certificates(folder / "devices/pi-1/ca.crt")) == 1  # the old one is gone
+    certs.issue(folder, hosts=["fleet.example"], force=True)
+
+
+def test_an_end_is_told_weeks_before(folder: Path) -> None:
+    files = certs.server_files(folder)
+    end, last = ends(files.certificate), ends(files.ca)
+    assert not ending_soon(files) and not ending_soon(files, end - timedelta(days=31))
+    (line,) = ending_soon(files, end - timedelta(days=20, hours=1))
+    assert line.startswith(f"the server's certificate ends in 20 days, on {end.date()}; renew it")
+    server, authority = ending_soon(files, last - timedelta(days=80, hours=1))
+    assert server.startswith(f"the server's certificate ended on {end.date()}")
+    assert authority.startswith(f"the fleet's authority ends in 80 days, on {last.date()}")
+    assert "--renew-ca" in authority
+    assert "ca.crt" in trust_ending_soon(files.ca, last) and not trust_ending_soon(files.ca)
+    files.certificate.write_text("half a")
+    assert "cannot be read" in ending_soon(files)[0]
 
 
 @pytest.mark.parametrize("name", ["../up", "", "a b", "x" * 64, ".hidden", "a/b"])

@@ -36,6 +36,7 @@ from fleet_gateway import (
 
 from nestling import Experiment, Named
 from nestling.errors import InputError
+from nestling.fleet.care import certs
 from nestling.fleet.node.gateway import Devices, FleetGateway, SmallDevice, read_devices
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.protocol.links import Facts, board_shape
@@ -225,7 +226,8 @@ def test_a_gateway_joins_a_server_over_flower(tmp_path: Path) -> None:
         flash = {f"d{c}": blob for c, blob in images(told, range(3)).items()}
         with devices_of(flash, broker.as_user), fleet(tmp_path / "fleet") as f:
             f.root.mkdir()
-            f.keys(NAME)
+            certs.issue(f.certs, hosts=["127.0.0.1"], gateways=[f"{NAME}=3"])
+            f.secure = True
             server = f.start_server(told, "run")
             path = gateway_file(f.root, broker.as_user("gateway"), names)
             words = [
@@ -332,6 +334,20 @@ def test_a_new_round_does_not_wait_for_those_who_are_late(tmp_path: Path) -> Non
     talk.finish()
     second.join(60)
     assert answers[1].round == 2 and [one.client for one in answers[1].results] == [0, 1]
+
+
+def test_the_end_of_a_run_is_told_and_nobody_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = Talk(tmp_path)
+    talk.hello()
+    late = threading.Thread(target=lambda: talk.ask(talk.order(2)))
+    late.start()
+    wait_for(lambda: len(talk.link.asked) == 2)
+    with caplog.at_level("INFO", "nestling.fleet"):
+        assert not talk.ask(Order(talk.run, 2, 2, [])).results
+    late.join(30)
+    assert not late.is_alive() and "the run is over: round 2 was its last" in caplog.text
 
 
 def test_whoever_asks_again_gets_the_result_of_work_under_way(tmp_path: Path) -> None:

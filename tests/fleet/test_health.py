@@ -384,6 +384,72 @@ def test_who_holds_connections_open_does_not_keep_others_out_for_long(
             one.close()
 
 
+class Tricklers:
+    """Connections from one address over each of which a byte of a head comes now and then; one that
+    is closed is opened again."""
+
+    def __init__(self, port: int, count: int) -> None:
+        self.port, self.over = port, threading.Event()
+        self.lines = [self.connect() for _ in range(count)]
+        self.thread = threading.Thread(target=self.trickle, daemon=True)
+        self.thread.start()
+
+    def connect(self) -> socket.socket:
+        line = socket.create_connection(("127.0.0.1", self.port), 30, ("127.0.0.1", 0))
+        line.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        return line
+
+    def trickle(self) -> None:
+        while not self.over.wait(0.2):
+            for k, line in enumerate(self.lines):
+                try:
+                    line.sendall(b"x")
+                except OSError:
+                    line.close()
+                    self.lines[k] = self.connect()
+
+    def stop(self) -> None:
+        self.over.set()
+        self.thread.join(60)
+        for line in self.lines:
+            line.close()
+
+
+def test_who_trickles_keeps_nobody_out(serving: HealthServer) -> None:
+    tricklers = Tricklers(serving.server_port, 64)
+    try:
+        for number in range(20):
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", serving.server_port, timeout=30, source_address=("127.0.0.2", 0)
+            )
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 200, number
+            connection.close()
+            threading.Event().wait(0.1)
+    finally:
+        tricklers.stop()
+
+
+def test_a_request_that_does_not_end_is_ended(
+    serving: HealthServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "PATIENCE", 0.5)
+    with socket.create_connection(("127.0.0.1", serving.server_port), 60) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        line.settimeout(0.1)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                line.sendall(b"x")
+                if line.recv(1) == b"":
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+    raise AssertionError("it went on and on")
+
+
 @pytest.mark.parametrize(
     "text", ["127.0.0.1:port", "a/b:1", "1:70000", "host", "http://127.0.0.1:1"]
 )

@@ -224,9 +224,9 @@ class Vandal(Enemy):
         return [Failed(job.client, job.key, "first") for job in order.jobs]
 
     def _changed(self, raw: bytes) -> bytes:
-        """A byte of the mark, the version or the header's length."""
+        """Any one byte, be it one of a weight."""
         changed = bytearray(raw)
-        changed[self.rng.choice((0, 1, 2, 3, 4, 5, 8, 9))] ^= 0x55
+        changed[self.rng.randrange(len(changed))] ^= 0x55
         return bytes(changed)
 
 

@@ -308,6 +308,50 @@ def test_a_device_reaches_its_own_topics_only(broker: Mosquitto) -> None:
             client.loop_stop()
 
 
+@pytest.mark.parametrize("bound", [True, False], ids=["our broker", "ids are free for all"])
+def test_nobody_throws_the_gateway_or_a_device_off_by_its_id(bound: bool, tmp_path: Path) -> None:
+    """A device with a good password of its own takes others' ids, and a stranger their names."""
+    broker = Mosquitto(tmp_path, ["a", "b"])
+    if not bound:
+        lines = broker.config.read_text().splitlines(keepends=True)
+        broker.config.write_text("".join(line for line in lines if "clientid" not in line))
+    broker.start()
+    wrong = tmp_path / "guess"
+    wrong.write_text("guess")
+    wrong.chmod(0o600)
+    gateway, thrown_off = MqttDevices(broker.as_user("gateway"), ["a"]), list[Any]()
+    gateway.open()
+    try:
+        with devices_of({"a": client_data()}, broker.as_user) as devices:
+            wait_for(lambda: gateway.facts("a"))
+            for client in (gateway._client, devices["a"]._client) if bound else (gateway._client,):
+                client.on_disconnect = lambda c, *_: thrown_off.append(c)
+            for id in ("gateway", "a") if bound else ("gateway",):
+                taker = broker.as_user("b").client(id=id)
+                answers: list[Any] = []
+                taker.on_connect = lambda c, d, f, reason, p, to=answers: to.append(reason)
+                taker.loop_start()
+                wait_for(lambda to=answers: to)
+                assert not answers[0].is_failure
+                taker.disconnect()
+                taker.loop_stop()
+                stranger = replace(broker.as_user(id), password_file=wrong).client()
+                stranger.on_connect = lambda c, d, f, reason, p, to=answers: to.append(reason)
+                stranger.loop_start()
+                wait_for(lambda to=answers: len(to) > 1)
+                assert answers[1].is_failure
+                stranger.loop_stop()
+            assert_same(
+                gateway.run("a", orders_of(job())).result(SECONDS),
+                native.run_job(job(), client_data()),
+            )
+            assert not thrown_off
+            gateway._client.on_disconnect = devices["a"]._client.on_disconnect = None
+    finally:
+        gateway.close()
+        broker.stop()
+
+
 def test_a_wrong_password_is_refused(broker: Mosquitto, tmp_path: Path) -> None:
     wrong = tmp_path / "secret"
     wrong.write_text("guess")

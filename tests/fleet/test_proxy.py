@@ -12,7 +12,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -274,6 +274,39 @@ def test_a_key_revoked_now_is_refused_on_the_next_request_of_an_open_connection(
         os.replace(
             setting.keys / "server/revoked/pi-2.pub", setting.keys / "server/devices/pi-2.pub"
         )
+
+
+def test_a_renewed_certificate_is_taken_while_the_proxy_runs(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    def shown() -> int:
+        connection = setting.connect()
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        return int(connection.sock.getpeercert()["serialNumber"], 16)
+
+    open_before, first = setting.connect(), shown()
+    open_before.request("GET", "/health")
+    open_before.getresponse().read()
+    files = certs.server_files(setting.keys)
+    certificate = files.certificate.read_bytes()
+    with caplog.at_level(logging.INFO, "nestling.fleet.server.proxy"):
+        files.certificate.write_bytes(certificate[:200])  # half of it has been copied
+        wait_until(lambda: "cannot take the new certificate" in caplog.text)
+        assert shown() == first
+        certs.issue(setting.keys, hosts=["127.0.0.1"], force=True)
+        wait_until(lambda: "was renewed, and is in use" in caplog.text)
+    assert shown() != first
+    open_before.request("GET", "/health")  # who is in stays in
+    assert open_before.getresponse().status == 200
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if true():
+            return
+        threading.Event().wait(0.05)
+    pytest.fail("waited in vain")
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,15 @@ import pytest
 from nestling import FleetConfig, Tier
 from nestling.devices import Fleet, make_fleet
 from nestling.errors import InputError
+from nestling.fleet.care.certs import KeyHolder
 from nestling.fleet.node.worker import OwnRows
 from nestling.fleet.protocol.courier import Failure, LoopCourier
-from nestling.fleet.protocol.wire import Hello, Member
+from nestling.fleet.protocol.wire import Hello, Member, Welcome
 from nestling.fleet.server.greeter import Greeter
 from nestling.fleet.server.roster import LiveFleet, LiveSplit, Roster
 
 OURS, THEIRS = "1" * 32, "2" * 32
+WELCOME = Welcome("ab" * 8, "", (1, 8, 8), 2, ("0", "1"), 5).to_bytes()
 
 
 def fleet() -> Fleet:
@@ -112,7 +114,7 @@ def test_rows_are_told_or_the_experiments_own() -> None:
 
 
 def greeter(
-    nodes: dict[int, Hello], names: dict[int, str] | None = None
+    nodes: dict[int, Hello], keys: dict[int, KeyHolder] | None = None
 ) -> tuple[Greeter, LoopCourier, list[str]]:
     notes: list[str] = []
     courier = LoopCourier(
@@ -120,7 +122,7 @@ def greeter(
     )  # type: ignore[misc]
     return (
         Greeter(
-            courier, Roster(fleet(), run="ab" * 8), b"welcome", notes.append, again=0.0, names=names
+            courier, Roster(fleet(), run="ab" * 8), WELCOME, notes.append, again=0.0, keys=keys
         ),
         courier,
         notes,
@@ -174,10 +176,10 @@ def test_registered_nodes_speak_for_their_name_only() -> None:
         2: hello(Member("pi/1"), Member("pi/2"), token=THEIRS),
         3: hello(Member("other")),
     }
-    found, _, notes = greeter(nodes, {1: "phone", 2: "pi"})
+    found, _, notes = greeter(nodes, {1: KeyHolder("phone"), 2: KeyHolder("pi", devices=2)})
     found.refresh()
     assert [found.roster.name_of(c) for c in found.roster.here()] == ["pi/1", "pi/2"]
-    assert any("registered as 'phone' and calls itself 'pi'" in note for note in notes)
+    assert any("registered as the device 'phone' and calls itself 'pi'" in note for note in notes)
     assert any("not registered" in note for note in notes)
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from nestling import cli
 from nestling.errors import InputError
 from nestling.fleet.care import health, status, watching
+from nestling.fleet.care.metrics import exposition
 
 NOW = 1_800_000_000.0
 
@@ -173,7 +174,13 @@ def test_what_the_proxy_refused_is_seen_too(folder: Path) -> None:
         "NaN in it",
         "the key of d2 is revoked",
     ]
-    assert "SHA256:abc" in shown(table)
+    assert "SHA256:abc" in shown(table) and not table["health"]["warnings"]
+    clone = {**row, "reason": "a cloned key: another device uses the key of d2 at this moment"}
+    (folder / "server.log.jsonl").write_text(2 * (json.dumps(clone) + "\n"))
+    table = health.run_status(folder)
+    assert table["health"]["warnings"] == [clone["reason"]]
+    assert f"warning: {clone['reason']}" in shown(table)
+    assert "nestling_warnings 1" in exposition(table)
 
 
 def test_names_can_neither_draw_nor_command(folder: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+import zlib
 from typing import Any
 
 import pytest
@@ -122,11 +123,12 @@ def test_hello_and_welcome_come_back_as_they_were() -> None:
     hello = Hello(RUN, KEY, (Member("pi", 3, "esp32", 100, 50, 1e9, 7, (3, 4)), Member("other")))
     assert Hello.from_bytes(hello.to_bytes()) == hello
     public = Parcel.of(Message({"public": {"x": torch.randn(2, 1, 4, 4)}}))
-    welcome = Welcome(RUN, "rounds = 3", (1, 4, 4), 10, tuple("0123456789"), 500, public)
+    welcome = Welcome(RUN, "rounds = 3", (1, 4, 4), 10, tuple("0123456789"), 500, public, "no")
     back = Welcome.from_bytes(welcome.to_bytes())
     assert (back.run, back.experiment, back.shape, back.classes, back.class_names, back.rows) == (
         RUN, "rounds = 3", (1, 4, 4), 10, tuple("0123456789"), 500,
     )  # fmt: skip
+    assert back.refused == "no"
     assert back.public is not None and equal(back.public.open(), public.open())
     assert [wire.kind_of(x.to_bytes()) for x in (hello, welcome, order(), answer())] == [
         "hello",
@@ -206,14 +208,16 @@ def frame(
     kind: bytes = b"A",
     length: int | None = None,
     mark: bytes = b"NSTL",
-    version: int = 1,
+    version: int = 2,
 ) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (
-        struct.pack("<4sBcI", mark, version, kind, len(text) if length is None else length)
-        + text
-        + body
-    )
+    head = struct.pack("<4sBcI", mark, version, kind, len(text) if length is None else length)
+    return checked(head + text + body)
+
+
+def checked(data: bytes) -> bytes:
+    """With the checksum that an enemy would make as well."""
+    return data + struct.pack("<I", zlib.crc32(data))
 
 
 def header(**changes: Any) -> dict[str, Any]:
@@ -350,13 +354,33 @@ def test_broken_tensors_are_refused_with_a_reason(name: str) -> None:
     assert 0 < len(str(caught.value)) < 500
 
 
+GOOD = {
+    Answer: answer().to_bytes(),
+    Order: order().to_bytes(),
+    Hello: Hello(RUN, KEY, (Member("a"),)).to_bytes(),
+    Welcome: Welcome(RUN, "", (1, 4, 4), 10, (), 500, Parcel.of(message())).to_bytes(),
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_a_changed_byte_and_a_cut_are_always_refused(kind: Any) -> None:
+    """Whatever carries a frame may change it: the tensors' own bytes look good whatever they
+    are."""
+    rng, good = random.Random(4), GOOD[kind]
+    assert kind.from_bytes(good)
+    for place in range(len(good)):
+        changed = bytearray(good)
+        changed[place] ^= rng.randint(1, 255)
+        for data in (bytes(changed), good[:place]):
+            with pytest.raises(InputError):
+                kind.from_bytes(data)
+
+
 def test_any_bytes_are_read_or_refused() -> None:
-    """Frames with bytes changed, cut and doubled at random: read, or an `InputError`, and nothing
-    else."""
-    rng, good = (
-        random.Random(3),
-        [answer().to_bytes(), order().to_bytes(), Hello(RUN, KEY, (Member("a"),)).to_bytes()],
-    )
+    """Frames with bytes changed, cut and doubled at random, and a checksum that is right: read, or
+    an `InputError`, and nothing else."""
+    rng = random.Random(3)
+    good = [GOOD[kind][:-4] for kind in (Answer, Order, Hello)]
     read = refused = 0
     for _ in range(3000):
         data = bytearray(rng.choice(good))
@@ -371,10 +395,11 @@ def test_any_bytes_are_read_or_refused() -> None:
             if not data:
                 break
         try:
-            kind = {"answer": Answer, "order": Order, "hello": Hello}.get(wire.kind_of(bytes(data)))
+            letter = checked(bytes(data))
+            kind = {"answer": Answer, "order": Order, "hello": Hello}.get(wire.kind_of(letter))
             if kind is None:
                 continue
-            found: Any = kind.from_bytes(bytes(data))
+            found: Any = kind.from_bytes(letter)
             for part in getattr(found, "results", None) or getattr(found, "jobs", None) or []:
                 if not isinstance(part, Failed):
                     part.parcel.open()

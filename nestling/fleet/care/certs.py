@@ -7,8 +7,9 @@ pair for every device.
     DIR/devices/NAME/   ca.crt, device.key, name            goes to that device, and nowhere else
 
 Devices prove who they are with an elliptic-curve key (P-384, OpenSSH format: what a Flower
-SuperNode takes); the server proves it with a certificate. Folders are 0700, files 0600. Nothing is
-overwritten unless it is asked for.
+SuperNode takes); the server proves it with a certificate. What a key stands for (one device, of a
+tier or any, or a gateway for so many) the operator says when it is issued, and its public half
+carries it. Folders are 0700, files 0600. Nothing is overwritten unless it is asked for.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from typing import TYPE_CHECKING
 
 from nestling.errors import InputError
 from nestling.files import write_atomic, writing
+from nestling.keys import check_closed, need_cryptography
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-DAYS = 365
+_TIER, _GATEWAY = re.compile(r" tier=(\S+)"), re.compile(r" gateway=(\d{1,6})\b")
+DAYS, AUTHORITY_DAYS = 365, 1825
 CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 """Certificates begin this long ago: a device without a battery-backed clock may lag."""
 
@@ -89,27 +92,92 @@ class DeviceFiles:
         return self.root / "device.key"
 
 
+@dataclass(frozen=True)
+class KeyHolder:
+    """Whom a key stands for: the device `name`, which may join as `tier` only ("": as any), or a
+    gateway of that name, which may speak for at most `devices` others (0: it is no gateway)."""
+
+    name: str
+    tier: str = ""
+    devices: int = 0
+
+    @staticmethod
+    def parse(text: str) -> KeyHolder:
+        """A device as the command line names it: NAME, or NAME=TIER."""
+        name, equals, tier = text.partition("=")
+        check_name(name)
+        if equals and not re.fullmatch(r"\S+", tier):
+            raise InputError(
+                f"{text!r} names no tier", field="--device", fix="write NAME, or NAME=TIER"
+            )
+        return KeyHolder(name, tier)
+
+    @staticmethod
+    def parse_gateway(text: str) -> KeyHolder:
+        """A gateway as the command line names it: NAME=MOST."""
+        name, _, most = text.partition("=")
+        check_name(name, "--gateway")
+        if not re.fullmatch(r"[1-9][0-9]{0,5}", most):
+            raise InputError(
+                f"{text!r} does not say how many devices it may speak for",
+                field="--gateway",
+                fix=f"write {name}=30 for at most 30",
+            )
+        return KeyHolder(name, devices=int(most))
+
+    @property
+    def comment(self) -> str:
+        """As it stands behind the key in its public half."""
+        tier = f" tier={self.tier}" if self.tier else ""
+        return self.name + tier + (f" gateway={self.devices}" if self.devices else "")
+
+    @staticmethod
+    def of_comment(name: str, comment: str) -> KeyHolder:
+        """What stands behind a key; whatever else stands there says nothing."""
+        tier, most = _TIER.search(comment), _GATEWAY.search(comment)
+        return KeyHolder(name, tier[1] if tier else "", int(most[1]) if most else 0)
+
+
 def issue(
     folder: Path,
     *,
     hosts: Sequence[str] = (),
     devices: Sequence[str] = (),
+    gateways: Sequence[str] = (),
     revoke: Sequence[str] = (),
+    renew_ca: bool = False,
     force: bool = False,
     days: int = DAYS,
 ) -> list[str]:
-    """Makes what is missing and what was asked for; returns a line for each thing done. With
-    `force` a named host or device gets new files; the authority is never replaced."""
+    """Makes what is missing and what was asked for; returns a line for each thing done. `devices`
+    are NAME or NAME=TIER, `gateways` NAME=MOST. With `force` a named host or device gets new files.
+    `renew_ca` makes a new authority beside the old, which stays trusted until its end; the server's
+    certificate, which the old one signed, stays until every device has heard of the new."""
     need_cryptography()
-    for name in (*devices, *revoke):
+    holders = [KeyHolder.parse(text) for text in devices]
+    holders += [KeyHolder.parse_gateway(text) for text in gateways]
+    for name in revoke:
         check_name(name)
     if not 1 <= days <= 3650:
         raise InputError(f"{days} days", field="--days", fix="1 to 3650")
+    if renew_ca and hosts:
+        raise InputError(
+            "a renewed authority signs nothing before every device trusts it",
+            field="--renew-ca",
+            fix="leave --host out, bring every device its ca.crt, then renew the server's",
+        )
     server = ServerFiles(folder / "server")
     done = []
     with writing(folder, "DIR"):
         fresh = not (folder / "ca" / "ca.key").exists()
-        _check_room(folder, server, hosts, devices, revoke, force, fresh)
+        named = [holder.name for holder in holders]
+        if fresh and renew_ca:
+            raise InputError(
+                f"there is no authority in {folder}",
+                field="--renew-ca",
+                fix="name the folder that issued the keys",
+            )
+        _check_room(folder, server, hosts, named, revoke, force, fresh)
         for part in (
             folder,
             folder / "ca",
@@ -120,27 +188,17 @@ def issue(
         ):
             private_folder(part)
     if fresh:
-        _make_authority(folder / "ca", days)
+        _make_authority(folder / "ca", max(days, AUTHORITY_DAYS))
         done.append(f"authority: {folder / 'ca'} (keep ca.key where nobody else reads)")
+    if renew_ca:
+        done.append(_renew_authority(folder, server, max(days, AUTHORITY_DAYS)))
     if hosts or not server.certificate.exists():
-        named = list(hosts) or default_hosts()
-        _make_server(folder / "ca", server, named, days)
-        done.append(f"server: {server.root} for {', '.join(named)}, {days} days")
-    done += [_make_device(folder, server, name) for name in devices]
+        names = list(hosts) or default_hosts()
+        end = _make_server(folder / "ca", server, names, days)
+        done.append(f"server: {server.root} for {', '.join(names)}, until {end}")
+    done += [_make_device(folder, server, holder) for holder in holders]
     done += [_revoke(server, name) for name in revoke]
     return done
-
-
-def need_cryptography() -> None:
-    """Refuses to go on without the library that makes and reads keys."""
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "keys need the package cryptography",
-            field="nestling",
-            fix="pip install 'nestling[fleet]'",
-        ) from None
 
 
 def default_hosts() -> list[str]:
@@ -165,7 +223,7 @@ def server_files(folder: Path) -> ServerFiles:
     files = ServerFiles(folder / "server" if (folder / "server").is_dir() else folder)
     for path in (files.certificate, files.key, files.devices):
         _there(path, "--certs")
-    _closed(files.key)
+    check_closed(files.key, "--certs")
     return files
 
 
@@ -183,7 +241,7 @@ def device_files(folder: Path, name: str | None = None) -> DeviceFiles:
             )
         folder = folder / "devices" / (name or names[0])
     key = _there(folder / "device.key", "--certs")
-    _closed(key)
+    check_closed(key, "--certs")
     written = folder / "name"
     files = DeviceFiles(
         folder,
@@ -200,13 +258,15 @@ def device_files(folder: Path, name: str | None = None) -> DeviceFiles:
     return files
 
 
-def public_keys(folder: Path) -> dict[str, str]:
-    """What a node sends as its public key (base64 of PEM) → name, for every NAME.pub in the folder
-    that holds a key."""
+def public_keys(folder: Path) -> dict[str, KeyHolder]:
+    """What a node sends as its public key (base64 of PEM) → whom it stands for, for every NAME.pub
+    in the folder that holds a key."""
     found = {}
     for path in sorted(folder.glob("*.pub")):
         try:
-            found[wire_key(path.read_bytes())] = path.stem
+            key = path.read_bytes()
+            comment = " ".join(key.decode(errors="replace").split()[2:])
+            found[wire_key(key)] = KeyHolder.of_comment(path.stem, f" {comment}")
         except (OSError, ValueError):  # noqa: PERF203 (a file without a key is passed over)
             continue
     return found
@@ -223,9 +283,32 @@ def wire_key(openssh: bytes) -> str:
     return base64.b64encode(pem).decode()
 
 
+def signed_by(wire: str, text: str | None, signature: str | None) -> bool:
+    """Whether a text was signed by the owner of a key, as Flower's nodes sign the time."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = serialization.load_pem_public_key(base64.b64decode(wire))
+    assert isinstance(key, ec.EllipticCurvePublicKey)  # noqa: S101 (devices have no others)
+    try:
+        raw = base64.b64decode(signature or "", validate=True)
+        key.verify(raw, (text or "").encode(), ec.ECDSA(hashes.SHA256()))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 def fingerprint(wire: str) -> str:
     """A short name for a key that no log needs to hide."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(wire.encode()).digest()).decode()[:16]
+
+
+def certificates(path: Path) -> list[x509.Certificate]:
+    """The certificates in a file: of an authority that was renewed, the newest first."""
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificates(path.read_bytes())
 
 
 def private_folder(path: Path) -> Path:
@@ -278,6 +361,14 @@ def _check_room(
             field="--host",
             fix="--force replaces it; devices need nothing new",
         )
+    if (hosts or not server.certificate.exists()) and not fresh:
+        ended = certificates(folder / "ca" / "ca.crt")[0].not_valid_after_utc
+        if ended <= _now():
+            raise InputError(
+                f"the authority ended on {ended.date()}",
+                field="--host",
+                fix="--renew-ca, and bring every device its ca.crt",
+            )
     for name in devices:
         gone = (server.revoked / f"{name}.pub").exists()
         if not force and (
@@ -299,20 +390,41 @@ def _check_room(
             )
 
 
-def _make_authority(folder: Path, days: int) -> None:
+def _renew_authority(folder: Path, server: ServerFiles, days: int) -> str:
+    """The new authority stands first in ca.crt, and those before it that have not ended follow:
+    whoever holds the file trusts them all."""
+    from cryptography.hazmat.primitives import serialization
+
+    place = folder / "ca"
+    old = [one for one in certificates(place / "ca.crt") if one.not_valid_after_utc > _now()]
+    _make_authority(place, days, force=True)
+    kept = b"".join(one.public_bytes(serialization.Encoding.PEM) for one in old)
+    both = (place / "ca.crt").read_bytes() + kept
+    for path in (place / "ca.crt", server.ca, *folder.glob("devices/*/ca.crt")):
+        write_private(path, both)
+    return (
+        f"authority: renewed in {place}; bring every device its {folder / 'devices'}/NAME/ca.crt, "
+        "and only then renew the server's certificate (--host NAME --force)"
+    )
+
+
+def _make_authority(folder: Path, days: int, force: bool = False) -> None:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP384R1())
-    name = _named("nestling fleet authority")
-    builder = _certificate(name, name, key.public_key(), key.public_key(), days)
+    name, end = _named("nestling fleet authority"), _now() + datetime.timedelta(days=days)
+    builder = _certificate(name, name, key.public_key(), key.public_key(), end)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
-    write_private(folder / "ca.key", _pem(key), force=False)
+    write_private(folder / "ca.key", _pem(key), force)
     write_private(folder / "ca.crt", _signed(builder, key))
 
 
-def _make_server(authority: Path, files: ServerFiles, hosts: Sequence[str], days: int) -> None:
+def _make_server(
+    authority: Path, files: ServerFiles, hosts: Sequence[str], days: int
+) -> datetime.date:
+    """The server's certificate, and the day on which it ends: the authority's last at most."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -320,11 +432,10 @@ def _make_server(authority: Path, files: ServerFiles, hosts: Sequence[str], days
 
     ca_key = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
     assert isinstance(ca_key, ec.EllipticCurvePrivateKey)  # noqa: S101 (the authority is our own)
-    ca = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
+    ca = certificates(authority / "ca.crt")[0]
     key = ec.generate_private_key(ec.SECP384R1())
-    builder = _certificate(
-        _named(hosts[0]), ca.subject, key.public_key(), ca_key.public_key(), days
-    )
+    end = min(_now() + datetime.timedelta(days=days), ca.not_valid_after_utc)
+    builder = _certificate(_named(hosts[0]), ca.subject, key.public_key(), ca_key.public_key(), end)
     builder = builder.add_extension(
         x509.BasicConstraints(ca=False, path_length=None), critical=True
     )
@@ -339,13 +450,14 @@ def _make_server(authority: Path, files: ServerFiles, hosts: Sequence[str], days
     write_private(files.certificate, _signed(builder, ca_key))
     if authority != files.root:
         write_private(files.ca, (authority / "ca.crt").read_bytes())
+    return end.date()
 
 
-def _make_device(folder: Path, server: ServerFiles, name: str) -> str:
+def _make_device(folder: Path, server: ServerFiles, holder: KeyHolder) -> str:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP384R1())
+    key, name = ec.generate_private_key(ec.SECP384R1()), holder.name
     home = private_folder(folder / "devices" / name)
     private = key.private_bytes(
         serialization.Encoding.PEM,
@@ -359,10 +471,9 @@ def _make_device(folder: Path, server: ServerFiles, name: str) -> str:
     write_private(home / "device.key", private)
     write_private(home / "name", f"{name}\n".encode())
     write_private(home / "ca.crt", (folder / "ca" / "ca.crt").read_bytes())
-    write_private(server.devices / f"{name}.pub", public + f" {name}\n".encode())
-    return (
-        f"device {name}: {home} (copy it there); its public key: {server.devices / f'{name}.pub'}"
-    )
+    write_private(server.devices / f"{name}.pub", public + f" {holder.comment}\n".encode())
+    kind = f"gateway {name}, for {holder.devices} devices" if holder.devices else f"device {name}"
+    return f"{kind}: {home} (copy it there); its public key: {server.devices / f'{name}.pub'}"
 
 
 def _retire(server: ServerFiles, name: str) -> None:
@@ -386,24 +497,27 @@ def _certificate(
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
     issuer_key: ec.EllipticCurvePublicKey,
-    days: int,
+    end: datetime.datetime,
 ) -> x509.CertificateBuilder:
     from cryptography import x509
 
-    now = datetime.datetime.now(datetime.timezone.utc)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCKS_DIFFER)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(_now() - CLOCKS_DIFFER)
+        .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False
         )
     )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.timezone.utc)
 
 
 def _usage(signs_certificates: bool) -> x509.KeyUsage:
@@ -471,9 +585,3 @@ def _there(path: Path, field: str) -> Path:
             f"there is no {path}", field=field, fix="make it with `nestling certs`, or copy it here"
         )
     return path
-
-
-def _closed(key: Path) -> None:
-    """Refuses a key that others may read."""
-    if key.stat().st_mode & 0o077:
-        raise InputError(f"{key} can be read by others", field="--certs", fix=f"chmod 600 {key}")

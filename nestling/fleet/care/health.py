@@ -23,8 +23,8 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -43,24 +43,32 @@ something is wrong with it."""
 SILENCE, TIMES = 60.0, 5.0
 """A round is slow when nobody has answered for this long, and for so many times what a round
 usually takes."""
-ASKERS, PATIENCE = 16, 5.0
+REMEMBERED = 3600.0
+"""Seconds for which a cloned key is warned of after it was last refused."""
+ASKERS, PER_ADDRESS, PATIENCE = 16, 8, 5.0
+"""Requests at once, in all and of one address; seconds for all of one."""
 LARGEST = 2**24
 
 Parts = Mapping[str, Any]
-"""What the supervisor knows: "trouble", in words, where the run cannot go on now, and
-"programs"."""
+"""What the supervisor knows: "trouble", in words, where the run cannot go on now, "programs",
+"warnings", "greedy": the devices that sent more than they may, how many "times" that was told, and
+why, and "disk": the bytes that are "free", and the "floor" below which no round begins."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """How a run is. `since` is a time (seconds since 1970), `missing` who has not answered in this
-    round."""
+    round, `warnings` what a person should see to, whatever the state, `greedy` which devices sent
+    more than they may, `disk` the bytes that are free and those that must be."""
 
     state: str
     reason: str
     round: int = 0
     since: float | None = None
     missing: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    greedy: dict[str, dict[str, Any]] = field(default_factory=dict)
+    disk: dict[str, int] = field(default_factory=dict)
 
 
 def judge(table: Mapping[str, Any], parts: Parts | None = None) -> Verdict:
@@ -123,28 +131,37 @@ def _names(missing: list[dict[str, Any]], most: int = 10) -> str:
 
 def run_status(folder: Path, parts: Parts | None = None, begun: bool = False) -> dict[str, Any]:
     """What a folder tells, with the verdict on it."""
-    table = status.snapshot(folder, begun=begun)
-    return {
-        **table,
-        "health": asdict(judge(table, parts)),
-        "programs": dict((parts or {}).get("programs", {})),
-    }
+    table, parts = status.snapshot(folder, begun=begun), parts or {}
+    seen = {name: parts[name] for name in ("greedy", "disk") if name in parts}
+    warnings = [*parts.get("warnings", ()), *_clones(table)]
+    verdict = replace(judge(table, parts), warnings=warnings, **seen)
+    return {**table, "health": asdict(verdict), "programs": dict(parts.get("programs", {}))}
+
+
+def _clones(table: Mapping[str, Any]) -> list[str]:
+    """The keys that were used twice not long ago, each named once."""
+    recent = (row for row in table["refusals"] if table["time"] - row["time"] < REMEMBERED)
+    said = (str(row["reason"]) for row in recent)
+    return sorted({reason for reason in said if reason.startswith(status.CLONED)})
 
 
 class HealthServer(ThreadingHTTPServer):
     """Tells of the run in one folder. `parts` is asked every time."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(
         self, folder: Path, host: str, port: int, parts: Callable[[], Parts] = dict
     ) -> None:
         """Binds to an address, IPv6 where it has a colon, and answers at most `ASKERS` requests at
-        once."""
+        once, and at most `PER_ADDRESS` of one address."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self.folder, self.parts, self.host = folder, parts, host
-        self._places = threading.BoundedSemaphore(ASKERS)
+        self._open: dict[Any, str] = {}  # request → address, the oldest first
+        self._asked: set[Any] = set()  # those that were read, and are being answered
+        self._lock = threading.Lock()
 
     def server_bind(self) -> None:
         """Binds without looking up this machine's name."""
@@ -161,22 +178,49 @@ class HealthServer(ThreadingHTTPServer):
         return f"http://{join_address(self.host, self.server_port)}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a request where a place is free, else hangs up."""
-        if self._places.acquire(blocking=False):
+        """Starts a thread for a request, where a place is free. Of an address that has too many one
+        must go: so many at once is no monitoring, and who trickles keeps nobody out."""
+        with self._lock:
+            same = [one for one, who in self._open.items() if who == client_address[0]]
+            if len(same) >= PER_ADDRESS:
+                oldest = min(same, key=self._asked.__contains__)
+                del self._open[oldest]
+                _hang_up(oldest)
+            free = len(self._open) < ASKERS
+            if free:
+                self._open[request] = client_address[0]
+        if free:
             super().process_request(request, client_address)
         else:
-            self.shutdown_request(request)  # so many at once is no monitoring
+            self.shutdown_request(request)
+
+    def asked(self, request: Any) -> None:
+        """A request was read."""
+        with self._lock:
+            self._asked.add(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers a request, and frees its place however that ends."""
+        """Answers a request, within `PATIENCE`, and frees its place however that ends."""
+        late = threading.Timer(PATIENCE, _hang_up, [request])
+        late.daemon = True
+        late.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            late.cancel()
+            with self._lock:
+                self._open.pop(request, None)
+                self._asked.discard(request)
 
     def handle_error(self, _request: Any, _client_address: Any) -> None:
         """Writes a failed request to the debug log only: whoever asked may have gone away."""
         log.debug("health: a request failed", exc_info=True)
+
+
+def _hang_up(request: socket.socket) -> None:
+    """Ends a connection; whoever reads from it sees its end."""
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -185,6 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "nestling", ""
 
     def do_GET(self) -> None:
+        self.server.asked(self.request)
         try:
             code, kind, text = self._answer(self.path.partition("?")[0])
         except (OSError, ValueError, KeyError, TypeError) as error:

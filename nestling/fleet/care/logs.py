@@ -23,6 +23,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from nestling.errors import InputError
+
 SERVER_LOG, DEVICE_LOG = "server.log.jsonl", "join.log.jsonl"
 FIELDS = ("round", "client", "node", "name", "reason")
 """What a record may say besides its text."""
@@ -40,7 +42,9 @@ _NAMED = re.compile(
 )
 _HEX = re.compile(r"(?<![0-9A-Za-z])[0-9a-fA-F]{32,}(?![0-9A-Za-z])")
 _BASE64 = re.compile(r"[0-9A-Za-z+/]{40,}={0,2}")
-_LINE_OF_A_PROXY = re.compile(r"refused (?P<from>\S+?)(?: (?P<who>\S+))?: (?P<reason>.*) \(\d{3}\)")
+_LINE_OF_A_PROXY = re.compile(
+    r"refused (?P<from>\S+?)(?: (?P<who>\S+))?: (?P<reason>.*) \((?P<status>\d{3})\)"
+)
 
 
 class Note(str):
@@ -194,6 +198,7 @@ def facts_of_line(program: str, line: str) -> dict[str, Any]:
         "address": found["from"],
         "key": found["who"],
         "reason": found["reason"],
+        "status": int(found["status"]),
     }
 
 
@@ -201,13 +206,17 @@ def facts_of_line(program: str, line: str) -> dict[str, Any]:
 def written_to(
     path: Path, needs: Path | None = None, logger: str = "nestling"
 ) -> Iterator[JsonLines]:
-    """While the block lasts, what `nestling` logs is written to the file as well."""
+    """While the block lasts, what `nestling` logs is written to the file as well, and the
+    `InputError` that ends it, which the terminal is told by others."""
     root, handler = logging.getLogger(logger), JsonLines(path, needs=needs)
     before = root.level
     root.addHandler(handler)
     root.setLevel(min(before or logging.INFO, logging.INFO))
     try:
         yield handler
+    except InputError as error:
+        handler.emit(logging.LogRecord(logger, logging.ERROR, "", 0, str(error), (), None))
+        raise
     finally:
         root.removeHandler(handler)
         root.setLevel(before)

@@ -23,12 +23,24 @@ def exposition(table: Mapping[str, Any]) -> str:
             "1 for the state the fleet is in",
             [({"state": s}, int(s == health["state"])) for s in STATES],
         ),
+        _block(
+            "warnings",
+            "gauge",
+            "what a person should see to: a cloned key, a certificate that ends soon",
+            [({}, len(health["warnings"]))],
+        ),
         _block("rounds_total", "counter", "rounds finished", [({}, totals["rounds"])]),
         _block(
             "rounds_planned", "gauge", "rounds that the experiment has", [({}, table["rounds"])]
         ),
         _block("replies_total", "counter", "replies that came in time", [({}, totals["replies"])]),
         _block("refused_total", "counter", "replies refused", [({}, totals["refused"])]),
+        _block(
+            "over_quota_total",
+            "counter",
+            "minutes in which a device sent more bytes than it may",
+            [({"device": d}, row["times"]) for d, row in sorted(health.get("greedy", {}).items())],
+        ),
         _block(
             "late_total",
             "counter",
@@ -87,6 +99,12 @@ def exposition(table: Mapping[str, Any]) -> str:
                 ({"kind": kind.removesuffix("_accuracy")}, row["last"])
                 for kind, row in table["accuracy"].items()
             ],
+        ),
+        _block(
+            "disk_bytes",
+            "gauge",
+            "bytes free on the server's disk, and the floor below which no round begins",
+            [({"kind": kind}, size) for kind, size in health.get("disk", {}).items()],
         ),
         _block(
             "program_up",

@@ -27,6 +27,8 @@ GATHERING, ROUND, MERGING, DONE, STOPPED = "gathering", "round", "merging", "don
 
 SECONDS = 1.0
 REFUSALS = 50
+CLONED = "a cloned key"
+"""How a refusal begins where a key is used by two devices at once."""
 Table = dict[str, Any]
 
 

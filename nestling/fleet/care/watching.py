@@ -87,6 +87,8 @@ def _head(table: dict[str, Any]) -> Text:
     down = [name for name, row in table["programs"].items() if not row["running"]]
     if down:
         text.append(f"\nnot running: {clean(', '.join(down))}", "red")
+    for warning in verdict.get("warnings", ()):  # an older server tells none
+        text.append("\n").append_text(clean(f"warning: {warning}", "yellow"))
     return text
 
 

@@ -11,6 +11,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from nestling.fleet.flower.letters import ACTION, pack, unpack
+from nestling.fleet.node.data_files import EXPERIMENT
 
 Handler = Callable[[Message, Context], Message]
 
@@ -46,8 +47,6 @@ def client_fn(
     """
 
     def handle(message: Message, context: Context) -> Message:
-        from nestling.fleet.node.worker import EXPERIMENT  # torch comes with it
-
         config = context.node_config
         number = config.get("client", config.get("partition-id"))
         name = str(config.get("name") or f"client {context.node_id if number is None else number}")

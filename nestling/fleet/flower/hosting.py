@@ -15,7 +15,8 @@ from flwr.serverapp import Grid
 
 from nestling.errors import InputError
 from nestling.fleet.care import logs
-from nestling.fleet.care.certs import write_private
+from nestling.fleet.care.certs import KeyHolder, write_private
+from nestling.fleet.care.disk import MEGA, Room, is_full
 from nestling.fleet.care.processes import LOG_BYTES, LOG_FILES, born
 from nestling.fleet.server.server import OUTCOME, PROCESS, RUN_LOG, SETTINGS
 from nestling.runfiles import EXPERIMENT
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from nestling.runs.run import Watcher
 
 log = logging.getLogger("nestling.fleet.run")
+
+LEAVE_SECONDS = 30.0
+"""How long nodes have to hear that the run is over: they ask every 3 s and start a process."""
 
 
 def host(grid: Grid, home: str) -> None:
@@ -39,21 +43,23 @@ def host(grid: Grid, home: str) -> None:
     _log_to(folder / "log" / RUN_LOG)
     lines = Path(settings["folder"]) / logs.SERVER_LOG
     with logs.written_to(lines, needs=lines.parent / EXPERIMENT):
-        outcome = _played(grid, settings)
+        outcome = _played(grid, settings, folder)
     write_private(folder / OUTCOME, json.dumps(outcome).encode())
     if outcome["state"] != "done":
         raise RuntimeError(outcome["text"])  # so that Flower too counts the run as failed
 
 
-def _played(grid: Grid, settings: dict[str, Any]) -> dict[str, Any]:
+def _played(grid: Grid, settings: dict[str, Any], home: Path) -> dict[str, Any]:
     from nestling.fleet.server.engine import NoQuorum
 
     try:
         # What is heavy is imported where a failure to import it is told as well.
         from nestling.experiment import Experiment
         from nestling.fleet.flower.grid import GridCourier
+        from nestling.fleet.server.quota import QUOTA, Allowances
         from nestling.fleet.server.serving import play
 
+        keys = Registered(Path(settings["registered"])) if settings["registered"] else None
         result = play(
             GridCourier(grid),
             Experiment.read(Path(settings["experiment"])),
@@ -61,31 +67,36 @@ def _played(grid: Grid, settings: dict[str, Any]) -> dict[str, Any]:
             min_clients=settings["min_clients"],
             deadline=settings["deadline"],
             quorum=settings["quorum"],
-            names=Registered(Path(settings["registered"])) if settings["registered"] else None,
+            keys=keys,
             watcher=_watcher(),
+            leave=LEAVE_SECONDS,
+            allow=Allowances(home / QUOTA, {} if keys is None else keys),
+            room=Room((home, Path(settings["folder"])), settings["disk_floor"] * MEGA),
         )
         return {"state": "done", "text": "", "summary": result.summary}
-    except InputError as error:
-        return {"state": "input", "text": str(error)}
     except NoQuorum as error:
         return {"state": "quorum", "text": str(error)}
     except Exception as error:
+        if is_full(error):
+            return {"state": "disk", "text": f"disk full: {error}"}
+        if isinstance(error, InputError):
+            return {"state": "input", "text": str(error)}
         log.error("%s", traceback.format_exc())
         return {"state": "error", "text": f"{type(error).__name__}: {error}"}
 
 
-class Registered(Mapping[int, str]):
-    """Node → the name its key is registered under, as the server's file says now: devices may be
-    added while the run goes on."""
+class Registered(Mapping[int, KeyHolder]):
+    """Node → whom its key stands for, as the server's file says now: devices may be added while the
+    run goes on."""
 
     def __init__(self, path: Path) -> None:
         """Takes the path of the server's file, which is read when first asked."""
         self.path = path
-        self._names: dict[int, str] = {}
+        self._holders: dict[int, KeyHolder] = {}
         self._seen = 0
 
-    def __getitem__(self, node: int) -> str:
-        """The name of a node; a `KeyError` where its key is not registered."""
+    def __getitem__(self, node: int) -> KeyHolder:
+        """Whom a node's key stands for; a `KeyError` where its key is not registered."""
         return self._read()[node]
 
     def __iter__(self) -> Iterator[int]:
@@ -96,14 +107,15 @@ class Registered(Mapping[int, str]):
         """How many nodes are registered now."""
         return len(self._read())
 
-    def _read(self) -> dict[int, str]:
+    def _read(self) -> dict[int, KeyHolder]:
         changed = self.path.stat().st_mtime_ns if self.path.exists() else 0
         if changed != self._seen:
-            self._names = {
-                int(node): row["name"] for node, row in json.loads(self.path.read_text()).items()
+            self._holders = {
+                int(node): KeyHolder(**{name: row[name] for name in row if name != "key"})
+                for node, row in json.loads(self.path.read_text()).items()
             }
             self._seen = changed
-        return self._names
+        return self._holders
 
 
 def _watcher() -> Watcher:

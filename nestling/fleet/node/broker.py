@@ -51,11 +51,13 @@ class Broker:
     ca: Path | None = None
     tls: bool = True
 
-    def client(self, keepalive: int = KEEPALIVE) -> Client:
-        """A client that connects, and connects again, as soon as its loop is started."""
+    def client(self, id: str = "") -> Client:
+        """A client that connects, and connects again, as soon as its loop is started. `id`: what
+        the broker knows the connection by, which throws an older one of the same id off (default:
+        the user's name, as our own broker has it in any case)."""
         mqtt = _paho()
         made: Client = mqtt.Client(
-            mqtt.CallbackAPIVersion.VERSION2, client_id=self.user, protocol=mqtt.MQTTv311
+            mqtt.CallbackAPIVersion.VERSION2, client_id=id or self.user, protocol=mqtt.MQTTv311
         )
         if self.tls:
             made.tls_set_context(
@@ -70,7 +72,7 @@ class Broker:
         made.username_pw_set(self.user, read_secret(self.password_file))
         made.max_inflight_messages_set(500)
         made.reconnect_delay_set(1, 30)
-        made.connect_async(self.host, self.port, keepalive)
+        made.connect_async(self.host, self.port, KEEPALIVE)
         return made
 
 
@@ -142,6 +144,8 @@ def write_broker(
         "keyfile": certificate.key,
         "tls_version": "tlsv1.2",
         "allow_anonymous": "false",
+        # who has a password can throw nobody off by taking another's id
+        "use_username_as_clientid": "true",
         "password_file": folder / "passwords",
         "acl_file": folder / "acl",
         "persistence": "false",

@@ -263,7 +263,7 @@ class FleetGateway(Worker):
         """The answer to a letter. A letter about something else ends the wait for devices that are
         still at work; whoever asks for their results again gets them."""
         order = Order.from_bytes(letter) if wire.kind_of(letter) == "order" else None
-        self._latest = (order.run, order.round) if order is not None else None
+        self._latest = (order.run, order.round) if order is not None and order.jobs else None
         self._bell.put(None)
         with self._serving:
             return (self._welcome(letter) if order is None else self._order(order)).to_bytes()
@@ -295,6 +295,8 @@ class FleetGateway(Worker):
     # -- orders ------------------------------------------------------------------------------------
 
     def _order(self, order: Order) -> Answer:
+        if not order.jobs:
+            return super()._order(order)
         answer = Answer(order.run, order.round)
         try:
             run = self._run(order.run)

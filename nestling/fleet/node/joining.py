@@ -28,6 +28,7 @@ from pathlib import Path
 from nestling.errors import InputError
 from nestling.files import writing
 from nestling.fleet.care import certs, logs
+from nestling.fleet.care.expiry import trust_ending_soon
 from nestling.fleet.care.processes import (
     Keeper,
     Program,
@@ -38,8 +39,9 @@ from nestling.fleet.care.processes import (
     stopped_by_signals,
 )
 from nestling.fleet.node import profile
+from nestling.fleet.node.data_files import EXPERIMENT, check_data
 from nestling.fleet.protocol.addresses import is_loopback, join_address
-from nestling.fleet.server.proxy import NO_KEY, REVOKED_KEY, UNKNOWN_KEY
+from nestling.fleet.server.proxy import CLONED_KEY, NO_KEY, REVOKED_KEY, UNKNOWN_KEY
 
 log = logging.getLogger("nestling.fleet")
 
@@ -58,6 +60,8 @@ ADVICE = {
     f"[code: {UNKNOWN_KEY}]": "refused: the server does not know this device's key (was its "
     "public half copied there?)",
     f"[code: {REVOKED_KEY}]": "refused: this device's key is revoked",
+    f"[code: {CLONED_KEY}]": "refused: a cloned key: another device uses this device's key at this "
+    "moment, or `nestling join` runs twice",
     "[code: 2001]": "the server wants a key: join with --certs",
     "[code: 2004]": "the server still holds this device's last session, which was cut off; it "
     "lets go within a minute",
@@ -115,13 +119,21 @@ def join(options: JoinOptions) -> None:
     )
     lines = logs.written_to(options.folder / "log" / logs.DEVICE_LOG)
     with lines, stopped_by_signals(), _sockets(options.folder) as place, Keeper() as keeper:
+        if options.certs and options.certs.ca and (ends := trust_ending_soon(options.certs.ca)):
+            log.warning(ends)
+        if options.devices is None and options.data != EXPERIMENT:
+            check_data(options.data)
         keeper.add(_worker(options, place))
         _wait_for_server(options, keeper)
         port = free_port()
         keeper.add(_node(options, place, port))
         keeper.add(_executor(options, port))
+        trust = _Trust(options)
         while True:
             keeper.tick()
+            if trust.changed():
+                log.info("the authority's certificate was renewed: the node starts again with it")
+                keeper.children["node"].ask_to_stop()
             time.sleep(TICK)
 
 
@@ -277,6 +289,22 @@ def _secret(options: JoinOptions) -> Path:
 def _sick(line: str) -> bool:
     """A node that an error has thrown out of its loop lives on without doing anything."""
     return line.startswith(("Traceback (most recent call last)", "ERROR"))
+
+
+class _Trust:
+    """The certificate of the authority that this device trusts, which Flower's node reads only as
+    it starts."""
+
+    def __init__(self, options: JoinOptions) -> None:
+        self.path = options.certs.ca if options.certs else None
+        self._seen = self._stamp()
+
+    def changed(self) -> bool:
+        before, self._seen = self._seen, self._stamp()
+        return self._seen not in (0, before)
+
+    def _stamp(self) -> int:
+        return self.path.stat().st_mtime_ns if self.path and self.path.exists() else 0
 
 
 class _News:

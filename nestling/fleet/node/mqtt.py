@@ -4,6 +4,7 @@ talk, `mqtt_device` is the other side). One connection serves them all."""
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import Counter
@@ -73,7 +74,8 @@ class MqttDevices:
 
     def open(self) -> None:
         """Connects, and says so when the broker will not have it."""
-        self._client = self.broker.client()
+        # On a broker of others ids are free for all: nobody can take one that nobody can guess.
+        self._client = self.broker.client(id=secrets.token_hex(11))
         self._client.on_connect, self._client.on_message = self._connected, self._heard
         self._client.loop_start()
         self._ticker = threading.Thread(target=self._tick, name="nestling-mqtt", daemon=True)

@@ -28,6 +28,7 @@ from typing import Any, cast
 import numpy as np
 
 from nestling.errors import InputError
+from nestling.files import read_arrays
 from nestling.fleet.node.broker import Broker, check_device, topic
 from nestling.fleet.protocol.addresses import parse_server
 from nestling.fleet.protocol.packets import ACK, JOB, RESULT, Packet, Receiver, Sender
@@ -259,9 +260,9 @@ def read_blob(path: Path) -> bytes:
             return path.read_bytes()
         from nestling.tiny.runtime.data import pack
 
-        with np.load(path, allow_pickle=False) as arrays:
-            return pack(arrays["x"], arrays["y"])
-    except (OSError, ValueError, KeyError) as error:
+        arrays = read_arrays(path, field="--data")
+        return pack(arrays["x"], arrays["y"])
+    except OSError as error:
         raise InputError(
             f"{path} cannot be read: {error}",
             field="--data",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from nestling.data import image_statistics, normalise
 from nestling.errors import InputError
-from nestling.files import parse_toml
+from nestling.files import parse_toml, read_arrays
+from nestling.fleet.node.data_files import data_files
 from nestling.fleet.protocol.wire import Welcome
 
 
@@ -32,27 +32,14 @@ def read_rows(path: str | Path, welcome: Welcome) -> Rows:
     where it has none). `y` holds the classes: their names, or where the names are numbers or
     absent, their numbers.
     """
-    place = Path(path).expanduser()
-    files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
-    if not files or not all(file.is_file() for file in files):
-        raise InputError(
-            f"there is no .npz file at {place}",
-            field="--data",
-            fix="give an .npz file with arrays x and y, or a folder",
-        )
-    parts = [_read(file, welcome) for file in files]
+    parts = [_read(file, welcome) for file in data_files(path)]
     return Rows(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
 
 
 def _read(file: Path, welcome: Welcome) -> Rows:
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            x, y = arrays["x"], arrays["y"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise _bad(
-            file, f"cannot be read: {error}", "write it with numpy.savez(file, x=..., y=...)"
-        ) from None
-    if y.ndim != 1 or len(x) != len(y) or not len(y):
+    arrays = read_arrays(file, field="--data")
+    x, y = arrays["x"], arrays["y"]
+    if y.ndim != 1 or x.shape[:1] != y.shape or not len(y):
         raise _bad(
             file,
             f"x is {x.shape}, y is {y.shape}",

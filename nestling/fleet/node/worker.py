@@ -11,6 +11,8 @@ before its checkpoint), the client goes back to what it had then.
 from __future__ import annotations
 
 import argparse
+import errno
+import logging
 import re
 import secrets
 import shutil
@@ -28,7 +30,8 @@ import torch
 from nestling.data import Dataset, Split
 from nestling.errors import InputError
 from nestling.experiment import EngineConfig, Experiment
-from nestling.files import parse_toml, write_atomic
+from nestling.files import parse_toml, read_sealed, sealed, write_atomic
+from nestling.fleet.node.data_files import EXPERIMENT
 from nestling.fleet.node.own_data import Rows, read_rows
 from nestling.fleet.node.profile import Allowance, measure
 from nestling.fleet.protocol import wire
@@ -44,13 +47,13 @@ from nestling.fleet.protocol.wire import (
     Parcel,
     Welcome,
 )
+from nestling.harmless import harmless
 from nestling.runs.assemble import Given, make_world
 from nestling.store import ClientStore
 from nestling.training.client import Outcome, Site, Task, work
 from nestling.world import World
 
-EXPERIMENT = "experiment"
-"""The data of a worker that takes its share of the experiment's own."""
+log = logging.getLogger("nestling.fleet")
 
 KEPT_RUNS = 4
 KEPT_WORLDS = 4
@@ -94,6 +97,7 @@ class Worker:
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.token = _token(self.home / "token")
         self._runs: dict[str, _Run] = {}
+        self._refused = ""  # why it was refused last, as its owner knows
 
     def handle(self, letter: bytes) -> bytes:
         """The answer to a letter. A letter that cannot be read is an `InputError`."""
@@ -104,13 +108,17 @@ class Worker:
 
     def _welcome(self, letter: bytes) -> Hello:
         welcome = Welcome.from_bytes(letter)
+        if welcome.refused not in ("", self._refused):
+            log.warning("the server refuses this device: %s", welcome.refused)
+        self._refused = welcome.refused
         try:
             members = tuple(self._reported(member, welcome) for member in self.members)
-        except InputError as error:
-            return Hello(welcome.run, self.token, (), str(error))
-        folder = self._folder(welcome.run)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "welcome", letter)
+            folder = self._folder(welcome.run)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / "welcome", sealed(letter))
+        except (InputError, OSError) as error:
+            self._refused = _told("cannot take part", error)
+            return Hello(welcome.run, self.token, (), self._refused)
         self._forget_old(folder)
         return Hello(welcome.run, self.token, members)
 
@@ -128,11 +136,13 @@ class Worker:
         try:
             run = self._run(order.run)
         except Exception as error:  # whatever it is, the server must hear of it
-            answer.error = _said(error)
+            answer.error = _told(f"round {order.round}", error)
             return answer
         if run is None:
             answer.unknown = True
             return answer
+        if not order.jobs:
+            log.info("the run is over: round %d was its last; waiting for the next", order.round)
         answer.results = [self._job(run, order, job) for job in order.jobs]
         free = self.free()
         answer.free = {m.name: free for m in self.members} if free else {}
@@ -144,7 +154,8 @@ class Worker:
         try:
             return run.work(order, job, self.data[job.name])
         except Exception as error:
-            return Failed(job.client, job.key, _said(error))
+            why = _told(f"{job.name}: round {order.round}", error)
+            return Failed(job.client, job.key, why)
 
     def _folder(self, run: str) -> Path:
         return self.home / "runs" / run
@@ -155,7 +166,7 @@ class Worker:
             if not path.exists():
                 return None
             self._runs.clear()  # one run at a time is held in memory
-            self._runs[run] = _Run(path.parent, Welcome.from_bytes(path.read_bytes()), self.own)
+            self._runs[run] = _Run(path.parent, Welcome.from_bytes(read_sealed(path)), self.own)
         return self._runs[run]
 
     def _forget_old(self, current: Path) -> None:
@@ -290,9 +301,9 @@ class _Desk:
         self._floor = self._start = 0
         self._stamp = self._now()
         if self._stamp is not None:
-            self._last = Answer.from_bytes((self.folder / "result").read_bytes())
+            self._last = Answer.from_bytes(read_sealed(self.folder / "result"))
             self._floor, self._start = (
-                int(word) for word in (self.folder / "floor").read_text().split()
+                int(word) for word in read_sealed(self.folder / "floor").split()
             )
         self._store = ClientStore(self.folder / "memory")
         # What was written after the last result belongs to work that was not finished.
@@ -337,9 +348,9 @@ class _Desk:
         self._store.put(self.client, memory, order.round)
         self._store.sync()
         self._floor, self._start = max(self._floor, order.covered), order.start
-        write_atomic(self.folder / "floor", f"{self._floor} {self._start}")
+        write_atomic(self.folder / "floor", sealed(b"%d %d" % (self._floor, self._start)))
         result = Answer(order.run, order.round, [done])
-        write_atomic(self.folder / "result", result.to_bytes())
+        write_atomic(self.folder / "result", sealed(result.to_bytes()))
         self._last, self._stamp = result, self._now()
 
 
@@ -397,14 +408,22 @@ def _token(path: Path) -> str:
     return found
 
 
+def _told(where: str, error: Exception) -> str:
+    """What the server is told of an error, and one line of the device's own log for its owner."""
+    log.warning("%s: %s", where, harmless(_said(error)))
+    return _said(error)
+
+
 def _said(error: Exception) -> str:
     text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text = f"this device's disk is full ({error.strerror}); make room"
     return text[:2000]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m nestling.fleet.node.worker`: a worker that stays, with torch loaded once, and
-    answers letters at a socket."""
+    answers letters at a socket; exit code 2 where it cannot begin."""
     parser = argparse.ArgumentParser(
         prog="python -m nestling.fleet.node.worker", description=main.__doc__
     )
@@ -433,12 +452,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         free=allowance.available(),
         macs=found.macs_per_second,
     )
-    worker = Worker(given.folder, [member], given.data, allowance.available)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        worker = Worker(given.folder, [member], given.data, allowance.available)
+    except (InputError, OSError) as error:
+        _told("the worker cannot begin", error)
+        return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     serve(
         given.socket, worker.handle, lambda: print(f"{given.name}: the worker is ready", flush=True)
     )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

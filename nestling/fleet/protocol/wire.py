@@ -5,9 +5,10 @@
     server → node   Order    the work of one round for clients behind the node
     node → server   Answer   what came of it, client by client
 
-A frame is a mark, a version, a kind, a header in JSON and the tensors' bytes one after another: no
-pickle, nothing that is executed. Whatever is read is bounded and checked; bytes that do not hold
-what they should are refused with an `InputError` that says why.
+A frame is a mark, a version, a kind, a header in JSON, the tensors' bytes one after another and the
+CRC-32 of all that: no pickle, nothing that is executed. Whatever is read is bounded and checked;
+bytes that changed on the way, or do not hold what they should, are refused with an `InputError`
+that says why.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import re
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,8 +31,9 @@ from torch import Tensor
 from nestling.errors import InputError, unknown
 from nestling.harmless import harmless
 from nestling.message import TRANSPORTS, Message, pack_bits, unpack_bits
+from nestling.runfiles import number
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 2**31
 """The largest frame that is read (2 GiB)."""
 
@@ -42,6 +45,7 @@ MAX_CLIENTS = 2**16
 
 _MARK = b"NSTL"
 _HEAD = struct.Struct("<4sBcI")
+_CRC = struct.Struct("<I")
 _RUN = re.compile(r"[0-9a-f]{8,64}")
 _KEY = re.compile(r"[0-9a-f]{32}")
 _FP16_MOST = 65504.0
@@ -137,7 +141,8 @@ class Order:
     """The work of one round for the clients behind one node. `covered` is the last round of which
     the server has a checkpoint: it will never go back behind that. `transport` is how replies are
     to travel, `attempt` how often the order has been sent. `start` is how often the server has been
-    started: within one start rounds only go up, so that an order of a lower one is out of date."""
+    started: within one start rounds only go up, so that an order of a lower one is out of date. An
+    order without jobs says that the run is over, and `round` was its last."""
 
     run: str
     round: int
@@ -360,7 +365,8 @@ class Hello:
 class Welcome:
     """A run, as a node gets to know it: the experiment with all settled, and the data's form, which
     a node needs to build the networks. `rows` is how many training rows the experiment's own data
-    has; `public` holds the public rows, where clients use them."""
+    has; `public` holds the public rows, where clients use them. `refused` is why the node was
+    refused when it answered the last one."""
 
     run: str
     experiment: str
@@ -369,6 +375,7 @@ class Welcome:
     class_names: tuple[str, ...]
     rows: int
     public: Parcel | None = None
+    refused: str = ""
 
     def to_bytes(self) -> bytes:
         """The welcome as a frame of kind W; the public rows, if any, are its only parcel."""
@@ -378,6 +385,8 @@ class Welcome:
             "shape": list(self.shape),
             "classes": self.classes,
         }
+        if self.refused:
+            told["refused"] = self.refused
         parcels = [self.public] if self.public is not None else []
         return _frame(
             b"W", {**told, "class_names": list(self.class_names), "rows": self.rows}, parcels
@@ -397,9 +406,9 @@ class Welcome:
             _whole(header, "rows", least=1),
         )
         run, experiment = _matching(header, "run", _RUN), _text(header, "experiment", MAX_TEXT)
-        return Welcome(
-            run, experiment, shape, classes, names, rows, parcels[0] if parcels else None
-        )
+        public, refused = parcels[0] if parcels else None, header.get("refused", "")
+        refused = _said({"refused": refused}, "refused")
+        return Welcome(run, experiment, shape, classes, names, rows, public, refused)
 
 
 def kind_of(data: bytes | memoryview) -> str:
@@ -505,7 +514,7 @@ def _row(row: Any) -> tuple[str, str, list[int], str, float]:
         raise InputError(f"{_short(name)}: {_short(shape)} is no shape")
     if math.prod(shape) > MAX_BYTES:
         raise InputError(f"{_short(name)}: {math.prod(shape)} numbers are too many")
-    if type(scale) not in (int, float) or not math.isfinite(scale):
+    if number(scale) is None:
         raise InputError(f"{_short(name)}: the scale is {_short(scale)}")
     return name, code, shape, sent, float(scale)
 
@@ -518,13 +527,17 @@ def _frame(kind: bytes, header: dict[str, Any], parcels: Sequence[Parcel]) -> by
     text = _json(told)
     if len(text) > MAX_HEADER:
         raise InputError(f"a header of {len(text)} bytes is over the limit of {MAX_HEADER}")
-    return b"".join([_HEAD.pack(_MARK, VERSION, kind, len(text)), text, *(p.data for p in parcels)])
+    chunks = [_HEAD.pack(_MARK, VERSION, kind, len(text)), text, *(p.data for p in parcels)]
+    crc = 0
+    for chunk in chunks:
+        crc = zlib.crc32(chunk, crc)
+    return b"".join([*chunks, _CRC.pack(crc)])
 
 
 def _head(data: bytes | memoryview) -> tuple[bytes, int]:
     if len(data) > MAX_BYTES:
         raise InputError(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
-    if len(data) < _HEAD.size:
+    if len(data) < _HEAD.size + _CRC.size:
         raise InputError(f"{len(data)} bytes are too short for anything")
     mark, version, kind, length = _HEAD.unpack_from(data)
     if mark != _MARK:
@@ -534,7 +547,7 @@ def _head(data: bytes | memoryview) -> tuple[bytes, int]:
             f"version {version} of the protocol; this is version {VERSION}",
             fix="install the same nestling everywhere",
         )
-    if length > MAX_HEADER or length > len(data) - _HEAD.size:
+    if length > MAX_HEADER or length > len(data) - _HEAD.size - _CRC.size:
         raise InputError(f"a header of {length} bytes in a frame of {len(data)}")
     return kind, length
 
@@ -543,19 +556,23 @@ def _open(data: bytes | memoryview, kind: bytes) -> tuple[dict[str, Any], list[P
     found, length = _head(data)
     if found != kind:
         raise InputError(f"a frame of kind {found!r} where {kind!r} was expected")
+    whole = memoryview(data)
+    body, crc = whole[: -_CRC.size], whole[-_CRC.size :]
+    if _CRC.unpack(crc)[0] != zlib.crc32(body):
+        raise InputError("damaged on its way: its checksum is that of other bytes")
     start = _HEAD.size + length
     try:
-        header = json.loads(bytes(data[_HEAD.size : start]))
+        header = json.loads(bytes(body[_HEAD.size : start]))
     except (ValueError, RecursionError) as error:
         raise InputError(f"the header cannot be read: {type(error).__name__}") from None
     if not isinstance(header, dict):
         raise InputError("the header is no table")
-    body, parcels = memoryview(data), []
+    parcels = []
     for table in _tables(header, "parcels", MAX_CLIENTS):
         size = _whole(table, "bytes", most=MAX_BYTES)
-        if start + size > len(data):
+        if start + size > len(body):
             raise InputError(
-                f"{size} bytes of tensors are announced, {len(data) - start} are there"
+                f"{size} bytes of tensors are announced, {len(body) - start} are there"
             )
         parcels.append(
             Parcel(
@@ -564,8 +581,8 @@ def _open(data: bytes | memoryview, kind: bytes) -> tuple[dict[str, Any], list[P
             )
         )
         start += size
-    if start != len(data):
-        raise InputError(f"{len(data) - start} bytes after the end")
+    if start != len(body):
+        raise InputError(f"{len(body) - start} bytes after the end")
     return header, parcels
 
 
@@ -595,10 +612,10 @@ def _optional(table: Mapping[str, Any], name: str) -> int | None:
 
 
 def _real(table: Mapping[str, Any], name: str) -> float:
-    value = table.get(name)
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise InputError(f"{name} is {_short(value)}")
-    return float(value)  # type: ignore[arg-type]
+    value = number(table.get(name))
+    if value is None:
+        raise InputError(f"{name} is {_short(table.get(name))}")
+    return float(value)
 
 
 def _text(table: Mapping[str, Any], name: str, most: int = 1024) -> str:

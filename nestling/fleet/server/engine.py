@@ -20,6 +20,7 @@ from nestling.fleet.care.logs import Note
 from nestling.fleet.protocol.courier import Courier, Failure
 from nestling.fleet.protocol.wire import Answer, Failed, JobDone, JobOrder, Order, Parcel, key_of
 from nestling.fleet.server.greeter import Greeter
+from nestling.fleet.server.quota import Allow
 from nestling.fleet.server.roster import Roster
 from nestling.message import Message
 from nestling.training.client import ClientSide, Outcome, Site, Task
@@ -29,6 +30,8 @@ KEPT_TICKETS = 4096
 not left lying."""
 
 KEPT_REFUSALS = 2**16
+HEADER = 2**18
+"""Bytes of what an answer says of one client besides its tensors, at most."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class _Wanted:
 
     task: Task
     job: JobOrder
+    size: int  # bytes of the reply that is expected, at most
     sent: float = -1e18
     attempts: int = 0
     node: int | None = None
@@ -85,6 +89,8 @@ class FleetEngine(Engine):
              "foreign", "broken", ...).
     watch:   called whenever answers were looked for, and once a round waits for no more; see
              `progress`.
+    allow:   told how many bytes nodes are expected to answer, before orders leave.
+    size:    bytes of the reply to a task, at most.
     """
 
     name = "fleet"
@@ -113,6 +119,8 @@ class FleetEngine(Engine):
         self.counts: Counter[str] = Counter()
         self._refused: list[Refusal] = []  # what was refused and not told yet
         self.watch: Callable[[], None] = lambda: None
+        self.allow: Allow = lambda _: None
+        self.size: Callable[[Task], int] = lambda task: task.message.nbytes
         self._letters: OrderedDict[str, _Letter] = OrderedDict()  # by ticket
         self._wanted: dict[int, _Wanted] = {}
         self._round = self._done = 0
@@ -230,7 +238,7 @@ class FleetEngine(Engine):
                 parcel,
                 base,
             )
-            wanted[task.client] = _Wanted(task, job)
+            wanted[task.client] = _Wanted(task, job, self.size(task) + HEADER)
         return wanted
 
     def _send(self) -> None:
@@ -260,6 +268,8 @@ class FleetEngine(Engine):
                 self.roster.start,
             )
             letters[node] = order.to_bytes()
+        if letters:
+            self.allow({node: sum(wanted.size for wanted in due[node]) for node in letters})
         tickets = self.courier.push(letters) if letters else {}
         for node, those in due.items():
             if node in tickets:

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nestling.errors import InputError
+from nestling.fleet.care.certs import KeyHolder
 from nestling.fleet.care.logs import Note
 from nestling.fleet.protocol.courier import Courier, Failure
-from nestling.fleet.protocol.wire import Hello
+from nestling.fleet.protocol.wire import Hello, Member, Welcome
+from nestling.fleet.server.quota import Allow
 from nestling.fleet.server.roster import Roster, RosterEntry
 
 AGAIN_SECONDS = 20.0
 """After so long without an answer, or after a refusal, a node is welcomed again."""
+
+MEMBER = 2**13
+"""Bytes of what a node says of one client as it joins, at most."""
 
 
 @dataclass(eq=False)
@@ -34,10 +39,11 @@ class _Asked:
 
 
 class Greeter:
-    """Welcomes nodes. `note` hears of who joins, leaves or is refused; `names` are those that
-    nodes' keys are registered under, where there are keys: a node then speaks for that name only,
-    and for those that begin with it and a slash. `most` is as how many rows a client counts at
-    most, however many it says it has (0: no limit)."""
+    """Welcomes nodes. `note` hears of who joins, leaves or is refused; `keys` says whom nodes' keys
+    stand for, where there are keys: a node then speaks for the one device of that name only, or as
+    a gateway for as many as it may, whose names begin with its own and a slash. `most` is as how
+    many rows a client counts at most, however many it says it has (0: no limit). `allow` is told
+    how many bytes nodes may answer, before welcomes leave."""
 
     def __init__(
         self,
@@ -47,13 +53,15 @@ class Greeter:
         note: Callable[[str], None] = lambda _: None,
         again: float = AGAIN_SECONDS,
         clock: Callable[[], float] = time.monotonic,
-        names: Mapping[int, str] | None = None,
+        keys: Mapping[int, KeyHolder] | None = None,
         most: int = 0,
+        allow: Allow = lambda _: None,
     ) -> None:
         """Knows no node yet; `again` is the first pause, in seconds, before a node is welcomed once
         more."""
         self.courier, self.roster, self.welcome, self.note = courier, roster, welcome, note
-        self.again, self.clock, self.names, self.most = again, clock, names, most
+        self.again, self.clock, self.keys, self.most = again, clock, keys, most
+        self.allow = allow
         self._known: set[int] = set()  # nodes whose clients are in the roster
         self._asked: dict[int, _Asked] = {}
         # known nodes that speak for others → when they last said for whom
@@ -132,11 +140,20 @@ class Greeter:
             for node in sorted(nodes)
             if node not in self._asked or now >= self._asked[node].due(self.again)
         ]
-        tickets = self.courier.push(dict.fromkeys(due, self.welcome)) if due else {}
+        if due:
+            self.allow(dict.fromkeys(due, MEMBER * len(self.roster.fleet)))
+        tickets = self.courier.push({node: self._letter(node) for node in due}) if due else {}
         for node, ticket in tickets.items():
             asked = self._asked.setdefault(node, _Asked())
             asked.tickets.append(ticket)
             asked.last, asked.times = now, asked.times + 1
+
+    def _letter(self, node: int) -> bytes:
+        """The welcome of a node; one that was refused is told why, so that its owner can see it."""
+        reason = self._said.get(node)
+        if reason is None:
+            return self.welcome
+        return replace(Welcome.from_bytes(self.welcome), refused=reason).to_bytes()
 
     def _listen(self) -> None:
         nodes = {ticket: node for node, asked in self._asked.items() for ticket in asked.tickets}
@@ -159,8 +176,7 @@ class Greeter:
         taken, here = 0, {entry.member.name for entry in self.roster.entries if entry.node == node}
         for member in hello.members:
             try:
-                self._check_name(node, member.name)
-                entry = self.roster.admit(node, hello.token, member)
+                entry = self.roster.admit(node, hello.token, self._entitled(node, member))
             except InputError as error:
                 self._refuse(node, str(error))
                 continue
@@ -191,14 +207,39 @@ class Greeter:
             )
             self.note(Note(text, "clipped", client=entry.client, name=name, node=entry.node))
 
-    def _check_name(self, node: int, name: str) -> None:
-        if self.names is None:
-            return
-        own = self.names.get(node)
-        if own is None:
+    def _entitled(self, node: int, member: Member) -> Member:
+        """A client that a node may speak for by its key, of the tier that the key is for."""
+        if self.keys is None:
+            return member
+        name, holder = member.name, self.keys.get(node)
+        if holder is None:
             raise InputError(f"it is not registered, and calls itself {name!r}")
-        if name != own and not name.startswith(f"{own}/"):
-            raise InputError(f"it is registered as {own!r} and calls itself {name!r}")
+        if holder.devices:
+            self._check_behind(holder, name)
+        elif name != holder.name:
+            raise InputError(
+                f"it is registered as the device {holder.name!r} and calls itself {name!r}",
+                fix=f"only a gateway speaks for others: certs --gateway {holder.name}=MOST --force",
+            )
+        if holder.tier and member.device not in ("", holder.tier):
+            raise InputError(
+                f"the key of {holder.name!r} is for a {holder.tier!r}, and it calls itself a "
+                f"{member.device!r}"
+            )
+        return replace(member, device=holder.tier) if holder.tier else member
+
+    def _check_behind(self, holder: KeyHolder, name: str) -> None:
+        """Names that a gateway told once keep their places, so they all count."""
+        behind = f"{holder.name}/"
+        if not name.startswith(behind):
+            raise InputError(f"it is registered as the gateway {holder.name!r} and names {name!r}")
+        known = {e.member.name for e in self.roster.entries if e.member.name.startswith(behind)}
+        if len(known | {name}) > holder.devices:
+            raise InputError(
+                f"the gateway {holder.name!r} may speak for {holder.devices} devices, and "
+                f"{name!r} is one more",
+                fix=f"let it: gateway=MOST in {holder.name}.pub",
+            )
 
     def _refuse(self, node: int, reason: str) -> None:
         """Leaves the node among those that were asked, so that it is asked again after a while."""

@@ -97,6 +97,10 @@ class HttpLine:
         self.http.start_next_cycle()
         return True
 
+    def whole(self) -> bool:
+        """Whether all of what the other side sends now has come."""
+        return self.http.their_state is h11.DONE
+
     def usable(self) -> bool:
         """Whether neither side has ended it."""
         return not self.reader.at_eof() and not self.writer.is_closing()

@@ -10,6 +10,8 @@ SuperLink listens on loopback only, and this stands in front of it:
 - a request passes if its path is one that a node needs, its body is small enough, and its key is
   registered and not revoked. The SuperLink checks whether the signature is right. Keys are looked
   up in folders, which may change at any time;
+- what the SuperLink would store passes within the quota of the key (`quota`); whose key it is, is
+  proven by the signature before anything is taken off the quota;
 - everything else is refused with a reason, which the log repeats.
 
     python -m nestling.fleet.server.proxy FILE.json
@@ -21,6 +23,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import ssl
 import sys
 import time
@@ -33,6 +36,8 @@ from pathlib import Path
 import h11
 
 from nestling.fleet.care import certs
+from nestling.fleet.care.disk import Room
+from nestling.fleet.care.status import CLONED
 from nestling.fleet.server.http1 import (
     CHUNK,
     HEAD_LIMIT,
@@ -42,6 +47,8 @@ from nestling.fleet.server.http1 import (
     HttpLine,
     headers_of,
 )
+from nestling.fleet.server.quota import Quotas
+from nestling.fleet.server.sessions import Sessions
 from nestling.harmless import harmless
 
 log = logging.getLogger("nestling.fleet.server.proxy")
@@ -49,6 +56,8 @@ log = logging.getLogger("nestling.fleet.server.proxy")
 SWALLOWED = 256 * 1024
 BODY_LIMIT = 16 * 1024 * 1024
 """Flower cuts what it sends into pieces of 5 MB."""
+SMALL = 64 * 1024
+"""The body of a request by which nothing is stored."""
 IDLE, ANSWER_SECONDS, ALL_SECONDS = 90.0, 120.0, 900.0
 """Patience: between requests, for the SuperLink to answer, for all of a request."""
 FRESH = 3.0
@@ -71,21 +80,25 @@ CALLS = frozenset(
         "confirm-message-received",
     ]
 )
+STORING = frozenset({"push-messages", "push-object"})
 # only where keys are not asked for
 SELF_REGISTERING = frozenset({"register-node", "unregister-node"})
 ENTRIES = frozenset({"register-node", "activate-node"})
 PASSED_ON = ("content-type", "accept", "user-agent", "traceparent", "tracestate")
 HOP_BY_HOP = ("connection", "keep-alive", "server")
-KEY = "flwr-public-key"
+KEY, SIGNATURE, SIGNED = "flwr-public-key", "flwr-signature", "flwr-timestamp"
 
-NO_KEY, UNKNOWN_KEY, REVOKED_KEY, NO_PATH = 9401, 9403, 9410, 9404
+NO_KEY, UNKNOWN_KEY, REVOKED_KEY, CLONED_KEY = 9401, 9403, 9410, 9409
+NO_PATH, TOO_MUCH = 9404, 9413
 """Codes in the refusals, in the form Flower's nodes print."""
 
 
 @dataclass(frozen=True)
 class Config:
     """Where the proxy listens, what stands behind it, and who may pass. Without `certificate` it
-    speaks no TLS, without `devices` every key passes: both only ever on loopback."""
+    speaks no TLS, without `devices` every key passes: both only ever on loopback. Without `quota`,
+    the file of what devices may send, they may send what they like. Nothing is stored while less
+    than `disk_floor` bytes are free at `disk`."""
 
     host: str
     port: int
@@ -96,6 +109,9 @@ class Config:
     devices: str = ""
     revoked: str = ""
     body_limit: int = BODY_LIMIT
+    quota: str = ""
+    disk: str = "/"
+    disk_floor: int = 0
 
     def to_json(self) -> str:
         """For the command line."""
@@ -133,10 +149,10 @@ class Keys:
         if found == self._seen:
             return False
         self._seen = found
-        self.gone = certs.public_keys(self.revoked)
+        self.gone = {key: holder.name for key, holder in certs.public_keys(self.revoked).items()}
         self.allowed = {
-            key: name
-            for key, name in certs.public_keys(self.devices).items()
+            key: holder.name
+            for key, holder in certs.public_keys(self.devices).items()
             if key not in self.gone
         }
         return True
@@ -193,16 +209,21 @@ class Proxy:
         """Takes the configuration; keys are read and connections accepted from `start` on."""
         self.config = config
         self.keys = Keys(Path(config.devices), Path(config.revoked)) if config.devices else None
-        self.quiet = Quiet()
+        self.quotas = Quotas(Path(config.quota)) if config.quota else None
+        self.room = Room((Path(config.disk),), config.disk_floor)
+        self.quiet, self.sessions = Quiet(), Sessions()
         self._idle: list[tuple[HttpLine, float]] = []
         self._open: Counter[str] = Counter()
         self._inner = _client_context(config.upstream_ca)
+        self._outer: ssl.SSLContext | None = None
+        self._stamps: list[int] = []
 
     async def start(self) -> asyncio.Server:
         """Listens."""
         if self.keys:
             self.keys.refresh()
-        context = _server_context(self.config)
+        context = self._outer = _server_context(self.config)
+        self._stamps = self._changed()
         patience = {"ssl_handshake_timeout": HEAD_SECONDS} if context else {}
         return await asyncio.start_server(
             self._guarded,
@@ -215,9 +236,10 @@ class Proxy:
         )
 
     async def watch_keys(self, seconds: float = 1.0) -> None:
-        """Follows the folders of keys."""
+        """Follows the folders of keys, and the server's own certificate."""
         while self.keys:
             await asyncio.sleep(seconds)
+            self._renew()
             try:
                 if self.keys.refresh():
                     log.info(
@@ -227,6 +249,25 @@ class Proxy:
                     )
             except OSError as error:
                 self.quiet.say(f"cannot read the keys: {error}")
+
+    def _renew(self) -> None:
+        """Takes a new certificate for the connections to come. It is tried out first: while the
+        files are being copied, certificate and key may not fit."""
+        try:
+            stamps = self._changed()
+            if self._outer is None or stamps == self._stamps:
+                return
+            _server_context(self.config)
+            self._outer.load_cert_chain(self.config.certificate, self.config.key)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            self.quiet.say(f"cannot take the new certificate: {error}")
+            return
+        self._stamps = stamps
+        log.info("the server's certificate was renewed, and is in use")
+
+    def _changed(self) -> list[int]:
+        files = (self.config.certificate, self.config.key)
+        return [os.stat(file).st_mtime_ns for file in files if file]
 
     async def _guarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line, address = (
@@ -263,14 +304,24 @@ class Proxy:
         headers = headers_of(request)
         try:
             call, device = self._admit(request, headers)
-            size = _length(headers)
-            if size > self.config.body_limit:
-                raise ClosedDoor(413, NO_PATH, f"{size:,} bytes are too many", device)
+            size = self._measure(call, device, headers)
         except ClosedDoor:
             await _swallow(line, headers)
             raise
-        status = await asyncio.wait_for(self._forward(request, headers, line, address), ALL_SECONDS)
-        if call == "activate-node":
+        asked = self.sessions.clock()
+        try:
+            status = await asyncio.wait_for(
+                self._forward(request, headers, line, address), ALL_SECONDS
+            )
+        finally:
+            if self.quotas and call in STORING and not line.whole():
+                self.quotas.give_back(device, size)  # of half a body nothing is stored
+        if call == "deactivate-node" and status == 200:
+            self.sessions.left(device)
+        elif call not in ENTRIES and status == 200:
+            self.sessions.inside(device, asked)
+        elif call == "activate-node":
+            self.sessions.entering(device, status)
             log.info(
                 "%s: %s from %s",
                 "joined" if status == 200 else f"not let in ({status})",
@@ -284,7 +335,7 @@ class Proxy:
         if request.http_version != b"1.1":
             raise ClosedDoor(400, NO_PATH, "not a request of HTTP/1.1")
         if (method, path) == ("GET", "/health"):
-            return "health", "-"
+            return "health", ""
         call = path.removeprefix(FLEET)
         if method != "POST" or not path.startswith(FLEET) or call not in CALLS | SELF_REGISTERING:
             raise ClosedDoor(403, NO_PATH, f"{method} {path[:80]!r} is not for devices")
@@ -299,7 +350,33 @@ class Proxy:
                 NO_KEY,
                 "a device brings a key that is registered here; none registers itself",
             )
-        return call, self.keys.check(headers.get(KEY), status)
+        name = self.keys.check(headers.get(KEY), status)
+        if call in ENTRIES and self.sessions.cloned(name):
+            raise ClosedDoor(
+                status,
+                CLONED_KEY,
+                f"{CLONED}: another device uses the key of {name} at this moment",
+                certs.fingerprint(headers[KEY]),
+            )
+        return call, name
+
+    def _measure(self, call: str, device: str, headers: dict[str, str]) -> int:
+        """The size of a body that may pass, taken off the device's quota; or a refusal."""
+        size, most = _length(headers), self.config.body_limit if call in STORING else SMALL
+        if size > most:
+            raise ClosedDoor(413, TOO_MUCH, f"more than {most:,} bytes in one request", device)
+        if call in STORING and self.room.trouble():
+            # a node tries again until it passes
+            raise ClosedDoor(503, NO_PATH, "the server's disk is full; try again")
+        if self.quotas and call in STORING:
+            if not certs.signed_by(headers[KEY], headers.get(SIGNED), headers.get(SIGNATURE)):
+                raise ClosedDoor(401, NO_KEY, "the signature is not that of the key", device)
+            if not self.quotas.take(device, size):
+                most = self.quotas.allowed(device)
+                raise ClosedDoor(
+                    413, TOO_MUCH, f"it sends more than the {most:,} bytes a letter allows", device
+                )
+        return size
 
     async def _forward(
         self, request: h11.Request, headers: dict[str, str], line: HttpLine, address: str

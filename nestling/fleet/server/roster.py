@@ -188,7 +188,14 @@ class Roster:
                     entry,
                     entry.member.name,
                 )
-        except (ValueError, KeyError, TypeError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise InputError(
                 f"{path} cannot be read: {error}",
                 field="--out",

@@ -25,13 +25,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
 from nestling.files import writing
 from nestling.fleet.care import certs, logs
+from nestling.fleet.care.disk import FLOOR, MEGA, Room, is_full
+from nestling.fleet.care.expiry import ending_soon
 from nestling.fleet.care.health import telling
 from nestling.fleet.care.processes import (
     Keeper,
@@ -45,11 +47,13 @@ from nestling.fleet.care.processes import (
 )
 from nestling.fleet.protocol.addresses import PORT, is_loopback
 from nestling.fleet.server.proxy import Config
+from nestling.fleet.server.quota import QUOTA
+from nestling.report.words import traffic
 from nestling.runfiles import EXPERIMENT, METRICS
 
 log = logging.getLogger("nestling.fleet")
 
-TICK, KEYS_SECONDS = 0.2, 2.0
+TICK, KEYS_SECONDS, WARN_SECONDS = 0.2, 2.0, 86400.0
 HEALTHY_SECONDS, APPEAR_SECONDS = 300.0, 300.0
 COMMAND_SECONDS = 300.0
 GIVE_UP = 5
@@ -71,6 +75,7 @@ class ServeOptions:
     deadline: float = 600.0
     quorum: int = 0
     health: str = "off"  # HOST:PORT to tell at how the run is
+    disk_floor: int = FLOOR  # megabytes that must be free
 
 
 def home_of(out: Path) -> Path:
@@ -110,9 +115,14 @@ class _Server:
         self.secret, self.pair = home / "secret", home / "inner"
         self.keys = _Registry(home, files, self._flwr) if files else None
         self.play = _Run(options.out, home, self._flwr)
+        self.greedy: dict[str, dict[str, Any]] = {}  # devices that sent more than they may
+        self.room = Room((home, options.out.absolute()), options.disk_floor * MEGA)
+        log.info("disk: %s free", traffic(self.room.free()))
 
     def run(self) -> dict[str, Any]:
         """From nothing to the end of the run."""
+        while self._look_at_disk():
+            time.sleep(TICK)
         self._write_files()
         end_leftover(self.home / PROCESS)
         self._start_superlink()
@@ -124,16 +134,35 @@ class _Server:
         self.keeper.add(self._superexec())
         self.keeper.add(self._proxy())
         log.info("devices can join at %s:%d", self.options.host, self.options.port)
-        look = 0.0
+        look = warn = 0.0
         while True:
             self.keeper.tick()
-            outcome = self.play.tick()
-            if outcome is not None:
-                return outcome
-            if self.keys and time.monotonic() >= look:
-                self.keys.follow()
-                look = time.monotonic() + KEYS_SECONDS
+            self._look_at_disk()
+            if self.files and time.monotonic() >= warn:
+                for line in ending_soon(self.files):
+                    logs.tell(log, logs.Note(line, "expiry"), logging.WARNING)
+                warn = time.monotonic() + WARN_SECONDS
+            try:
+                outcome = self.play.tick()
+                if outcome is not None:
+                    return outcome
+                if self.keys and time.monotonic() >= look:
+                    look = time.monotonic() + KEYS_SECONDS
+                    self.keys.follow()
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                log.debug("disk full", exc_info=True)  # tried again when there is room
             time.sleep(TICK)
+
+    def _look_at_disk(self) -> str:
+        """Why nothing new is begun now, where the disk is too full; said when that changes."""
+        before, self.play.held = self.play.held, self.room.trouble()
+        if self.play.held and not before:
+            log.warning("%s; no round begins until there is room", self.play.held)
+        elif before and not self.play.held:
+            log.info("there is room on the disk again: %s free", traffic(self.room.free()))
+        return self.play.held
 
     def parts(self) -> dict[str, Any]:
         """How the processes are; asked from another thread."""
@@ -141,7 +170,13 @@ class _Server:
             child.program.name: {"running": child.running}
             for child in list(self.keeper.children.values())
         }
-        return {"trouble": self.play.trouble, "programs": programs}
+        return {
+            "trouble": self.play.held or self.play.trouble,
+            "programs": programs,
+            "warnings": ending_soon(self.files) if self.files else [],
+            "greedy": dict(self.greedy),
+            "disk": {"free": self.room.free(), "floor": self.room.floor},
+        }
 
     def _write_files(self) -> None:
         if not self.secret.exists():
@@ -155,6 +190,7 @@ class _Server:
             "min_clients": self.options.min_clients,
             "deadline": self.options.deadline,
             "quorum": self.options.quorum,
+            "disk_floor": self.options.disk_floor,
             "registered": str(self.home / REGISTERED) if self.files else None,
         }
         self._write(SETTINGS, json.dumps(settings, indent=1))
@@ -181,6 +217,9 @@ class _Server:
             upstream_ca=str(self.pair / "ca.crt"),
             devices=str(self.files.devices.absolute()),
             revoked=str(self.files.revoked.absolute()),
+            quota=str(self.home / QUOTA),
+            disk=str(self.home),
+            disk_floor=self.room.floor,
         )
 
     def _start_superlink(self) -> None:
@@ -234,9 +273,18 @@ class _Server:
             command,
             self.logs / "proxy.log",
             self.env,
-            show=lambda line: "DEBUG" not in line,
+            show=self._hear_proxy,
             advice=_port_taken,
         )
+
+    def _hear_proxy(self, line: str) -> bool:
+        """Counts refusals for too many bytes by device; the proxy says the same one once a minute.
+        Says which lines a person should see."""
+        said = logs.facts_of_line("proxy", line)
+        if said.get("status") == 413 and said["key"]:
+            before = self.greedy.get(said["key"], {"times": 0})
+            self.greedy[said["key"]] = {"times": before["times"] + 1, "reason": said["reason"]}
+        return "DEBUG" not in line
 
     def _wait_healthy(self) -> None:
         until = time.monotonic() + HEALTHY_SECONDS
@@ -310,14 +358,15 @@ class _Unknown(Exception):
 
 class _Registry:
     """Keeps Flower's list of keys the same as the folder's, and remembers which node each key
-    is."""
+    is and whom it stands for."""
 
     def __init__(self, home: Path, files: certs.ServerFiles, flwr: Any) -> None:
         self.path, self.files, self.flwr = home / REGISTERED, files, flwr
-        self.nodes: dict[str, dict[str, str]] = (
+        self.nodes: dict[str, dict[str, Any]] = (
             json.loads(self.path.read_text()) if self.path.exists() else {}
         )
         self._refused: set[str] = set()
+        self._saved = self.nodes.copy()
 
     def forget(self) -> None:
         """Nothing is registered."""
@@ -327,37 +376,57 @@ class _Registry:
         """Registers new keys, and takes out those that are gone or revoked."""
         gone = certs.public_keys(self.files.revoked)
         wanted = {
-            certs.fingerprint(key): name
-            for key, name in certs.public_keys(self.files.devices).items()
+            certs.fingerprint(key): holder
+            for key, holder in certs.public_keys(self.files.devices).items()
             if key not in gone
         }
         have = {row["key"]: node for node, row in self.nodes.items()}
         self._add(
             {
-                key: name
-                for key, name in wanted.items()
+                key: holder
+                for key, holder in wanted.items()
                 if key not in have and key not in self._refused
             }
         )
         self._remove(
             {node: self.nodes[node]["name"] for key, node in have.items() if key not in wanted}
         )
+        self._change({have[key]: holder for key, holder in wanted.items() if key in have})
+        if self.nodes != self._saved:  # the disk was full
+            self._save()
 
-    def _add(self, keys: Mapping[str, str]) -> None:
+    def _save(self) -> None:
+        certs.write_private(self.path, json.dumps(self.nodes, indent=1).encode())
+        self._saved = self.nodes.copy()
+
+    def _add(self, keys: Mapping[str, certs.KeyHolder]) -> None:
+        names = [holder.name for holder in keys.values()]
         calls = [
             ["supernode", "register", str(self.files.devices / f"{n}.pub"), "inner", "--name", n]
-            for n in keys.values()
+            for n in names
         ]
-        for (key, name), said in zip(keys.items(), self.flwr(calls) if calls else (), strict=True):
+        for (key, holder), said in zip(
+            keys.items(), self.flwr(calls) if calls else (), strict=True
+        ):
+            name = holder.name
             if said["success"]:
-                self.nodes[str(said["node-id"])] = {"name": name, "key": key}
-                certs.write_private(self.path, json.dumps(self.nodes, indent=1).encode())
-                log.info("device %s may join", name)
+                self.nodes[str(said["node-id"])] = {"key": key, **asdict(holder)}
+                self._save()
+                log.info("%s may join", _described(holder))
             elif "already in use" in str(said).lower():
                 raise _Unknown(name)
             else:
                 self._refused.add(key)
                 log.warning("device %s cannot be registered: %s", name, said.get("error-message"))
+
+    def _change(self, nodes: Mapping[str, certs.KeyHolder]) -> None:
+        """Follows what the operator wrote behind a key that is registered already."""
+        for node, holder in nodes.items():
+            row = {"key": self.nodes[node]["key"], **asdict(holder)}
+            if row != self.nodes[node]:
+                self.nodes[node] = row
+                self._save()
+                log.info("%s may join", _described(holder))
 
     def _remove(self, nodes: Mapping[str, str]) -> None:
         calls = [["supernode", "unregister", node, "inner"] for node in nodes]
@@ -365,12 +434,18 @@ class _Registry:
             nodes.items(), self.flwr(calls) if calls else (), strict=True
         ):
             del self.nodes[node]
-            certs.write_private(self.path, json.dumps(self.nodes, indent=1).encode())
+            self._save()
             log.info(
                 "device %s may not join any more%s",
                 name,
                 "" if said["success"] else " (Flower did not know it)",
             )
+
+
+def _described(holder: certs.KeyHolder) -> str:
+    if holder.devices:
+        return f"gateway {holder.name}, for {holder.devices} devices at most,"
+    return f"device {holder.name}" + (f", as {holder.tier!r} only," if holder.tier else "")
 
 
 class _Run:
@@ -382,6 +457,7 @@ class _Run:
         self.due: float | None = 0.0  # when to start it; None: it was started
         self.until = 0.0  # when it must be there
         self.trouble = ""  # why it does not run, where it should
+        self.held = ""  # why it is not started now
         self._log = _Follower(home / "log" / RUN_LOG)
 
     def tick(self) -> dict[str, Any] | None:
@@ -389,7 +465,7 @@ class _Run:
         for line in self._log.new():
             log.info(line, extra={"echo": True})
         if self.due is not None:
-            if time.monotonic() >= self.due:
+            if time.monotonic() >= self.due and not self.held:
                 self._begin()
             return None
         outcome, process = _read(self.home / OUTCOME), _read(self.home / PROCESS)
@@ -421,7 +497,7 @@ class _Run:
             return outcome
         if outcome["state"] == "input":
             raise InputError(outcome["text"])
-        self._again(outcome["text"], patient=outcome["state"] == "quorum")
+        self._again(outcome["text"], patient=outcome["state"] in ("quorum", "disk"))
         return None
 
     def _again(self, why: str, patient: bool = False) -> None:
@@ -429,6 +505,7 @@ class _Run:
         for name in (OUTCOME, PROCESS):
             (self.home / name).unlink(missing_ok=True)
         rounds = self._rounds()
+        patient = patient or bool(self.held)
         self.failures = 0 if rounds > self.rounds or patient else self.failures + 1
         self.rounds = rounds
         if self.failures >= GIVE_UP:

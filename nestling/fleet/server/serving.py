@@ -3,23 +3,29 @@ that asks instead of computing."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.fleet.care.audit import ACCEPTED, MERGED, STARTED, Audit, digest_of
+from nestling.fleet.care.certs import KeyHolder
+from nestling.fleet.care.disk import Room
 from nestling.fleet.care.status import DONE, GATHERING, MERGING, ROUND, STATUS, STOPPED, StatusFile
 from nestling.fleet.protocol.courier import Courier
-from nestling.fleet.protocol.wire import Parcel, Welcome
+from nestling.fleet.protocol.wire import Order, Parcel, Welcome
 from nestling.fleet.server.engine import FleetEngine, NoQuorum, Patience
 from nestling.fleet.server.greeter import Greeter
+from nestling.fleet.server.quota import Allow
 from nestling.fleet.server.roster import LiveFleet, LiveSplit, Roster, blank
 from nestling.message import Message
-from nestling.runfiles import EXPERIMENT, FEDERATION, ROSTER
+from nestling.runfiles import AUDIT, EXPERIMENT, FEDERATION, ROSTER
 from nestling.runs import folder as run_folder
 from nestling.runs.assemble import assemble
 from nestling.runs.describe import describe
@@ -27,6 +33,14 @@ from nestling.runs.federation import Federation, Metrics
 from nestling.runs.folder import RunFolder
 from nestling.runs.run import Result, Watcher, one_thread, play_rounds, restored
 from nestling.store import ClientStore
+from nestling.training.client import Outcome, Task
+from nestling.version import __version__
+
+AUDITED = ("joined", "left", "clipped", "refused")
+"""What of a node's coming and going stands in the audit log."""
+
+MOST_REFUSALS = 1000
+"""How many refusals of a round have a line of their own: who is refused can make more of them."""
 
 
 def play(
@@ -38,9 +52,12 @@ def play(
     deadline: float = 600.0,
     quorum: int = 0,
     wait: float = 600.0,
-    names: Mapping[int, str] | None = None,
+    keys: Mapping[int, KeyHolder] | None = None,
     patience: Patience | None = None,
     watcher: Watcher | None = None,
+    leave: float = 0.0,
+    allow: Allow = lambda _: None,
+    room: Room | None = None,
 ) -> Result:
     """Runs an experiment on real devices; where the folder holds a run already, that run goes on
     from its last checkpoint.
@@ -49,8 +66,12 @@ def play(
                  seconds, then the run stops where it stands (`NoQuorum`).
     deadline, quorum: when a round goes on without those that have not answered (see `Patience`);
                       `patience` says all of it.
-    names:       node → the name its key is registered under. A node may then speak for that name
-                 only, and for those that begin with it and a slash.
+    leave:       how many seconds to wait at the end for nodes to hear that the run is over (0: they
+                 are not told).
+    keys:        node → whom its key stands for. A node may then speak for that device only, or
+                 for those behind that gateway.
+    allow:       told how many bytes each node is expected to answer, before letters leave.
+    room:        no round begins while this is too little.
     """
     patience = replace(patience or Patience(), deadline=deadline, quorum=quorum)
     home: RunFolder | None = None
@@ -61,8 +82,9 @@ def play(
                 experiment, Path(folder) if folder is not None else None
             )
             live = enliven(
-                settled, federation, courier, home, names, patience, watcher or Watcher()
+                settled, federation, courier, home, keys, patience, watcher or Watcher(), allow
             )
+            live.room = room
             live.gather(min_clients, wait)
             description = describe(settled, federation)
             if home:
@@ -77,6 +99,7 @@ def play(
                 every=0.0,
             )
             live.ended(DONE)
+            live.take_leave(leave)
             return result
     except BaseException as error:
         if live is not None:
@@ -101,14 +124,23 @@ class Live:
     phase: str = MERGING
     since: float = field(default_factory=time.time)
     doing: dict[str, Any] = field(default_factory=dict)
+    room: Room | None = None
 
     def __post_init__(self) -> None:
-        """Opens the status file, and has the engine and the greeter report to it."""
+        """Opens the status file and the audit log, and has the engine, the greeter and the rounds
+        report to them."""
         self.status = StatusFile(self.folder / STATUS if self.folder else None)
+        self.audit = Audit(self.folder / AUDIT) if self.folder else None
+        self.refused = 0  # in this round
         self.engine.watch, self.greeter.note = self._look, self._hear
+        self.federation.on_merged = self._merged
 
     def gather(self, clients: int, seconds: float) -> None:
-        """Waits until enough clients are there, and tells the bench whose models can be tested."""
+        """Waits until there is room on the disk and enough clients are there, and tells the bench
+        whose models can be tested."""
+        while self.room is not None and self.room.trouble():
+            self._tell(MERGING, {})
+            self.engine.sleep(1.0)
         wanted = min(max(1, clients), len(self.roster.fleet))
 
         def sleep(pause: float) -> None:
@@ -141,6 +173,10 @@ class Live:
 
         def refusal(client: int, round: int, reason: str) -> None:
             self.status.refused(reason, round, client, self.roster.node_of(client))
+            self.refused += 1
+            if self.audit and self.refused <= MOST_REFUSALS:
+                name = self.roster.name_of(client)
+                self.audit.add("refused", round=round, client=client, name=name, reason=reason)
             self.told.refusal(client, round, reason)
 
         return replace(self.told, round=after_round, refusal=refusal)
@@ -148,6 +184,55 @@ class Live:
     def ended(self, phase: str, reason: str = "") -> None:
         """Writes that the run is over."""
         self._tell(phase, {"reason": reason} if reason else {}, now=True)
+
+    def start(self, experiment: Experiment) -> None:
+        """Writes to the audit log what the run begins with, or goes on from."""
+        if self.audit:
+            self.audit.add(
+                STARTED,
+                run=self.roster.run,
+                start=self.roster.start,
+                round=self.federation.totals.round,
+                state=digest_of(self.federation.state()),
+                experiment=hashlib.sha256(experiment.to_toml().encode()).hexdigest(),
+                version=__version__,
+                cut=self.audit.cut,
+            )
+
+    def _merged(self, round: int, outcomes: Mapping[int, Outcome], void: Collection[int]) -> None:
+        """Writes to the audit log what a round merged, and what it made of it."""
+        if self.audit is None:
+            return
+        counted = {client: one.reply for client, one in outcomes.items() if client not in void}
+        for client, reply in counted.items():
+            rows = int(reply.facts["samples"])
+            self.audit.add(
+                ACCEPTED,
+                round=round,
+                client=client,
+                name=self.roster.name_of(client),
+                rows=rows,
+                counts_as=min(rows, self.federation.most_rows),
+                reply=digest_of(reply.parts),
+            )
+        state = digest_of(self.federation.state())
+        told = {"accepted": len(counted), "refused": self.refused, "state": state}
+        self.audit.add(MERGED, flush=True, round=round, **told)
+        self.refused = 0
+
+    def take_leave(self, seconds: float) -> None:
+        """Tells nodes that the run is over, and waits so long at most for them to have heard."""
+        if not seconds:
+            return
+        courier, round = self.greeter.courier, self.federation.totals.round
+        nodes = {entry.node for entry in self.roster.entries if entry.node is not None}
+        last, until = Order(self.roster.run, round, round, []), time.monotonic() + seconds
+        # All is written: whatever goes wrong now must not make the run a failed one.
+        with contextlib.suppress(Exception):
+            waiting = set(courier.push(dict.fromkeys(nodes, last.to_bytes())).values())
+            while waiting and time.monotonic() < until:
+                waiting -= {ticket for ticket, _ in courier.pull(list(waiting))}
+                self.engine.sleep(max(self.engine.patience.poll, 0.01))
 
     def _look(self) -> None:
         """Writes how the round stands."""
@@ -158,6 +243,10 @@ class Live:
         facts = getattr(text, "facts", {})
         if facts.get("event") == "refused":
             self.status.refused(facts["reason"], node=facts["node"])
+        if self.audit and facts.get("event") in AUDITED:
+            # numbers of nodes are larger than JSON's readers can hold
+            kept: dict[str, Any] = {k: str(v) if k == "node" else v for k, v in facts.items()}
+            self.audit.add(**kept)
         self.told.note(text)
 
     def _tell(self, phase: str, doing: dict[str, Any], now: bool = False) -> None:
@@ -198,9 +287,10 @@ def enliven(
     federation: Federation,
     courier: Courier,
     home: RunFolder | None = None,
-    names: Mapping[int, str] | None = None,
+    keys: Mapping[int, KeyHolder] | None = None,
     patience: Patience | None = None,
     watcher: Watcher | None = None,
+    allow: Allow = lambda _: None,
 ) -> Live:
     """Makes a simulated federation a real one: its fleet, its clients' rows and its engine become
     those of the devices."""
@@ -214,15 +304,26 @@ def enliven(
         roster,
         welcome_of(roster.run, experiment, federation),
         told.note,
-        names=names,
+        keys=keys,
         most=federation.most_rows,
+        allow=allow,
     )
     engine = FleetEngine(courier, roster, greeter, patience, experiment.engine.transport)
+    engine.allow, engine.size = allow, lambda task: largest_reply(federation, task)
     federation.engine = engine
     # Models that only devices have cannot be tested here, and no number is better than a wrong one.
     tested = [] if federation.method.as_set.personal else list(federation.bench.panel)
     federation.bench.panel = []
-    return Live(federation, engine, greeter, roster, home.path if home else None, told, tested)
+    live = Live(federation, engine, greeter, roster, home.path if home else None, told, tested)
+    live.start(experiment)
+    return live
+
+
+def largest_reply(federation: Federation, task: Task) -> int:
+    """Bytes of the reply to a task, at most: what must come up, and no less than what went down."""
+    piece = federation.method.piece(federation.world.device(task.client, task.round), task.round)
+    up = federation.method.largest(piece, task.message)
+    return max(task.message.nbytes, Message(up).nbytes)
 
 
 def welcome_of(run: str, experiment: Experiment, federation: Federation) -> bytes:

@@ -90,3 +90,36 @@ def test_a_message_can_be_made_in_this_process() -> None:
     message = Message(RecordDict(), 7, "train")
     assert message.metadata.dst_node_id == 7
     assert Message(Error(2, "no"), reply_to=message).has_error()
+
+
+class Spoilt(InProcessGrid):
+    """An answer of node 3 cannot be read, and takes with it what is fetched together with it; what
+    was being fetched cannot be fetched again. As with Flower's own grid."""
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        found = list(super().pull_messages(message_ids))
+        if any(r.metadata.src_node_id == 3 and not r.has_error() for r in found):
+            for reply in found:
+                gone = Message(Error(3, "the message is gone"), reply_to=self.asked(reply))
+                self._replies[reply.metadata.reply_to_message_id] = self._numbered(gone)
+            raise KeyError("Array")
+        return found
+
+    def asked(self, reply: Message) -> Message:
+        """The message that a reply answers."""
+        message = Message(RecordDict(), reply.metadata.src_node_id, "train")
+        message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+        message.metadata.__dict__["_src_node_id"] = 1
+        return message
+
+
+def test_an_answer_that_cannot_be_read_is_its_own_node_s_only() -> None:
+    courier = GridCourier(Spoilt(app(), [{"partition-id": 0}] * 3))
+    for attempt in (1, 2, 3):
+        tickets = courier.push(dict.fromkeys([2, 3, 4], ORDER))
+        found = dict[str, Any]()
+        while len(found) < 3:
+            found.update(courier.pull(list(tickets.values())))
+        if attempt > 1:
+            assert found[tickets[2]] == found[tickets[4]] == ORDER[::-1]
+        assert isinstance(found[tickets[3]], Failure)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import ssl
 import subprocess
 import sys
@@ -27,7 +28,9 @@ import nestling
 from nestling import Evaluation, FleetConfig, Tier
 from nestling.cli import app
 from nestling.errors import InputError
-from nestling.fleet.care import certs
+from nestling.fleet.care import certs, logs
+from nestling.fleet.care.audit import audit
+from nestling.fleet.care.health import fetch
 from nestling.fleet.care.processes import flower_command, flower_env, free_port
 from nestling.fleet.node import joining
 from nestling.fleet.server import server as serving
@@ -124,6 +127,12 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         yield told
 
 
+def own_log(folder: Path) -> str:
+    """What a device's owner reads."""
+    rows = logs.read(folder / "log" / logs.DEVICE_LOG)
+    return "\n".join(str(row["text"]) for row in rows)
+
+
 def test_with_the_authority_s_certificate_alone_there_is_nothing_to_be_had(story: Story) -> None:
     public = story.outsider / "own/server/devices/mallory.pub"
     app = Path(nestling.__file__).parent / "fleet" / "flower" / "app"
@@ -193,12 +202,29 @@ def test_a_request_without_any_key_is_refused(story: Story) -> None:
     story.server.wait_for("the device shows no key")
 
 
+def test_a_second_use_of_a_key_is_a_cloned_key_and_the_newer_is_refused(story: Story) -> None:
+    first = story.fleet.start_client("d2", "laptop")
+    first.wait_for("SuperNode ID")
+    clone = story.fleet.start_client("d2", "laptop", "--folder", str(story.fleet.root / "clone"))
+    clone.wait_for("refused: a cloned key")
+    assert "SuperNode ID" not in clone.text
+    assert "refused: a cloned key" in own_log(story.fleet.root / "clone")
+    story.server.wait_for("a cloned key: another device uses the key of d2 at this moment")
+    url = re.search(r"health: (http://\S+)/health", story.server.text)
+    assert url is not None  # it reads the log, which begins with the run's folder
+    warned = until(lambda: fetch(url[1])["health"]["warnings"], what="a warning")
+    assert warned == ["a cloned key: another device uses the key of d2 at this moment"]
+    assert "ended" not in first.text  # the older one stays
+    assert clone.stop() == 130 and first.stop() == 130
+
+
 def test_a_device_whose_key_is_revoked_is_thrown_out(story: Story) -> None:
     device = story.fleet.start_client("d2", "laptop")
     device.wait_for("SuperNode ID")
     story.server.wait_for("joined: d2")
     certs.issue(story.fleet.certs, revoke=["d2"])
     device.wait_for("refused: this device's key is revoked")
+    assert "refused: this device's key is revoked" in own_log(device.folder)
     story.server.wait_for("the key of d2 is revoked")
     story.server.wait_for("device d2 may not join any more")
     assert device.stop() == 130
@@ -218,7 +244,11 @@ def test_two_devices_finish_the_run_with_the_result_of_one_process(
         there["global_accuracy"] == here.summary["global_accuracy"]
         and there["refused"] == there["dropped"] == 0
     )
+    told = "\n".join(audit(story.server.out))
+    assert "is whole" in told and "joined: 2 (d0, d1)" in told and "accepted: 2" in told
     for device in devices:
+        device.wait_for("the run is over: round 1 was its last; waiting for the next")
+        assert "the run is over" in own_log(device.folder)
         assert device.process.poll() is None  # it waits for the next run
         assert device.stop() == 130
 
