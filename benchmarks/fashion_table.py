@@ -3,6 +3,7 @@ tiers, three seeds.
 
     NESTLING_DATA=FOLDER python benchmarks/fashion_table.py [--lines a,A:b] [--seeds 3]
         [--rounds 300] [--device cpu|cuda] [--workers 2] [--cache FILE] [--write]
+        [--data fashion-mnist|cifar-10]
 
 Every tier has a budget of parameters, the same for all methods of a group: those of a network of
 that width, or in group B, where the network is cut in depth, that share of its parameters. What a
@@ -11,7 +12,7 @@ The learning rate is the best of three, the same three for every method: each is
 a third of the rounds, with a seed of its own, on 10 000 training rows that are held out for this
 and for nothing else. Accuracies are means over the last five tests, one every thirtieth of the run.
 Runs that the cache already holds are not played again. `--write` puts the tables into
-docs/results.md, group by group, and the rows into docs/methods/measured.json.
+docs/results.md, group by group, and the rows of Fashion-MNIST into docs/methods/measured.json.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from nestling.methods import METHODS, method_class
 
 BUDGETS = (1.0, 0.75, 0.5, 0.375, 0.25)
 ROUNDS = 300
+DATA = ("fashion-mnist", "cifar-10")
 RATES = (0.02, 0.05, 0.1)
 TESTS, LAST = 30, 5
 TRIAL = 100
@@ -91,44 +93,48 @@ EVERYWHERE = (FLOOR, "local")
 
 
 def main() -> None:
-    chosen = options(__doc__ or "", "fashion_table.json", "names of methods", ROUNDS)
+    chosen = options(__doc__ or "", "fashion_table.json", "names of methods", ROUNDS, DATA)
     lines, seeds = lines_of(chosen.lines), range(chosen.seeds)
     rates = chosen_rates(lines, chosen)
     wanted = {
-        _key(*line, seed, rates[line], chosen.rounds): (
+        _key(*line, seed, rates[line], chosen.rounds, chosen.data): (
             *line,
             seed,
             rates[line],
             chosen.rounds,
             chosen.device,
+            chosen.data,
         )
         for line in lines
         for seed in seeds
     }
     found = played(play, wanted, chosen)
     rows = {
-        line: [found[_key(*line, seed, rates[line], chosen.rounds)] for seed in seeds]
+        line: [found[_key(*line, seed, rates[line], chosen.rounds, chosen.data)] for seed in seeds]
         for line in lines
     }
     texts = tables(rows)
     print("\n\n".join(texts.values()))
     if chosen.write:
-        _write(texts, rows, chosen.rounds)
+        _write(texts, rows, chosen)
 
 
 def chosen_rates(lines: list[tuple[str, str]], chosen: Any) -> dict[tuple[str, str], float]:
     """The learning rate of every line."""
-    rounds, data = chosen.rounds // 3, str(_held_out(Path(chosen.cache).with_suffix(".npz")))
+    rounds = chosen.rounds // 3
+    held_out = Path(chosen.cache).with_name(f"{Path(chosen.cache).stem}-{chosen.data}.npz")
+    file = str(_held_out(held_out, chosen.data))
     tries = {
         line: {
             lr: {
-                f"{_key(*line, TRIAL, lr, rounds)}, held out": (
+                f"{_key(*line, TRIAL, lr, rounds, chosen.data)}, held out": (
                     *line,
                     TRIAL,
                     lr,
                     rounds,
                     chosen.device,
-                    data,
+                    chosen.data,
+                    file,
                 )
             }
             for lr in RATES
@@ -138,19 +144,26 @@ def chosen_rates(lines: list[tuple[str, str]], chosen: Any) -> dict[tuple[str, s
     return best_rates(play, tries, lambda line, row: float(row[MEASURED[line[0]]]), chosen)
 
 
-def _held_out(path: Path) -> Path:
+def _held_out(path: Path, data: str) -> Path:
     """The training rows in a file in which every sixth is a test row."""
     if not path.exists():
-        rows = load("fashion-mnist")
+        rows = load(data)
         np.savez(path, x=rows.x.numpy(), y=rows.y.numpy(), test=np.arange(len(rows.y)) % 6 == 0)
     return path
 
 
 def play(
-    group: str, name: str, seed: int, lr: float, rounds: int, device: str, file: str = ""
+    group: str,
+    name: str,
+    seed: int,
+    lr: float,
+    rounds: int,
+    device: str,
+    data: str = DATA[0],
+    file: str = "",
 ) -> dict[str, Any]:
     """One run."""
-    played = experiment(group, name, seed, lr, rounds).with_changes(engine=engine_on(device))
+    played = experiment(group, name, seed, lr, rounds, data).with_changes(engine=engine_on(device))
     result = nestling.run(played.with_changes(data=Data("npz", path=file)) if file else played)
     summary, world = result.summary, result.federation.world
     trained = [
@@ -174,7 +187,12 @@ def play(
 
 
 def experiment(
-    group: str, name: str, seed: int, lr: float = 0.05, rounds: int = ROUNDS
+    group: str,
+    name: str,
+    seed: int,
+    lr: float = 0.05,
+    rounds: int = ROUNDS,
+    data: str = DATA[0],
 ) -> Experiment:
     """The experiment of one line of the table."""
     cut, share = "depth" if group == "B" else "width", 1 / len(BUDGETS)
@@ -184,7 +202,7 @@ def experiment(
     return Experiment(
         method=Named(name, OPTIONS.get(name, {})),
         model=_network(group, name),
-        data=Data("fashion-mnist"),
+        data=Data(data),
         seed=seed,
         rounds=rounds,
         participants=10,
@@ -260,21 +278,23 @@ def lines_of(chosen: str) -> list[tuple[str, str]]:
     )
 
 
-def _key(group: str, name: str, seed: int, lr: float, rounds: int) -> str:
-    return f"{name} {_network(group, name).name} {seed}, {rounds} rounds at {lr:g}"
+def _key(group: str, name: str, seed: int, lr: float, rounds: int, data: str) -> str:
+    return f"{data}: {name} {_network(group, name).name} {seed}, {rounds} rounds at {lr:g}"
 
 
 def _write(
-    texts: dict[str, str], rows: dict[tuple[str, str], list[dict[str, Any]]], rounds: int
+    texts: dict[str, str], rows: dict[tuple[str, str], list[dict[str, Any]]], chosen: Any
 ) -> None:
     for group, text in texts.items():
-        write(f"fashion table, group {group}", text)
+        write(f"{chosen.data.split('-')[0]} table, group {group}", text)
+    if chosen.data != DATA[0]:
+        return
     # Reversed, so that a method that stands in several tables has the row of the first.
     measured = {
         name: Measured(_called(_network(g, name)), _cells(g, found, rows.get((g, FLOOR))))
         for (g, name), found in reversed(rows.items())
     }
-    write_rows(measured, SETTING.format(rounds=rounds), COLUMNS)
+    write_rows(measured, SETTING.format(rounds=chosen.rounds), COLUMNS)
 
 
 if __name__ == "__main__":

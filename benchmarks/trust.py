@@ -24,7 +24,7 @@ from nestling.methods import method_class
 METHODS = ("heterofl", "shared-average", "flexfl", "fedmd", "fedproto")
 KINDS = ("sign", "scale", "labels", "counts", "huge", "free-rider")
 SHARES = (10, 20, 30)
-MERGES = ("mean", "clipped", "median", "trimmed", "krum", "gate")
+MERGES = ("mean", "clipped", "median", "trimmed", "krum", "aligned", "gate")
 ATTACKS = ("clean", *(f"{kind} {share}" for kind in KINDS for share in SHARES))
 ROUNDS, GATE = 15, 2.0
 

@@ -40,7 +40,7 @@ class Server:
     """What the server does with merged weights, for methods that keep shared ones.
 
     merge:     how weights are merged: "mean" (as the method has it), or by a rule that bears some clients that lie: "clipped",
-               "median", "trimmed" or "krum" (docs/trust.md). Under a rule every reply counts alike, whatever rows it claims.
+               "median", "trimmed", "krum" or "aligned" (docs/trust.md). Under a rule every reply counts alike, whatever rows it claims.
     trim:      the share of clients that "trimmed" leaves out at each end, and "krum" altogether: rounded down, at least one.
     optimizer: "none" (the merged weights are the new ones), "momentum" (FedAvgM), "adam", "yogi" or "adagrad" (FedAdam, FedYogi,
                FedAdagrad, as published without bias correction).

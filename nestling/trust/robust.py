@@ -9,8 +9,10 @@ small piece and one in a large piece are then compared by what they do to one en
 is long because there is more of it. A reply is clipped if its step, from the weights that it was
 given, is longer than the median one: it is scaled down to that.
 
-Where fewer than three clients hold an entry nobody can tell who of them lies. There every rule
-gives the mean of the clipped replies: their word counts, within bounds.
+Where fewer than three clients hold an entry nobody can tell from it alone who of them lies. There
+every rule gives the mean of the clipped replies: their word counts, within bounds. "krum" and
+"aligned" judge replies as wholes, by the entries that enough others hold, so that who is found out
+there has no say elsewhere either.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from nestling.views.flat import pack
 from nestling.views.merge import counting
 from nestling.views.view import put
 
-RULES = ("clipped", "median", "trimmed", "krum")
+RULES = ("clipped", "median", "trimmed", "krum", "aligned")
 """The merges beside the mean."""
+
+WHOLES = ("krum", "aligned")
+"""Those that take or leave replies as wholes."""
 
 ENOUGH = 3
 """How many must hold an entry for the honest ones among them to outvote one that lies."""
@@ -39,7 +44,8 @@ class Robust:
 
     rule: "clipped" (the mean of clipped replies), "median" (per entry), "trimmed" (per entry, the
           mean without the smallest and the largest values), "krum" (the mean of the replies that
-          are nearest to the others; multi-krum).
+          are nearest to the others; multi-krum), "aligned" (the mean of clipped replies without
+          those whose step points away from the median one).
     trim: the share of clients that "trimmed" leaves out at each end and that "krum" leaves out:
           rounded down, but at least one, since to leave out nobody protects from nobody.
     """
@@ -76,8 +82,7 @@ class Robust:
         steps, flags = torch.where(held, values - start, 0.0).flatten(1), held.flatten(1)
         lengths = (steps.square().sum(1) / flags.sum(1).clamp(min=1)).sqrt()
         scales = torch.tensor(_scales(lengths.tolist()), dtype=torch.float64, device=said.device)
-        squares, common = _apart(steps, flags.to(torch.float64))
-        taken = held & _rowwise(self._stay(_mean_apart(squares, common)), held)
+        taken = held & _rowwise(self._told_stay(values.flatten(1), steps, flags), held)
         times = _rowwise(scales, values)
         clipped = torch.where(times == 1, values, start + times * (values - start))
         return self._decided(values, clipped, held, taken, start).to(base.dtype)
@@ -98,6 +103,9 @@ class Robust:
             f"({half} of {replies} where all do); {few}",
             "trimmed": f"a share {self.trim:g} of those that hold an entry may lie, at least one "
             f"({out} of {replies} where all do); {few}",
+            "aligned": "fewer than half of those that hold an entry may lie "
+            f"({half} of {replies} where all do): no reply moves the weights further than the "
+            f"median one, and whose step points away from the median one is left out; {few}",
             "krum": f"a share {self.trim:g} of the replies may lie, at least one ({out} of "
             f"{replies}, and more than twice as many and two must answer); {few}",
         }[self.rule]
@@ -113,14 +121,21 @@ class Robust:
         ]
 
     def _chosen(self, reference: Mapping[str, Tensor], given: Sequence[Contribution]) -> list[bool]:
-        if self.rule != "krum":
+        """Which replies count as wholes."""
+        if self.rule not in WHOLES or len(given) < ENOUGH:
             return [True] * len(given)
-        return self._stay(distances(reference, given))
+        if self.rule == "aligned":
+            return agreeing(alignment(reference, given))
+        return nearest(distances(reference, given), _left_out(self.trim, len(given)))
 
-    def _stay(self, apart: Tensor) -> list[bool]:
-        """Which replies count as wholes, by how far they are from each other."""
-        if self.rule != "krum" or len(apart) < ENOUGH:
-            return [True] * len(apart)
+    def _told_stay(self, values: Tensor, steps: Tensor, flags: Tensor) -> list[bool]:
+        """Which rows count as wholes. Statistics and logits have a zero of their own: which way
+        they point is seen from there, where the lie does not hide in how little others moved."""
+        if self.rule not in WHOLES or len(steps) < ENOUGH:
+            return [True] * len(steps)
+        if self.rule == "aligned":
+            return agreeing(_along(torch.where(flags, values, 0.0), flags))
+        apart = _mean_apart(*_apart(steps, flags.to(torch.float64)))
         return nearest(apart, _left_out(self.trim, len(apart)))
 
     def _merge_tensor(
@@ -153,6 +168,9 @@ class Robust:
         """The rule where enough clients hold an entry, the mean of what is clipped elsewhere."""
         merged = _mean(clipped, taken, base)
         if self.rule == "clipped":
+            return merged
+        if self.rule == "aligned":
+            self._count(held.sum(0), held.sum(0) >= ENOUGH)
             return merged
         holders = held.sum(0)
         enough = holders >= ENOUGH
@@ -238,6 +256,34 @@ def distances(reference: Mapping[str, Tensor], given: Sequence[Contribution]) ->
             apart[at[:, None], at] += squares
             common[at[:, None], at] += both
     return _mean_apart(apart, common)
+
+
+def alignment(reference: Mapping[str, Tensor], given: Sequence[Contribution]) -> Tensor:
+    """Of every reply the product of its step and the median one, over the entries that it and at
+    least two others hold."""
+    place = next((old.device for old in reference.values()), None)
+    along = torch.zeros(len(given), dtype=torch.float64, device=place)
+    for name, old in reference.items():
+        own = [k for k, c in enumerate(given) if name in c.view.shapes]
+        if own and old.is_floating_point():
+            values, held = spread_out(name, old, [given[k] for k in own])
+            steps = torch.where(held, values - old, 0.0)
+            along[torch.tensor(own, device=place)] += _along(steps, held)
+    return along
+
+
+def _along(steps: Tensor, held: Tensor) -> Tensor:
+    """The product of every row and the median of those that hold an entry, where enough do. What a
+    row does not hold is zero."""
+    holders = held.sum(0)
+    way = torch.where(holders >= ENOUGH, middle(steps, held, (holders - 1).clamp(min=0) // 2), 0.0)
+    return (steps * way).flatten(1).sum(1)
+
+
+def agreeing(along: Tensor) -> list[bool]:
+    """Which replies point the way of the median one; all of them if none does."""
+    stay = along > 0
+    return (stay if bool(stay.any()) else torch.ones_like(stay)).tolist()
 
 
 def _apart(steps: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:

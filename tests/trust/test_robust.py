@@ -90,13 +90,17 @@ def by_loops(
         lengths.append(math.sqrt(sum(s * s for s in steps) / max(len(steps), 1)))
     limit = statistics.median_low(lengths)
     scale = [min(1.0, limit / r) if r else 1.0 for r in lengths]
-    chosen = krum_by_loops(trim, said, floats) if rule == "krum" else set(range(len(given)))
+    chosen = set(range(len(given)))
+    if rule == "krum":
+        chosen = krum_by_loops(trim, said, floats)
+    elif rule == "aligned":
+        chosen = aligned_by_loops(before, said, floats)
     result = {}
     for place, was in before.items():
         holders = [k for k, own in enumerate(said) if place in own]
         values = sorted(said[k][place] for k in holders)
         taken = [k for k in holders if k in chosen]
-        if rule == "clipped" or len(holders) < 3:
+        if rule in ("clipped", "aligned") or len(holders) < 3:
             new = [was + scale[k] * (said[k][place] - was) for k in taken]
         elif rule == "median":
             new = [statistics.median(values)]
@@ -107,6 +111,21 @@ def by_loops(
             new = [said[k][place] for k in taken]
         result[place] = statistics.fmean(new) if new else was
     return result
+
+
+def aligned_by_loops(
+    before: dict[Place, float], said: Sequence[dict[Place, float]], floats: set[str]
+) -> set[int]:
+    if len(said) < 3:
+        return set(range(len(said)))
+    products = [0.0] * len(said)
+    for place, was in before.items():
+        holders = [k for k, own in enumerate(said) if place in own]
+        if len(holders) >= 3 and place[0] in floats:
+            way = statistics.median(said[k][place] - was for k in holders)
+            for k in holders:
+                products[k] += way * (said[k][place] - was)
+    return {k for k, product in enumerate(products) if product > 0} or set(range(len(said)))
 
 
 def krum_by_loops(trim: float, said: Sequence[dict[Place, float]], floats: set[str]) -> set[int]:
@@ -205,7 +224,7 @@ def test_one_liar_moves_nothing_beyond_what_honest_clients_say(
         if len(honest_said) < 3 or n not in floats:
             continue
         tried += 1
-        if rule == "clipped":
+        if rule in ("clipped", "aligned"):
             length = 0.2 * math.sqrt(whole.numel()) / (len(honest_said) + 1)
             assert abs(float(value) - float(old[n][place])) <= 0.5 + length
         else:
@@ -233,6 +252,23 @@ def test_one_liar_alone_with_an_entry_is_bounded_too() -> None:
         assert told.news() == [] and (rule == "clipped") == (news == [])
 
 
+def test_who_turns_its_sign_has_no_say_where_nobody_else_holds_an_entry_either() -> None:
+    """Three honest clients hold a half, a fourth and a liar hold all. By the half that enough hold
+    the liar is found out: of the rest the fourth alone decides, where other rules ask both."""
+    axes, old = AXES["Residual"], state_of("Residual", 0)
+    half, whole = prefix(axes, 0.5), full(axes)
+    torch.manual_seed(0)
+    way = {n: 0.1 * torch.rand(t.shape) for n, t in old.items() if t.is_floating_point()}
+    true = {n: old[n] + way[n] if n in way else old[n] for n in old}
+    false = {n: old[n] - way[n] if n in way else old[n] for n in old}
+    given = [*[Contribution(half, half.extract(true))] * 3, Contribution(whole, true)]
+    merged = Robust("aligned").merge(old, [*given, Contribution(whole, false)])
+    clean = Robust("aligned").merge(old, given)
+    assert all(torch.allclose(merged[n], clean[n], atol=1e-6) for n in way)
+    lied = Robust("median").merge(old, [*given, Contribution(whole, false)])
+    assert any(not torch.allclose(lied[n], clean[n], atol=1e-3) for n in way)
+
+
 def test_the_share_of_entries_that_few_hold_is_told() -> None:
     axes, old = AXES["Residual"], state_of("Residual", 0)
     half, whole = prefix(axes, 0.5), full(axes)
@@ -249,6 +285,7 @@ def test_the_share_of_entries_that_few_hold_is_told() -> None:
         ("trimmed", "2 of 10"),
         ("krum", "2 of 10"),
         ("clipped", "5 of 10"),
+        ("aligned", "4 of 10"),
     ],
 )
 def test_what_is_promised(rule: str, said: str) -> None:

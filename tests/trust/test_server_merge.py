@@ -147,7 +147,7 @@ def test_a_method_that_merges_its_own_way_is_found_out() -> None:
         (
             "server.merge=krumm",
             "server.merge: unknown way to merge 'krumm' (allowed: mean, clipped, median, trimmed, "
-            "krum)",
+            "krum, aligned)",
         ),
         ("server.trim=0.5", "server.trim: must be above 0 and below 0.5"),
         ("server.trim=0", "server.trim: must be above 0 and below 0.5"),
