@@ -60,6 +60,7 @@ class Watcher:
     round: Callable[[Metrics], None] = lambda _: None
     refusal: Callable[[int, int, str], None] = lambda *_: None
     note: Callable[[str], None] = lambda _: None
+    clipped: Callable[[int, int, str], None] = lambda *_: None
 
 
 @dataclass
@@ -220,11 +221,8 @@ def play_rounds(
     `every` seconds have passed since the last one. A `fresh` folder that has none yet is taken away
     again when the run fails."""
     boards: list[Mapping[str, Any]] = []
-    federation.on_client, federation.on_refusal, federation.on_board = (
-        watcher.client,
-        watcher.refusal,
-        boards.append,
-    )
+    federation.on_client, federation.on_board = watcher.client, boards.append
+    federation.on_refusal, federation.on_clipped = watcher.refusal, watcher.clipped
     done = federation.totals.round
     metrics: list[Metrics] = []
     try:

@@ -28,7 +28,7 @@ from nestling.message import Message
 from nestling.runfiles import AUDIT, Record
 from nestling.runs import checkpoint
 
-STARTED, ACCEPTED, MERGED = "started", "accepted", "merged"
+STARTED, ACCEPTED, CLIPPED, MERGED = "started", "accepted", "clipped", "merged"
 
 _NOTHING = "0" * 64  # the hash before the first line
 _LINE = re.compile(rb'(\{.*),"hash":"([0-9a-f]{64})"\}')
@@ -134,7 +134,12 @@ def audit(folder: Path) -> list[str]:
 def _told(path: Path, lines: list[Record]) -> list[str]:
     counts = Counter(line["event"] for line in lines)
     names = sorted({line["name"] for line in lines if line["event"] == "joined"})
-    clipped = sum(line["event"] == ACCEPTED and line["counts_as"] < line["rows"] for line in lines)
+    clipped = {
+        (line["round"], line["client"])
+        for line in lines
+        if (line["event"] == CLIPPED and "round" in line)
+        or (line["event"] == ACCEPTED and line["counts_as"] < line["rows"])
+    }
     started = [line for line in lines if line["event"] == STARTED]
     rounds = [line["round"] for line in lines if line["event"] == MERGED]
     return [
@@ -142,7 +147,7 @@ def _told(path: Path, lines: list[Record]) -> list[str]:
         f"starts: {len(started)}, the first at round {started[0]['round'] + 1}",
         f"clients that joined: {len(names)} ({', '.join(names[:20])}{', …' * (len(names) > 20)})",
         f"merges: {counts[MERGED]}, the last of round {max(rounds, default=0)}",
-        f"replies accepted: {counts[ACCEPTED]}, clipped to server.most_rows: {clipped}",
+        f"replies accepted: {counts[ACCEPTED]}, of these clipped: {len(clipped)}",
         f"refusals: {counts['refused']}",
     ]
 
