@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from nestling.attacks import TOLD, WEIGHTS
 from nestling.message import Message
 from nestling.methods import Reply
 from nestling.methods.server import KEPT
 from nestling.runs.admission import Round
 from nestling.runs.federation import Federation
 from nestling.runs.received import received_by
-from nestling.trust.attacks import TOLD, WEIGHTS
 from nestling.trust.weighing import fair_cap
 from nestling.views import Tensors
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nestling.attacks import Attack
 from nestling.engines import Engine
 from nestling.errors import InputError
 from nestling.methods import Method
 from nestling.methods.server import KEPT, Kept, Server, shown
 from nestling.runs.evaluation import Bench
 from nestling.training.client import Outcome
-from nestling.trust.attacks import Attack
 from nestling.views import State
 from nestling.world import World
 

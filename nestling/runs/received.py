@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from nestling.attacks import received_as
 from nestling.message import Message
 from nestling.methods import Method
-from nestling.trust.attacks import received_as
 from nestling.views import Tensors
 from nestling.world import Piece
 
