@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nestling.version import __version__
 
 if TYPE_CHECKING:
+    from nestling import attacks
     from nestling.errors import InputError
     from nestling.experiment import (
         Attack,
@@ -50,7 +51,9 @@ _HOME = {
         "nestling.experiment",
     ),
     **dict.fromkeys(("Result", "Watcher", "resume", "run"), "nestling.runs.run"),
+    "attacks": "nestling.attacks",
 }
+_MODULES = ("attacks",)
 
 __all__ = [
     "Attack",
@@ -68,6 +71,7 @@ __all__ = [
     "Train",
     "Watcher",
     "__version__",
+    "attacks",
     "resume",
     "run",
 ]
@@ -76,4 +80,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'nestling' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    home = importlib.import_module(_HOME[name])
+    return home if name in _MODULES else getattr(home, name)

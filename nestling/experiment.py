@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 from torch import nn
 
+from nestling.attacks import Attack
 from nestling.data import SplitConfig
 from nestling.devices import FleetConfig, Tier, read_fleet
 from nestling.engines import DEVICES, ENGINES, PRECISIONS
@@ -26,7 +27,6 @@ from nestling.methods import Method, method_class
 from nestling.methods.server import Server
 from nestling.schema import convert, from_table, require, to_table
 from nestling.training.phase import Train
-from nestling.trust.attacks import Attack
 
 DEFAULT_METHOD = "shared-average"
 

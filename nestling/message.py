@@ -77,11 +77,7 @@ class Message:
                     tensors[_PACKED + key] = pack_bits(tensor)
                 else:
                     tensors[key] = tensor.detach().cpu().contiguous()
-        # safetensors wants every tensor in storage of its own.
-        tensors = {
-            k: t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
-            for k, t in tensors.items()
-        }
+        tensors = _apart(tensors)
         # The format keeps names in no order, and a sum over them is rounded by it.
         told = {
             "facts": dict(self.facts),
@@ -136,6 +132,17 @@ def payload(tensor: Tensor) -> int:
         if tensor.dtype == torch.bool
         else tensor.numel() * tensor.element_size()
     )
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, each in storage of its own, as safetensors wants them."""
+    found, taken = {}, set[int]()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in taken
+        found[name] = tensor.clone() if shared else tensor
+        taken.add(storage.data_ptr())
+    return found
 
 
 def pack_bits(flags: Tensor) -> Tensor:

@@ -112,3 +112,10 @@ def test_the_order_of_names_survives() -> None:
     )
     assert list(back.parts) == ["b", "a"]
     assert list(back["b"]) == shuffled and list(back["a"]) == shuffled[:3]
+
+
+def test_one_tensor_may_stand_in_a_message_twice() -> None:
+    tensor, empty = torch.arange(4.0), torch.zeros(0)
+    parts = {"a": {"x": tensor, "none": empty}, "b": {"x": tensor, "none": empty}}
+    back = Message.from_bytes(Message(parts).to_bytes())
+    assert all(torch.equal(back[kind]["x"], tensor) for kind in "ab")

@@ -33,6 +33,7 @@ COMMANDS = (
     results.report,
     results.analyse,
     results.compare,
+    results.back,
     results.export,
     results.verify,
     results.keygen,

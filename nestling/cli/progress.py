@@ -38,6 +38,7 @@ def json_watcher() -> Iterator[Watcher]:
         round=lambda metrics: print(json.dumps(metrics), flush=True),
         refusal=_tell_refusal,
         note=_tell_note,
+        clipped=_tell_clipped,
     )
 
 
@@ -111,9 +112,14 @@ def _follow(console: Console, bar: Progress) -> Watcher:
             f"[yellow]round {round}: the reply of client {client} was refused: {reason}[/yellow]"
         )
 
-    return Watcher(
-        started, client, round_, refusal, lambda text: console.print(f"[dim]{escape(text)}[/dim]")
-    )
+    def clipped(client: int, round: int, reason: str) -> None:
+        text = f"round {round}: the reply of client {client} was clipped: {reason}"
+        console.print(f"[yellow]{escape(text)}[/yellow]")
+
+    def note(text: str) -> None:
+        console.print(f"[dim]{escape(text)}[/dim]")
+
+    return Watcher(started, client, round_, refusal, note, clipped)
 
 
 @contextmanager
@@ -173,6 +179,10 @@ def _megabytes(count: int) -> str:
 
 def _tell_refusal(client: int, round: int, reason: str) -> None:
     print(f"round {round}: the reply of client {client} was refused: {reason}", file=sys.stderr)
+
+
+def _tell_clipped(client: int, round: int, reason: str) -> None:
+    print(f"round {round}: the reply of client {client} was clipped: {reason}", file=sys.stderr)
 
 
 def _tell_note(text: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -112,6 +113,32 @@ def export(
         print(json.dumps(report, indent=1))
     else:
         print_table(export_table(report))
+
+
+def back(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    to: Annotated[
+        int, typer.Option(metavar="ROUND", help="After which round (0: list what is kept).")
+    ] = 0,
+) -> None:
+    """Put an earlier state that passed the gate (`server.good`) in place of a run's last one."""
+    from nestling.fleet.care.audit import RETURNED, Audit, digest_of
+    from nestling.runfiles import AUDIT, how_to_go_on
+    from nestling.runs.good import go_back, kept
+
+    if not to:
+        rounds = ", ".join(map(str, kept(folder)))
+        print(f"kept: the states after the rounds {rounds}" if rounds else "no state is kept")
+        return
+
+    def tell(round: int, state: Mapping[str, Any]) -> None:
+        if (folder / AUDIT).exists():
+            facts = {"round": round, "to": to, "state": digest_of(state)}
+            Audit(folder / AUDIT).add(RETURNED, flush=True, **facts)
+
+    round = go_back(folder, to, tell)
+    print(f"the state after round {to} is in place of that after round {round}")
+    print(f"go on with it: {how_to_go_on(folder)}")
 
 
 def verify(

@@ -17,6 +17,7 @@ from nestling.settings import check_settings
 from nestling.training.client import Client
 from nestling.training.phase import Phase
 from nestling.trust.robust import Robust
+from nestling.trust.weighing import merge_within
 from nestling.views import Contribution, State, Tensors, merge
 from nestling.world import Device, Model, Piece, World
 
@@ -71,6 +72,8 @@ class Method:
     shares_weights: ClassVar[bool] = False  # whether clients train from weights that the server keeps for all of them
     by_rule: ClassVar[bool] = False  # whether what else clients say is merged by the server's rule, where it has one
     robust: Robust | None = None  # how weights are merged where the server does not take their mean
+    most_share: float = 0.0  # of an entry's weight that one reply may have in a mean (0 or 1: any)
+    most_of_class: float = 0.0  # the same of what is said of a class
     world: World
     _made: tuple[int, dict[Any, Any]] = (-1, {})
 
@@ -183,7 +186,11 @@ class Method:
     def fuse(self, weights: Tensors, given: Iterable[Contribution]) -> State:
         """Shared weights after a merge: the mean over views, or what the server's robust rule makes of the contributions. A method
         with `shares_weights` merges them by this, so that the server may choose."""
-        return merge(weights, given) if self.robust is None else self.robust.merge(weights, given)
+        return self.mean(weights, given) if self.robust is None else self.robust.merge(weights, given)
+
+    def mean(self, weights: Tensors, given: Iterable[Contribution]) -> State:
+        """The weighted mean over views; no reply has more than the server's `most_share` of an entry's weight."""
+        return merge_within(weights, given, self.most_share) if 0 < self.most_share < 1 else merge(weights, given)
 
     def shares(self, replies: Replies) -> Mapping[str, Share]:
         """By group (most methods have one), the shared weights that a merge of these replies would change."""

@@ -54,6 +54,11 @@ class Server:
                server goes back to the state that had the smallest. Needs labelled public rows (`split.public`).
     most_rows: a client counts as at most so many rows in a merge, whatever it says it has (0: no cap, but on a fleet of real devices
                2**20, see `MOST_DECLARED`).
+    most_share: of the weight of an entry, or of a round's rows, that one client may have in a mean, if enough clients hold it (0: any,
+               but on a fleet of real devices 0.5; 1: any). Where too few do, they count alike. Of what is said of a class only if set.
+    most_step: how many times the median step of the last replies a client's step may be long (0: any length, but on a fleet of real
+               devices 10, which 1e9 undoes). Longer ones are scaled down to that, and said by name.
+    good:      how many of the last states that passed the gate are kept in the run folder, under `good/` (0: none).
     """
 
     optimizer: str = "none"
@@ -66,6 +71,9 @@ class Server:
     trim: float = 0.2
     most_rows: int = 0
     gate: float = 0.0
+    most_share: float = 0.0
+    most_step: float = 0.0
+    good: int = 0
 
     def __post_init__(self) -> None:
         """Refuses unknown optimisers and numbers out of range."""
@@ -81,6 +89,11 @@ class Server:
         require(self.average >= 0, "must not be negative (0: the last model alone)", "server.average")
         require(self.most_rows >= 0, "must not be negative (0: no cap)", "server.most_rows")
         require(not self.gate or self.gate > 1, "must be above 1 (0: no gate)", "server.gate")
+        require(0 <= self.most_share <= 1, "must be in [0, 1] (1: no bound)", "server.most_share")
+        free = "must be 0 (no bound, or the fleet's own), or at least 1"
+        require(self.most_step == 0 or self.most_step >= 1, free, "server.most_step")
+        require(self.good >= 0, "must not be negative (0: none is kept)", "server.good")
+        require(not self.good or self.gate > 0, "no state is good without a gate", "server.good", "set server.gate too")
 
     @property
     def optimises(self) -> bool:

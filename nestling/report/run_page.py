@@ -51,6 +51,7 @@ from nestling.runfiles import tier_block
 
 Row = Mapping[str, Any]
 _MOST_ROUNDS_LISTED = 400
+_MOST_CLIENTS_LISTED = 200
 _NOT_EVALUATED = "Not evaluated."
 RUN_PARTS = [
     ("accuracy", "Accuracy"),
@@ -293,9 +294,39 @@ def _rounds(run: Run) -> Markup:
         listing += note(
             f"One round in {every} is listed; metrics.jsonl holds all {whole(len(run.metrics))}."
         )
-    return section(
-        "rounds", "Round by round", "", folded(f"Show {plural(len(shown), 'round')}", listing)
-    )
+    shown_rounds = folded(f"Show {plural(len(shown), 'round')}", listing)
+    return section("rounds", "Round by round", "", shown_rounds + _objections(run))
+
+
+def _objections(run: Run) -> Markup:
+    """Client by client, how often its replies were refused or clipped, and why last; nothing where
+    nobody's were."""
+    found: dict[int, dict[str, Any]] = {}
+    for record in run.metrics:
+        for kind in ("refusals", "clipped"):
+            for told in listed(record, kind):
+                client = number(told.get("client"))
+                if client is not None:
+                    row = found.setdefault(int(client), {"refusals": 0, "clipped": 0})
+                    row[kind] += 1
+                    row["why"] = f"round {whole(record['round'])}: {told.get('reason')}"
+    if not found:
+        return Markup()
+    columns = [Column("Client"), Column("Refused"), Column("Clipped")]
+    columns.append(Column("The last time", numeric=False))
+    most = sorted(found.items(), key=lambda item: -item[1]["refusals"] - item[1]["clipped"])
+    body = [
+        [
+            Cell(whole(client), client),
+            Cell(whole(row["refusals"]), row["refusals"]),
+            Cell(whole(row["clipped"]), row["clipped"]),
+            Cell(row["why"]),
+        ]
+        for client, row in most[:_MOST_CLIENTS_LISTED]
+    ]
+    listing = table(columns, body, label="Refused and clipped by client")
+    said = f"Replies of {plural(len(found), 'client')} were refused or clipped"
+    return folded(said, listing)
 
 
 def _round_cells(record: Row) -> list[Cell]:

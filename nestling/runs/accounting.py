@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from nestling.harmless import harmless
 from nestling.runs.admission import Round
 from nestling.runs.federation import Federation, Metrics
 from nestling.training.client import Outcome
+
+MOST_SAID, MOST_LETTERS = 100, 300
+"""How many refusals stand in a round's line by client, and how much of each: who is refused can
+make more of them."""
 
 
 def account_for(federation: Federation, round: Round) -> Metrics:
     """A round's metrics; adds it to the totals, and says who was refused, what boards did and that
     the round stands."""
     tell(federation, round)
-    federation.on_merged(round.number, round.outcomes, round.void)
+    federation.on_merged(round.number, round.outcomes, round.rows)
     totals, outcomes = federation.totals, round.outcomes
     losses = {client: float(outcome.loss) for client, outcome in outcomes.items()}
     up = sum([outcome.reply.nbytes for outcome in outcomes.values()])
@@ -48,13 +53,28 @@ def account_for(federation: Federation, round: Round) -> Metrics:
         "energy_joules": totals.energy_joules,
         **tested,
         **({"gate": round.gate} if round.gate else {}),
+        **said_of(round),
+    }
+
+
+def said_of(round: Round) -> dict[str, list[dict[str, Any]]]:
+    """Client by client, whose replies were refused or count for less than they say, and why;
+    nothing where there are none."""
+    refused = [(told.client, told.reason) for told in round.refusals]
+    clipped = [(client, "; ".join(why)) for client, why in sorted(round.clipped.items())]
+    return {
+        name: [{"client": c, "reason": harmless(why, MOST_LETTERS)} for c, why in told[:MOST_SAID]]
+        for name, told in (("refusals", refused), ("clipped", clipped))
+        if told
     }
 
 
 def tell(federation: Federation, round: Round) -> None:
-    """Says who was refused and what boards did."""
+    """Says who was refused, whose replies count for less, and what boards did."""
     for told in round.refusals:
         federation.on_refusal(told.client, round.number, told.reason)
+    for client, reasons in sorted(round.clipped.items()):
+        federation.on_clipped(client, round.number, "; ".join(reasons))
     for facts in round.boards:
         federation.on_board(facts)
 

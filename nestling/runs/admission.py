@@ -53,6 +53,8 @@ class Round:
     unsure: list[tuple[int, Row]] = field(default_factory=list)
     sizes: list[Fetched] = field(default_factory=list)  # norms of what the merge made
     boards: list[Mapping[str, Any]] = field(default_factory=list)
+    clipped: dict[int, list[str]] = field(default_factory=dict)  # whose replies count for less, why
+    rows: dict[int, int] = field(default_factory=dict)  # as how many rows those that count do
     merged: int = 0
     late: int = 0
     seconds: float = 0.0
@@ -100,6 +102,10 @@ class Round:
         """An outcome that does not count, and why."""
         self.refusals.append(Refusal(client, self.number, reason))
         self.void.add(client)
+
+    def clip(self, client: int, reason: str) -> None:
+        """A reply that counts for less than it says, and why."""
+        self.clipped.setdefault(client, []).append(reason)
 
 
 def admit(federation: Federation, round: Round) -> list[Reply]:

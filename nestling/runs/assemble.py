@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nestling.attacks import flipped
 from nestling.data import Dataset, Split, load, make_split, take_public
 from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
 from nestling.devices.fit import exceeded
@@ -24,7 +25,6 @@ from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore
 from nestling.training.client import Site
-from nestling.trust.attacks import flipped
 from nestling.views import Reference
 from nestling.world import Piece, World, budget_of, piece_cost, plan_tiers, while_free
 

@@ -15,20 +15,22 @@ from nestling.views import State
 NAME = "checkpoint.bin"
 
 
-def save(folder: Path, state: Mapping[str, State], totals: Totals) -> None:
+def save(folder: Path, state: Mapping[str, State], totals: Totals, name: str = NAME) -> None:
     """Writes the method's state and the run's totals."""
-    write_atomic(folder / NAME, sealed(Message(state, {"totals": asdict(totals)}).to_bytes()))
+    write_atomic(folder / name, sealed(Message(state, {"totals": asdict(totals)}).to_bytes()))
 
 
-def load(folder: Path, field: str = "--resume") -> tuple[dict[str, State], Totals] | None:
+def load(
+    folder: Path, field: str = "--resume", name: str = NAME
+) -> tuple[dict[str, State], Totals] | None:
     """What `save` wrote, or None where a run ended before its first checkpoint. `field` is what
     named the folder."""
-    path = folder / NAME
+    path = folder / name
     if not path.exists():
         return None
     message = Message.from_bytes(read_sealed(path, field))
     totals = from_table(Totals, message.facts.get("totals", ()), f"{path}: totals")
-    return {name: dict(part) for name, part in message.parts.items()}, totals
+    return {kind: dict(part) for kind, part in message.parts.items()}, totals
 
 
 def exists(folder: Path) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nestling.attacks import Attack
 from nestling.engines import Engine
 from nestling.errors import InputError
 from nestling.methods import Method
 from nestling.methods.server import KEPT, Kept, Server, shown
 from nestling.runs.evaluation import Bench
 from nestling.training.client import Outcome
-from nestling.trust.attacks import Attack
 from nestling.views import State
 from nestling.world import World
 
@@ -22,6 +23,10 @@ MOST_DECLARED = 2**20
 """On a fleet of real devices, whose rows nobody else can count: what a client counts as at most,
 where the experiment does not say. Far above what devices have, so that it changes no honest run;
 who wants more than a backstop sets `server.most_rows` near to what clients really have."""
+
+MOST_SHARE, MOST_STEP = 0.5, 10.0
+"""On a fleet of real devices, where the experiment does not say: what share of an entry's weight
+one client may have, and how many times the median step its own may be long."""
 
 
 @dataclass
@@ -56,9 +61,10 @@ class Federation:
     totals: Totals = field(default_factory=Totals)
     on_client: Callable[[int, int], None] = lambda *_: None
     on_refusal: Callable[[int, int, str], None] = lambda *_: None
+    on_clipped: Callable[[int, int, str], None] = lambda *_: None
     on_board: Callable[[Mapping[str, Any]], None] = lambda _: None
-    # a round stands: its number, its outcomes, and whose of them do not count
-    on_merged: Callable[[int, Mapping[int, Outcome], Collection[int]], None] = lambda *_: None
+    # a round stands: its number, its outcomes, and as how many rows those that count did
+    on_merged: Callable[[int, Mapping[int, Outcome], Mapping[int, int]], None] = lambda *_: None
     ahead: int = 0  # rounds that the method's state is ahead of `totals`
     stateful: bool = False  # whether any client has kept anything
     notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results
@@ -85,6 +91,16 @@ class Federation:
     def most_rows(self) -> int:
         """As how many rows a client counts at most; 0: as many as it has."""
         return self.server.most_rows or (MOST_DECLARED if self.world.fleet.live else 0)
+
+    @property
+    def most_share(self) -> float:
+        """Of an entry's weight that one client may have in a mean; 1: any."""
+        return self.server.most_share or (MOST_SHARE if self.world.fleet.live else 1.0)
+
+    @property
+    def most_step(self) -> float:
+        """How many times the median step a client's own may be long."""
+        return self.server.most_step or (MOST_STEP if self.world.fleet.live else math.inf)
 
     @property
     def shown(self) -> Method:

@@ -34,7 +34,7 @@ from nestling.runfiles import (
     counted,
     how_to_go_on,
 )
-from nestling.runs import checkpoint, folder, gate
+from nestling.runs import checkpoint, folder, gate, good
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.describe import describe, norm_of
 from nestling.runs.federation import Federation, Metrics
@@ -60,6 +60,7 @@ class Watcher:
     round: Callable[[Metrics], None] = lambda _: None
     refusal: Callable[[int, int, str], None] = lambda *_: None
     note: Callable[[str], None] = lambda _: None
+    clipped: Callable[[int, int, str], None] = lambda *_: None
 
 
 @dataclass
@@ -220,11 +221,8 @@ def play_rounds(
     `every` seconds have passed since the last one. A `fresh` folder that has none yet is taken away
     again when the run fails."""
     boards: list[Mapping[str, Any]] = []
-    federation.on_client, federation.on_refusal, federation.on_board = (
-        watcher.client,
-        watcher.refusal,
-        boards.append,
-    )
+    federation.on_client, federation.on_board = watcher.client, boards.append
+    federation.on_refusal, federation.on_clipped = watcher.refusal, watcher.clipped
     done = federation.totals.round
     metrics: list[Metrics] = []
     try:
@@ -245,7 +243,7 @@ def play_rounds(
                 if home:
                     home.log(row)
                     home.log_boards(boards)
-                    saver.save_if_due()
+                    saver.save_if_due(not row.get("gate", {}).get("returned", True))
                 boards.clear()
                 _note_refusal(federation)
                 for note in federation.engine.notes[told:]:
@@ -329,13 +327,16 @@ class _Saver:
         """Whether it waits for the rounds under way to be done."""
         return self.due
 
-    def save_if_due(self) -> None:
+    def save_if_due(self, passed: bool) -> None:
+        """`passed`: whether the gate, if there is one, let the last round pass."""
         federation, totals = self.federation, self.federation.totals
         self.due = time.monotonic() - self.last >= self.every or totals.round == federation.rounds
         if self.due and not federation.ahead and self.home is not None:
             federation.world.store.sync()
             checkpoint.save(self.home.path, federation.state(), totals)
             federation.world.store.covered(totals.round)
+            if passed and federation.server.good:
+                good.keep(self.home.path, federation.state(), totals, federation.server.good)
             self.last, self.due = time.monotonic(), False
 
 

@@ -1,1 +1,1 @@
-"""Clients that lie: merges that bear some of them, and attacks to try that with."""
+"""Clients that lie: merges that bear some of them, and what one client may weigh at most."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nestling.views.flat import Layout, Packed, Row, flat_of, layout_of
-from nestling.views.view import Index, State, View, mesh
+from nestling.views.view import Index, State, View, mesh, take
 
 _PIECE = 2**17
 _MANY = 256  # pieces from which several threads sum them faster than one
@@ -51,7 +51,7 @@ def merge(reference: Mapping[str, Tensor], contributions: Iterable[Contribution]
     layout = layout_of(reference)
     single = {*layout.others, *(name for c in given for name in c.present)}
     alone = {
-        name: _merge_tensor(name, reference[name], [c for c in given if name in c.view.shapes])
+        name: merge_tensor(name, reference[name], [c for c in given if name in c.view.shapes])
         for name in single
     }
     if single.issuperset(layout.names):
@@ -184,7 +184,10 @@ def _rows(own: Sequence[Contribution], layout: Layout) -> Tensor | None:
     return first.stack.flat if together else None
 
 
-def _merge_tensor(name: str, old: Tensor, given: list[Contribution]) -> Tensor:
+def merge_tensor(
+    name: str, old: Tensor, given: Sequence[Contribution], most: Tensor | None = None
+) -> Tensor:
+    """One tensor after merging; nobody weighs more than `most` says of an entry, if it is given."""
     if not given:
         return old.clone()
     total = torch.zeros(old.shape, dtype=torch.float64, device=old.device)
@@ -192,14 +195,17 @@ def _merge_tensor(name: str, old: Tensor, given: list[Contribution]) -> Tensor:
     for c in given:
         counts = counting(c, name)
         local = c.state[name].to(torch.float64)
+        own: Tensor | float = c.weight
+        if most is not None:
+            own = take(most, c.view.where(name)).clamp(max=c.weight)
         if counts is None:
-            _add(total, c.view.where(name), local * c.weight)
-            _add(weight, c.view.where(name), torch.full_like(local, c.weight))
+            _add(total, c.view.where(name), local * own)
+            _add(weight, c.view.where(name), torch.ones_like(local) * own)
         else:
             # Where an entry does not count it may hold anything, so it is left out rather than
             # multiplied by zero.
-            _add(total, c.view.where(name), torch.where(counts, local * c.weight, 0.0))
-            _add(weight, c.view.where(name), counts.to(torch.float64) * c.weight)
+            _add(total, c.view.where(name), torch.where(counts, local * own, 0.0))
+            _add(weight, c.view.where(name), counts.to(torch.float64) * own)
     mean = torch.where(weight > 0, total / weight, old.to(torch.float64))
     return mean.to(old.dtype) if old.is_floating_point() else mean.round().to(old.dtype)
 

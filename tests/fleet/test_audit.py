@@ -185,13 +185,33 @@ def test_refusals_without_end_do_not_fill_the_disk(
     assert lines[-1]["refused"] == 1
 
 
+def test_a_return_to_an_earlier_state_is_told(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    handles = {100 + c: w.handle for c, w in workers_of(tmp_path / "devices").items()}
+    asked = six(rounds=2, server=Server(gate=1e9, good=2))
+    play(LoopCourier(handles), asked, home, min_clients=6, patience=QUICK)
+    saved = checkpoint.load(home)
+    assert saved is not None
+    made = CliRunner().invoke(cli.app, ["back", str(home), "--to", "1"])
+    assert made.exit_code == 0, made.output
+    last = check(home)[-1]
+    assert (last["event"], last["round"], last["to"]) == ("returned", 2, 1)
+    assert "returns to an earlier state: 1" in audit(home)
+    first = checkpoint.load(home / "good", name="000001.bin")
+    assert first is not None and last["state"] == digest_of(first[0])
+    checkpoint.save(home, {"weights": {}}, saved[1])  # a return that nobody told of
+    with pytest.raises(BrokenChain, match="is not the one that was merged"):
+        check(home)
+
+
 def test_the_command_says_what_it_holds_or_where_it_is_broken(run: Result, tmp_path: Path) -> None:
     home = copied(run, tmp_path)
     made = CliRunner().invoke(cli.app, ["audit", str(home)])
     last = json.loads((home / AUDIT).read_bytes().splitlines()[-1])["hash"]
     assert made.exit_code == 0 and last in made.output
     assert "merges: 3, the last of round 3" in made.output
-    assert "replies accepted: 17, clipped" in made.output and "refusals: 1" in made.output
+    assert "replies accepted: 17, of these clipped: 17" in made.output
+    assert "refusals: 1" in made.output
     (home / AUDIT).write_bytes((home / AUDIT).read_bytes().replace(b'"round":2', b'"round":3', 1))
     broken = CliRunner().invoke(cli.app, ["audit", str(home)])
     assert broken.exit_code == 1 and "is broken" in broken.output

@@ -14,11 +14,16 @@ import torch
 from nestling import Named
 from nestling.devices import make_fleet
 from nestling.errors import InputError
+from nestling.fleet.care.audit import check
+from nestling.fleet.care.health import run_status
+from nestling.fleet.care.metrics import exposition
 from nestling.fleet.node import worker as worker_module
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.protocol.wire import Answer, Hello, JobDone, Member, Parcel, kind_of
+from nestling.fleet.server.engine import Patience
 from nestling.fleet.server.roster import Roster
+from nestling.fleet.server.serving import play as serve
 from nestling.message import Message
 from nestling.methods.labels import PRESENT
 from nestling.methods.server import Server
@@ -26,6 +31,7 @@ from nestling.runs.admission import TOO_LARGE
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import MOST_DECLARED, Federation
 from nestling.runs.loop import play
+from nestling.runs.run import Watcher
 from nestling.training.client import Outcome
 from tests.fleet.loop import inline, live, same, six, state_of, workers_of
 from tests.fleet.test_engine import without
@@ -46,7 +52,8 @@ class Liar:
         answer = self.worker.handle(letter)
         if kind_of(letter) == "welcome":
             hello = Hello.from_bytes(answer)
-            members = tuple(replace(m, rows=self.rows) for m in hello.members)
+            rows = self.rows
+            members = tuple(m if rows is None else replace(m, rows=rows) for m in hello.members)
             return replace(hello, members=members).to_bytes()
         told = Answer.from_bytes(answer)
         return replace(told, results=[self._lie(done) for done in told.results]).to_bytes()
@@ -213,7 +220,61 @@ def test_values_that_no_merge_survives_are_refused(value: float, tmp_path: Path)
     assert same(state_of(federation), state_of(expected))
 
 
-YOGI = Server("yogi")
+FREE = 1e30  # steps of any length
+
+
+def test_a_number_of_rows_below_the_cap_takes_no_merge_either(tmp_path: Path) -> None:
+    """One device of six says that it has 2**20 − 1 rows, and sends weights of 7: of what others
+    hold too it has half at most, whatever it says."""
+    rows = 2**20 - 1
+
+    def lie(reply: Message) -> Message:
+        return claiming(rows)(filled(7.0)(reply))
+
+    def largest(home: str, share: float) -> tuple[float, Any]:
+        server = Server(most_share=share, most_step=FREE)
+        federation, metrics, told, _ = with_liar(
+            tmp_path / home, "fedavg", rows, lie, rounds=1, server=server
+        )
+        assert not told and metrics[0]["merged"] == 6
+        return max(float(t.max()) for t in state_of(federation).values()), metrics[0].get("clipped")
+
+    free, said = largest("free", 1.0)
+    assert free > 6.9 and said is None
+    bounded, said = largest("bounded", 0.0)  # the fleet's own bound
+    assert 3.5 < bounded < 4.5
+    assert [one["client"] for one in said] == [LIAR] and str(rows) in said[0]["reason"]
+
+
+@pytest.mark.parametrize("value", [100.0, -1e6, 1e15])
+def test_a_step_that_is_far_too_long_is_clipped_and_told(value: float, tmp_path: Path) -> None:
+    workers = workers_of(tmp_path / "devices")
+    handles = {100 + c: w.handle for c, w in workers.items()}
+    handles[100 + LIAR] = Liar(workers[LIAR], reply=filled(value)).handle
+    told: list[tuple[int, int, str]] = []
+    home, watcher = tmp_path / "run", Watcher(clipped=lambda *said: told.append(said))
+    patience = Patience(poll=0.0, refresh=0.0)
+    courier = LoopCourier(handles)
+    result = serve(courier, six(rounds=2), home, min_clients=6, patience=patience, watcher=watcher)
+    assert [(c, r) for c, r, _ in told] == [(LIAR, 1), (LIAR, 2)]
+    assert all("times the median and counts as 10 times" in reason for *_, reason in told)
+    assert [row["clipped"][0]["client"] for row in result.metrics] == [LIAR, LIAR]
+    lines = [line for line in check(home) if line["event"] == "clipped"]
+    assert [(x["round"], x["client"], x["name"]) for x in lines] == [
+        (r, LIAR, f"device {LIAR}") for r in (1, 2)
+    ]
+    assert "nestling_clipped_total 2" in exposition(run_status(home))
+    page = (home / "report.html").read_text()
+    assert "Replies of 1 client were refused or clipped" in page and "times the median" in page
+    plain = inline(six(rounds=2))[0]
+    far = [
+        float((state_of(result.federation)[name] - tensor).abs().max())
+        for name, tensor in state_of(plain).items()
+    ]
+    assert max(far) < 1.0
+
+
+YOGI = Server("yogi", most_step=FREE)
 
 
 def end(federation: Federation) -> dict[str, torch.Tensor]:

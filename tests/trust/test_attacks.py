@@ -11,6 +11,7 @@ import torch
 
 import nestling
 from nestling import Attack, EngineConfig, Experiment, InputError, Server, SplitConfig
+from nestling.attacks import received_as
 from nestling.fleet.server.serving import _begin
 from nestling.message import Message
 from nestling.methods import METHODS
@@ -20,7 +21,6 @@ from nestling.runs.attacked import attack
 from nestling.runs.loop import send, train
 from nestling.runs.run import Watcher
 from nestling.training.client import Outcome
-from nestling.trust.attacks import received_as
 from tests.methods.test_baselines import equal
 from tests.methods.test_server import SHARING, equal_groups
 from tests.small import small
@@ -104,6 +104,35 @@ def test_what_was_received_is_cut_as_the_client_cut_it() -> None:
         found = received_as(sent, rungs[-1].piece.view, rung.piece.view)
         assert equal(dict(found), dict(rung.piece.view.extract(method.weights)))
     assert made.attack.on and len(federation.attackers) == len(world.fleet)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("fedproto", "prototypes"), ("fedmd", "logits")])
+def test_poisoned_knowledge_is_that_of_other_classes(method: str, kind: str) -> None:
+    asked = Attack(kind, share=0.5, factor=2.0)  # type: ignore[arg-type]
+    honest, _ = outcomes_of(method, Attack())
+    lied, attackers = outcomes_of(method, asked)
+    part = "statistics" if kind == "prototypes" else "logits"
+    assert len(attackers) == 2
+    for client, outcome in lied.outcomes.items():
+        true, found = honest.outcomes[client].reply, outcome.reply
+        if client not in attackers:
+            assert same(true, found)
+            continue
+        for name, told in true[part].items():
+            classes = 0 if kind == "prototypes" else -1
+            assert torch.equal(found[part][name], 2 * told.roll(-1, classes))
+        others = {k: v for k, v in true.parts.items() if k != part}
+        assert same(Message({**others, part: found[part]}, true.facts), found)
+
+
+def test_who_tells_of_one_class_says_the_opposite() -> None:
+    told = Message({"statistics": {"features": torch.tensor([[1.0, 2.0]])}}, {"classes": [3]})
+    lie = Attack("prototypes").lie(told, {})
+    assert lie["statistics"]["features"].tolist() == [[-1.0, -2.0]]
+
+
+def test_attacks_are_a_public_name() -> None:
+    assert nestling.attacks.Attack is Attack and "attacks" in nestling.__all__
 
 
 def test_flipped_labels_are_those_of_attackers_alone() -> None:

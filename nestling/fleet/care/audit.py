@@ -28,7 +28,8 @@ from nestling.message import Message
 from nestling.runfiles import AUDIT, Record
 from nestling.runs import checkpoint
 
-STARTED, ACCEPTED, MERGED = "started", "accepted", "merged"
+STARTED, ACCEPTED, CLIPPED, MERGED = "started", "accepted", "clipped", "merged"
+RETURNED = "returned"
 
 _NOTHING = "0" * 64  # the hash before the first line
 _LINE = re.compile(rb'(\{.*),"hash":"([0-9a-f]{64})"\}')
@@ -112,10 +113,13 @@ def check(folder: Path) -> list[Record]:
         )
     # First, since a run that is going on writes its line before its checkpoint.
     saved = checkpoint.load(folder, "RUN")
-    lines, merged = read_audit(path), dict[int, str]()
+    lines, merged = read_audit(path), dict[int, set[str]]()
     for number, line in enumerate(lines, 1):
         if line["event"] == MERGED or number == 1:
-            merged[line["round"]] = line["state"]
+            merged[line["round"]] = {line["state"]}
+        elif line["event"] == RETURNED:
+            # A crash may come between this line and the checkpoint with the state that it tells.
+            merged.setdefault(line["round"], set()).add(line["state"])
         elif line["event"] == STARTED and line["round"] > 0:
             _same(line["round"], line["state"], merged, f"line {number} of {path}")
     if saved is not None:
@@ -134,7 +138,12 @@ def audit(folder: Path) -> list[str]:
 def _told(path: Path, lines: list[Record]) -> list[str]:
     counts = Counter(line["event"] for line in lines)
     names = sorted({line["name"] for line in lines if line["event"] == "joined"})
-    clipped = sum(line["event"] == ACCEPTED and line["counts_as"] < line["rows"] for line in lines)
+    clipped = {
+        (line["round"], line["client"])
+        for line in lines
+        if (line["event"] == CLIPPED and "round" in line)
+        or (line["event"] == ACCEPTED and line["counts_as"] < line["rows"])
+    }
     started = [line for line in lines if line["event"] == STARTED]
     rounds = [line["round"] for line in lines if line["event"] == MERGED]
     return [
@@ -142,15 +151,16 @@ def _told(path: Path, lines: list[Record]) -> list[str]:
         f"starts: {len(started)}, the first at round {started[0]['round'] + 1}",
         f"clients that joined: {len(names)} ({', '.join(names[:20])}{', …' * (len(names) > 20)})",
         f"merges: {counts[MERGED]}, the last of round {max(rounds, default=0)}",
-        f"replies accepted: {counts[ACCEPTED]}, clipped to server.most_rows: {clipped}",
+        f"replies accepted: {counts[ACCEPTED]}, of these clipped: {len(clipped)}",
         f"refusals: {counts['refused']}",
+        *([f"returns to an earlier state: {counts[RETURNED]}"] if counts[RETURNED] else []),
     ]
 
 
-def _same(round: int, state: str, merged: Mapping[int, str], where: str) -> None:
+def _same(round: int, state: str, merged: Mapping[int, set[str]], where: str) -> None:
     if round not in merged:
         raise BrokenChain(f"{where}: lines are missing, those of round {round} among them")
-    if merged[round] != state:
+    if state not in merged[round]:
         raise BrokenChain(f"{where}: the state of round {round} is not the one that was merged")
 
 

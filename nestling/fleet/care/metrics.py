@@ -36,6 +36,12 @@ def exposition(table: Mapping[str, Any]) -> str:
         _block("replies_total", "counter", "replies that came in time", [({}, totals["replies"])]),
         _block("refused_total", "counter", "replies refused", [({}, totals["refused"])]),
         _block(
+            "clipped_total",
+            "counter",
+            "replies that count for less than they say",
+            [({}, totals["clipped"])],
+        ),
+        _block(
             "over_quota_total",
             "counter",
             "minutes in which a device sent more bytes than it may",

@@ -153,6 +153,7 @@ def _totals(rows: list[Table]) -> Table:
     for row in rows:
         for name in ("refused", "late", "dropped", "bytes_up", "bytes_down", "seconds"):
             total[name] += row.get(name) or 0
+        total["clipped"] += len(found) if isinstance(found := row.get("clipped"), list) else 0
         total["asked"] += len(row.get("clients", []))
         total["replies"] += sum(tier.get("clients", 0) for tier in row.get("by_tier", {}).values())
     seconds = [row["seconds"] for row in rows if row.get("seconds") is not None]
@@ -164,6 +165,7 @@ def _totals(rows: list[Table]) -> Table:
                 "asked",
                 "replies",
                 "refused",
+                "clipped",
                 "late",
                 "dropped",
                 "bytes_up",

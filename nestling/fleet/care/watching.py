@@ -123,7 +123,7 @@ def _numbers(table: dict[str, Any]) -> Text:
     ]
     words.append(
         f"{totals['replies']} replies, {totals['dropped']} missed, {totals['refused']} refused, "
-        f"{totals['late']} late"
+        f"{totals['late']} late" + (f", {totals['clipped']} clipped" if totals["clipped"] else "")
     )
     words.append(f"{traffic(totals['bytes_up'])} up, {traffic(totals['bytes_down'])} down")
     if totals["typical_seconds"] is not None:

@@ -151,8 +151,17 @@ def _watcher() -> Watcher:
             logging.WARNING,
         )
 
+    def clipped(client: int, round: int, reason: str) -> None:
+        text = f"round {round}: the reply of client {client} is clipped: {reason}"
+        facts = {"round": round, "client": client, "reason": reason}
+        logs.tell(log, logs.Note(text, "clipped", **facts), logging.WARNING)
+
     return Watcher(
-        started=started, round=round, refusal=refusal, note=lambda text: logs.tell(log, text)
+        started=started,
+        round=round,
+        refusal=refusal,
+        note=lambda text: logs.tell(log, text),
+        clipped=clipped,
     )
 
 

@@ -162,7 +162,13 @@ def _watcher(found: FlowerResult) -> Watcher:
     def refusal(client: int, round: int, reason: str) -> None:
         log.warning("round %d: the reply of client %d was refused: %s", round, client, reason)
 
-    return Watcher(round=after_round, refusal=refusal, note=lambda text: log.info("%s", text))
+    def clipped(client: int, round: int, reason: str) -> None:
+        log.warning("round %d: the reply of client %d was clipped: %s", round, client, reason)
+
+    def note(text: str) -> None:
+        log.info("%s", text)
+
+    return Watcher(round=after_round, refusal=refusal, note=note, clipped=clipped)
 
 
 def _whole_only() -> NoReturn:

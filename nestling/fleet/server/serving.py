@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,13 @@ class Live:
                 self.audit.add("refused", round=round, client=client, name=name, reason=reason)
             self.told.refusal(client, round, reason)
 
-        return replace(self.told, round=after_round, refusal=refusal)
+        def clipped(client: int, round: int, reason: str) -> None:
+            if self.audit:
+                name = self.roster.name_of(client)
+                self.audit.add("clipped", round=round, client=client, name=name, reason=reason)
+            self.told.clipped(client, round, reason)
+
+        return replace(self.told, round=after_round, refusal=refusal, clipped=clipped)
 
     def ended(self, phase: str, reason: str = "") -> None:
         """Writes that the run is over."""
@@ -199,20 +205,19 @@ class Live:
                 cut=self.audit.cut,
             )
 
-    def _merged(self, round: int, outcomes: Mapping[int, Outcome], void: Collection[int]) -> None:
+    def _merged(self, round: int, outcomes: Mapping[int, Outcome], rows: Mapping[int, int]) -> None:
         """Writes to the audit log what a round merged, and what it made of it."""
         if self.audit is None:
             return
-        counted = {client: one.reply for client, one in outcomes.items() if client not in void}
+        counted = {client: one.reply for client, one in outcomes.items() if client in rows}
         for client, reply in counted.items():
-            rows = int(reply.facts["samples"])
             self.audit.add(
                 ACCEPTED,
                 round=round,
                 client=client,
                 name=self.roster.name_of(client),
-                rows=rows,
-                counts_as=min(rows, self.federation.most_rows),
+                rows=int(reply.facts["samples"]),
+                counts_as=rows[client],
                 reply=digest_of(reply.parts),
             )
         state = digest_of(self.federation.state())

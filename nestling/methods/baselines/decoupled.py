@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nestling.devices.fit import exceeded
-from nestling.methods.api import Contribution, Device, Info, Method, Model, Piece, Replies, Reply, State, World, kept, made, merge
+from nestling.methods.api import Contribution, Device, Info, Method, Model, Piece, Replies, Reply, State, World, kept, made
 from nestling.seeds import stream
 from nestling.world import Plan
 
@@ -102,7 +102,7 @@ class Decoupled(Method):
         for level, own in by_level.items():
             piece = self._plans[level].piece
             whole = piece.view.scatter(piece.reference.initial, self.weights[level])
-            merged = merge(whole, [Contribution(piece.view, r.message["weights"], float(r.samples)) for r in own])
+            merged = self.mean(whole, [Contribution(piece.view, r.message["weights"], float(r.samples)) for r in own])
             self.weights[level] = piece.view.extract(merged)
 
     def model_for(self, device: Device) -> Model:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nestling.methods.api import Device, Method, Model, Piece, Replies, Reply, World, kept, made
 from nestling.seeds import torch_seeded
 from nestling.training.distiller import Check, Distillation, distil, logits_of, proxy, whole
-from nestling.views import Contribution, Reference, State, Tensors, View, merge
+from nestling.views import Contribution, Reference, State, Tensors, View
 from nestling.views.nested import forward
 
 Weighting = Literal["samples", "variance", "uniform"]
@@ -56,7 +56,7 @@ class PerArchitecture(Method):
         for reply in replies:
             own = Contribution(reply.piece.view, reply.message["weights"], self.weight(reply))
             given[reply.piece.reference.name].append(own)
-        return {name: merge(state, given[name]) for name, state in self.weights.items()}
+        return {name: self.mean(state, given[name]) for name, state in self.weights.items()}
 
     def fitted(
         self, name: str, state: State, said: tuple[Tensor, Tensor], how: Distillation, round: int, check: Check | None = None

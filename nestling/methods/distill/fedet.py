@@ -23,7 +23,7 @@ from nestling.settings import Count, NotNegative, Positive, ShareBelowOne, Whole
 from nestling.training.distiller import Distillation, distil, proxy, teacher_shares, whole
 from nestling.training.objectives import divergence
 from nestling.training.optimisers import Optim
-from nestling.views import Contribution, Reference, State, Tensors, merge
+from nestling.views import Contribution, Reference, State, Tensors
 from nestling.views.flat import layout_of
 
 Consensus = tuple[Tensor, Tensor, Tensor]
@@ -114,7 +114,7 @@ class FedET(PerArchitecture):
         means, name = self.average(replies), self.server.name
         said = [self._head_of(r.piece.reference.name, r.message["weights"]) for r in replies]
         heads = [Contribution(self.head.full, head, self.weight(r)) for head, r in zip(said, replies, strict=True)]
-        start = self._with_head(name, means[name], merge(self._head_of(name, means[name]), heads))
+        start = self._with_head(name, means[name], self.mean(self._head_of(name, means[name]), heads))
         taught = self._teach(start, replies, round) if self.steps else start
         head = self._head_of(name, taught)
         self.weights = {**{name: self._with_head(name, state, head) for name, state in means.items()}, name: taught}

@@ -79,7 +79,7 @@ class FedFTG(SharedAverage):
         super().merge(replies, round)
         if not replies or not self.iterations:
             return
-        counts = counts_of(replies).double().cpu()
+        counts = counts_of(replies, self.most_of_class).double().cpu()
         if counts.sum() > 0:
             with torch_seeded(self.world.seed, "fedftg", round):
                 self._tune(replies, counts, self.decay ** (round - 1))

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Replies, State, World, merge
+from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Replies, State, World
 from nestling.methods.distill.generated import Several, learner, started
 from nestling.methods.distill.label_counts import COUNTS, counts_of, shares
 from nestling.methods.distill.latent import Classifier, generative, generative_given, mean_classifier, step
@@ -139,12 +139,12 @@ class FedGen(Personal):
         if not replies:
             return
         if self.full:
-            self.weights = merge(
+            self.weights = self.mean(
                 self.weights, [Contribution(r.piece.view, r.message["weights"], float(r.samples)) for r in replies]
             )
         else:
             self.weights = mean_classifier([r.message["head"] for r in replies], [r.samples for r in replies])
-        counts = counts_of(replies).to(self.world.place)
+        counts = counts_of(replies, self.most_of_class).to(self.world.place)
         self.seen = self.seen | (counts.sum(0) > 0)
         if self.iterations and bool(self.seen.any()):
             with torch_seeded(self.world.seed, "fedgen", round):

@@ -147,7 +147,7 @@ class FedHKD(ByClass):
     def merge(self, replies: Replies, round: int) -> None:
         """The mean per class by rows (in "code" the last client's word alone) and, with weights, the mean over views."""
         for some in [[reply] for reply in replies] if self.compat == "code" else [replies]:
-            self.table = self.table.after(some, robust=self.robust)
+            self.table = self.table.after(some, robust=self.robust, most=self.most_of_class)
         if self.merges:
             own = [Contribution(r.piece.view, r.message["weights"], float(r.samples)) for r in replies]
             self.weights = self.fuse(self.weights, own)

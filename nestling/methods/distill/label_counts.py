@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nestling.methods.api import Replies
 from nestling.methods.part import Part, can_count
+from nestling.trust.weighing import fair_caps
 
 COUNTS = Part(
     "counts",
@@ -17,10 +18,14 @@ COUNTS = Part(
 """How many samples of every class a client has, up."""
 
 
-def counts_of(replies: Replies) -> Tensor:
-    """What clients counted, (clients, classes)."""
+def counts_of(replies: Replies, most: float = 0.0) -> Tensor:
+    """What clients counted, (clients, classes); nobody has more than the share `most` of a class (0 or 1: any)."""
     # It is their word: fewer than none would make other clients' shares negative.
-    return torch.stack([reply.by_class(reply.message["counts"]["classes"]) for reply in replies]).clamp(min=0)
+    told = torch.stack([reply.by_class(reply.message["counts"]["classes"]) for reply in replies]).clamp(min=0)
+    if not 0 < most < 1:
+        return told
+    caps = fair_caps(told.to("cpu", torch.float64), most).clamp(max=2**31 - 1).floor()
+    return torch.minimum(told, caps.to(told))
 
 
 def shares(counts: Tensor, compat: str = "paper") -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.devices.fit import RATIOS
-from nestling.methods.api import Client, Contribution, Info, Message, Phases, Reference, Replies, State, kept, made, merge
+from nestling.methods.api import Client, Contribution, Info, Message, Phases, Reference, Replies, State, kept, made
 from nestling.methods.part import Part, Parts, Tensors
 from nestling.methods.personal import Personal
 from nestling.models.taps import Taps
@@ -94,7 +94,7 @@ class Pairs(Personal):
         """The mean of the shared network over clients, by samples or uniform."""
         shares = [float(reply.samples) if self.weighting == "samples" else 1.0 for reply in replies]
         states = [self.shared_in(reply.message, self.weights) for reply in replies]
-        self.weights = merge(self.weights, [Contribution(self.shared.full, *own) for own in zip(states, shares, strict=True)])
+        self.weights = self.mean(self.weights, [Contribution(self.shared.full, *own) for own in zip(states, shares, strict=True)])
 
     def model_for(self, device: Device) -> Model:
         """The device's own network, paired with the shared one as it is now."""

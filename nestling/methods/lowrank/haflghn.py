@@ -14,7 +14,7 @@ from nestling.methods.lowrank.factored import able_tiers, choose_among, key_of
 from nestling.models.hypernetwork import Generated, HyperNetwork
 from nestling.seeds import torch_seeded
 from nestling.settings import Count, Whole
-from nestling.views import Contribution, Reference, State, Tensors, keep_private, merge
+from nestling.views import Contribution, Reference, State, Tensors, keep_private
 
 
 @dataclass
@@ -101,7 +101,9 @@ class HAFLGHN(Method):
         """The mean of φ, weighted by samples."""
         # φ is the same for everybody, so that any of its views stands for all.
         view = next(iter(self.pieces.values())).view
-        self.weights = pack(merge(self.weights, [Contribution(view, r.message["weights"], float(r.samples)) for r in replies]))
+        self.weights = pack(
+            self.mean(self.weights, [Contribution(view, r.message["weights"], float(r.samples)) for r in replies])
+        )
 
     def model_for(self, device: Device) -> Model:
         """The device's network with the weights that it fine-tuned, or else with those that φ makes."""

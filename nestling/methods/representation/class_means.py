@@ -154,7 +154,7 @@ class ByClass(TellsByClass):
 
     def merge(self, replies: Replies, round: int) -> None:
         """The mean per class over the clients that tell of it, weighted by their rows."""
-        self.table = self.table.after(replies, robust=self.robust)
+        self.table = self.table.after(replies, robust=self.robust, most=self.most_of_class)
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ class FedCMA(ByClass):
         """Moves the table and the common classifier towards this round's means."""
         if not replies:
             return
-        self.table, old, new = self.table.after(replies, rate=self._rate(self.lam)), self.head, {}
+        self.table, old, new = self.table.after(replies, rate=self._rate(self.lam), most=self.most_of_class), self.head, {}
         shares = torch.tensor([float(r.samples) if self.weighting == "samples" else 1.0 for r in replies], dtype=torch.float64)
         for name, first in replies[0].message[HEAD].items():
             stack = torch.stack([r.message[HEAD][name] for r in replies]).to(torch.float64)

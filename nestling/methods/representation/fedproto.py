@@ -56,7 +56,7 @@ class FedProto(ByClass):
 
     def merge(self, replies: Replies, round: int) -> None:
         """The mean prototype per class over the clients that tell of it, weighted as set."""
-        self.table = self.table.after(replies, self.weighting, robust=self.robust)
+        self.table = self.table.after(replies, self.weighting, robust=self.robust, most=self.most_of_class)
 
     def model_for(self, device: Device) -> Model:
         """The device's network, deciding by prototypes or by its head as `predict` says."""

@@ -70,7 +70,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
         if not any(reply.message.facts["classes"] for reply in replies):
             return
         nothing = ClassTable.empty(self.shapes(self.world.classes), self.world.classes, self.world.place)
-        now = nothing.after(replies, self.weighting)
+        now = nothing.after(replies, self.weighting, most=self.most_of_class)
         apart = margin(now.rows["features"], now.known, self.threshold)
         self.trained = self.taught("fedtgp", self.trained, self._prototypes, contrast, replies, round, apart)
         with torch.no_grad():

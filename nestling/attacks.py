@@ -28,6 +28,9 @@ WEIGHTS = ("weights", "update")
 TOLD = ("statistics", "logits")
 """What they change of a reply that holds no weights: prototypes and their like, and logits."""
 
+POISONED = {"prototypes": "statistics", "logits": "logits"}
+"""The part that a kind of poisoning changes, wherever it travels."""
+
 HUGE = 1e15
 """What "huge" puts in: finite, so that a reply with it is admitted."""
 
@@ -43,11 +46,23 @@ class Attack:
             (claims its number of samples times the factor); "huge" (one weight is 1e15);
             "free-rider" (sends back the weights that it received). Where statistics by class or
             logits travel and no weights, "sign", "scale" and "huge" change these, from zero.
+            "prototypes" (tells of every class what is true of the next one that it holds, times the
+            factor) and "logits" (gives every class the logit of the next one, times the factor).
     share:  of the fleet that lies, rounded, drawn from the seed.
-    factor: 0: 1 for "sign", 10 for "scale", 1000 for "counts".
+    factor: 0: 1 for "sign", "prototypes" and "logits", 10 for "scale", 1000 for "counts".
     """
 
-    kind: Literal["none", "sign", "scale", "labels", "counts", "huge", "free-rider"] = "none"
+    kind: Literal[
+        "none",
+        "sign",
+        "scale",
+        "labels",
+        "counts",
+        "huge",
+        "free-rider",
+        "prototypes",
+        "logits",
+    ] = "none"
     share: UnitShare = 0.2
     factor: NotNegative = 0.0
 
@@ -63,12 +78,13 @@ class Attack:
     def check(self, title: str, up: Collection[str]) -> None:
         """Refuses attacks on weights where a method's replies, which hold the parts `up`, have
         none."""
-        told = () if self.kind == "free-rider" else TOLD
-        if self.kind not in ("none", "labels", "counts") and not set(up) & {*WEIGHTS, *told}:
+        told = {"free-rider": WEIGHTS, **{kind: (part,) for kind, part in POISONED.items()}}
+        changes = told.get(self.kind, (*WEIGHTS, *TOLD))
+        if self.kind not in ("none", "labels", "counts") and not set(up) & set(changes):
             raise InputError(
                 f"the clients of {title} send nothing that {self.kind!r} would change",
                 field="attack.kind",
-                fix="take labels or counts, or a method whose clients send weights",
+                fix=f"take labels or counts, or a method whose clients send {' or '.join(changes)}",
             )
 
     def attackers(self, clients: int, seed: int) -> frozenset[int]:
@@ -92,6 +108,10 @@ class Attack:
             return Message(reply.parts, {**reply.facts, "samples": samples})
         if self.kind == "labels":
             return reply
+        if self.kind in POISONED:
+            part = POISONED[self.kind]
+            poisoned = {n: self._moved_on(t) for n, t in reply.parts.get(part, {}).items()}
+            return Message({**reply.parts, **({part: poisoned} if poisoned else {})}, reply.facts)
         if set(WEIGHTS) & reply.parts.keys():
             begun = dict.fromkeys(WEIGHTS, received)
         else:
@@ -105,6 +125,15 @@ class Attack:
     @property
     def _strength(self) -> float:
         return self.factor or _FACTORS.get(self.kind, 1.0)
+
+    def _moved_on(self, told: Tensor) -> Tensor:
+        """What is said of every class, said of the one before: prototypes have a row a class,
+        logits a column. Who tells of one class only says the opposite."""
+        classes = 0 if self.kind == "prototypes" else -1
+        if not told.is_floating_point() or not told.dim():
+            return told
+        alone = told.shape[classes] == 1
+        return self._strength * (-told if alone else told.roll(-1, classes))
 
     def _changed(self, part: Tensors, received: Tensors) -> Tensors:
         floats = [name for name, t in part.items() if t.is_floating_point() and t.numel()]
