@@ -108,8 +108,14 @@ def _test_together(method: Method, world: World, bench: Bench, tested: Tested) -
         model = method.model_for(world.device(client))
         kinds.setdefault((model.reference.name, model.view.key()), []).append(model)
     for key, models in kinds.items():
-        if len(models) > 1 and not _calibrated(models[0].reference.network(models[0].view)):
+        network = models[0].reference.network(models[0].view)
+        if len(models) > 1 and not _calibrated(network) and not _recurrent(network):
             tested[key] = list(zip(models, stacked_hits(models, bench), strict=True))
+
+
+def _recurrent(network: nn.Module) -> bool:
+    """Recurrent layers run in a stack only where there are gradients."""
+    return any(isinstance(layer, nn.RNNBase) for layer in network.modules())
 
 
 def _test_nested(method: Method, world: World, bench: Bench, tested: Tested) -> None:

@@ -1,10 +1,11 @@
 """Parts of a network: axes found by tracing, views of them, the one merge, and modules made
 smaller."""
 
-from nestling.views.axes import Axes, trace
+from nestling.views.axes import Axes
 from nestling.views.merge import Contribution, merge
 from nestling.views.reference import Reference
 from nestling.views.shrink import resize, sub_module
+from nestling.views.tracing import trace
 from nestling.views.view import (
     State,
     Tensors,

@@ -13,9 +13,11 @@ from torch import nn
 
 from nestling.models.norm import used_rows
 from nestling.models.taps import Taps, find_taps
-from nestling.views.axes import Axes, trace
+from nestling.models.tied import name_once
+from nestling.views.axes import Axes
 from nestling.views.flat import Layout, Packed, layout_of, pack
 from nestling.views.shrink import resize
+from nestling.views.tracing import trace
 from nestling.views.view import View, from_spec, full
 
 _KEPT = 64
@@ -36,7 +38,8 @@ class Reference:
         self, name: str, module: nn.Module, shape: Sequence[int], kind: Hashable = None
     ) -> None:
         """Takes the network for inputs of `shape`; its axes are traced only when somebody asks."""
-        self.name, self.module, self.shape, self.kind = name, module, tuple(shape), kind
+        self.name, self.module = name, name_once(module)
+        self.shape, self.kind = tuple(shape), kind
         self._networks: OrderedDict[bytes, nn.Module] = OrderedDict()
         self._layouts: dict[bytes, Layout] = {}
         self._views: OrderedDict[str, View] = OrderedDict()
@@ -75,7 +78,7 @@ class Reference:
         """The names that are trained; the rest of the state are buffers."""
         return frozenset(
             name
-            for name, p in self.module.named_parameters(remove_duplicate=False)
+            for name, p in self.module.named_parameters()
             if p.requires_grad
         )
 
@@ -113,9 +116,8 @@ class Reference:
                     "the network of a view is built inside a batch of clients: call "
                     "views.nested.prepare before"
                 )
-            self._networks[key] = resize(
-                self.module, {name: view.shape(name) for name in view.members}, view.dropped
-            )
+            shapes = {name: view.shape(name) for name in view.members}
+            self._networks[key] = resize(self.module, shapes, view.dropped, view.sizes)
             _forget_oldest(self._networks)
         self._networks.move_to_end(key)
         network = self._networks[key]

@@ -7,14 +7,16 @@ layers below, because it follows the tensors' shapes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
+from nestling.models.tied import name_once, tie_again, tied_names
 from nestling.views.view import View
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -25,29 +27,52 @@ def sub_module(module: nn.Module, view: View) -> nn.Module:
     """The network that a view describes, with the view's weights of `module`."""
     state = module.state_dict()
     shapes = {name: view.shape(name) for name in view.members}
-    small = resize(module, shapes, view.dropped)
+    small = resize(module, shapes, view.dropped, view.sizes)
     small.load_state_dict({name: view.cut(name, state[name]) for name in view.members})
     return small
 
 
 def resize(
-    module: nn.Module, shapes: Mapping[str, Sequence[int]], dropped: Iterable[str] = ()
+    module: nn.Module,
+    shapes: Mapping[str, Sequence[int]],
+    dropped: Iterable[str] = (),
+    counts: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """A copy of `module` with tensors of the given shapes (values unset) and without the dropped
-    units."""
-    small = copy.deepcopy(module)
+    """A copy of `module` with tensors of the given shapes (values unset), without the dropped
+    units, and with new values of the attributes that count channels."""
+    small = name_once(copy.deepcopy(module))
     for unit in sorted(dropped, key=_reversed_position):
         _drop(small, unit)
+    tied = tied_names(small)
+    _refuse_half_of_a_tie(module, small)
+    first = {name: key for key, others in tied.items() for name in others}
     for name, layer in small.named_modules():
+        own = {leaf: f"{name}.{leaf}" if name else leaf for leaf in _leaves(layer)}
+        keys = {leaf: first.get(key, key) for leaf, key in own.items()}
         _resize_layer(
             layer,
-            {
-                leaf: tuple(shapes[key])
-                for leaf in _leaves(layer)
-                if (key := f"{name}.{leaf}" if name else leaf) in shapes
-            },
+            {leaf: tuple(shapes[key]) for leaf, key in keys.items() if key in shapes},
+            {key.rpartition(".")[2] for key in counts or {} if key.rpartition(".")[0] == name},
         )
+    tie_again(small, tied)
+    for key, size in (counts or {}).items():
+        path, _, attribute = key.rpartition(".")
+        with contextlib.suppress(AttributeError):  # it was in a unit that is left out
+            setattr(small.get_submodule(path), attribute, size)
     return small
+
+
+def _refuse_half_of_a_tie(module: nn.Module, small: nn.Module) -> None:
+    """A unit cannot be left out whose weights are those of one that stays."""
+    present = {name for name, _ in small.named_parameters(remove_duplicate=False)}
+    for name, others in tied_names(module).items():
+        left = [other for other in others if other in present]
+        if name not in present and left:
+            raise InputError(
+                f"{name!r} is tied to {left[0]!r}: one cannot be left out without the other",
+                field="method",
+                fix="take a method that cuts the width, or a network whose units share no weights",
+            )
 
 
 def _reversed_position(unit: str) -> tuple[int, str]:
@@ -70,7 +95,9 @@ def _leaves(layer: nn.Module) -> list[str]:
     return [*dict(layer.named_parameters(recurse=False)), *dict(layer.named_buffers(recurse=False))]
 
 
-def _resize_layer(layer: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _resize_layer(
+    layer: nn.Module, shapes: Mapping[str, tuple[int, ...]], counted: Collection[str]
+) -> None:
     before = {name: tuple(getattr(layer, name).shape) for name in shapes}
     changed = {name: shape for name, shape in shapes.items() if shape != before[name]}
     if not changed:
@@ -93,21 +120,47 @@ def _resize_layer(layer: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> No
         _resize_group_norm(layer, weight[0])
     elif isinstance(layer, nn.LayerNorm) and weight:
         layer.normalized_shape = weight
-    elif not _plain(layer):
+    elif isinstance(layer, nn.RNNBase):
+        _resize_recurrent(layer, shapes)
+    elif isinstance(layer, nn.RNNCellBase):
+        layer.input_size, layer.hidden_size = shapes["weight_ih"][1], shapes["weight_hh"][1]
+    elif isinstance(layer, nn.MultiheadAttention):
+        _resize_attention(layer, shapes)
+    elif not _plain(layer, counted):
         raise InputError(
             f"a layer of type {type(layer).__name__} cannot be made smaller",
             field="model.name",
-            fix="build the network from convolutions, linear layers and norms, or give every "
-            "tier ratio = 1",
+            fix="build the network from convolutions, linear, recurrent and attention layers and "
+            "norms, or give every tier ratio = 1",
         )
 
 
-def _plain(layer: nn.Module) -> bool:
-    """A module that only holds parameters (a scale, a token) keeps no sizes of its own."""
-    return not any(
-        hasattr(layer, name)
-        for name in ("in_features", "in_channels", "num_channels", "hidden_size", "embed_dim")
-    )
+def _plain(layer: nn.Module, counted: Collection[str]) -> bool:
+    """A module that only holds parameters (a scale, a token) keeps no sizes of its own, or such as
+    are known to count channels."""
+    sizes = ("in_features", "in_channels", "num_channels", "hidden_size", "embed_dim")
+    return not any(hasattr(layer, name) for name in sizes if name not in counted)
+
+
+def _resize_recurrent(layer: nn.RNNBase, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    layer.input_size = shapes["weight_ih_l0"][1]
+    gates = {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
+    layer.hidden_size = shapes["weight_ih_l0"][0] // gates
+    if layer.proj_size:
+        layer.proj_size = shapes["weight_hh_l0"][1]
+    layer._init_flat_weights()
+
+
+def _resize_attention(
+    layer: nn.MultiheadAttention, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Heads keep their size, so there are fewer of them."""
+    if "in_proj_weight" in shapes:
+        layer.embed_dim = layer.kdim = layer.vdim = shapes["in_proj_weight"][1]
+    else:
+        layer.embed_dim = shapes["q_proj_weight"][1]
+        layer.kdim, layer.vdim = shapes["k_proj_weight"][1], shapes["v_proj_weight"][1]
+    layer.num_heads = layer.embed_dim // layer.head_dim
 
 
 def _resize_group_norm(norm: nn.GroupNorm, channels: int) -> None:

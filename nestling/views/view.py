@@ -53,8 +53,12 @@ class View:
         return tuple(
             n
             for n in self.axes.shapes
-            if not _under(n, self.dropped) and not _under(n, self.private)
+            if not _under(n, self.dropped) and not self._private(n)
         )
+
+    def _private(self, name: str) -> bool:
+        """A tensor with several names stays where it is as soon as one of them is private."""
+        return any(_under(n, self.private) for n in (name, *self.axes.tied.get(name, ())))
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -89,6 +93,12 @@ class View:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors that travel."""
         return {name: self.shape(name) for name in self.names}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The numbers of channels that modules keep as attributes, inside the view."""
+        flags = np.append(self.keep, True)
+        return {name: int(flags[line].sum()) for name, line in self.axes.counts.items()}
 
     def extract(self, state: Mapping[str, Tensor]) -> State:
         """The view's part of a reference state, as fresh tensors."""
@@ -234,7 +244,8 @@ class View:
     @cached_property
     def _form(self) -> bytes:
         shapes = [(name, self.shape(name)) for name in self.members]
-        return f"{shapes}|{sorted(self.dropped)}|{sorted(self.private)}".encode()
+        sizes = f"|{self.sizes}" if self.sizes else ""
+        return f"{shapes}|{sorted(self.dropped)}|{sorted(self.private)}{sizes}".encode()
 
     def indices(self, axis: str | int) -> np.ndarray:
         """The channels kept on one axis."""
@@ -304,8 +315,9 @@ def by_index(axes: Axes, indices: Mapping[str, Iterable[int]]) -> View:
 def without(view: View, units: Iterable[str]) -> View:
     """The view less whole units (blocks or exits, by the prefix of their names)."""
     units = frozenset(units)
+    names = [*view.axes.shapes, *(n for others in view.axes.tied.values() for n in others)]
     for unit in units:
-        if not any(_under(name, [unit]) for name in view.axes.shapes):
+        if not any(_under(name, [unit]) for name in names):
             raise InputError(
                 f"there is no unit {unit!r} in the network",
                 fix="name a sub-module, e.g. 'stages.3'",
