@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         Tier,
         Train,
     )
-    from nestling.runs.run import Result, Watcher, resume, run
+    from nestling.runs.run import Result, Watcher, load, resume, run
 
 _HOME = {
     "InputError": "nestling.errors",
@@ -49,7 +49,7 @@ _HOME = {
         ),
         "nestling.experiment",
     ),
-    **dict.fromkeys(("Result", "Watcher", "resume", "run"), "nestling.runs.run"),
+    **dict.fromkeys(("Result", "Watcher", "load", "resume", "run"), "nestling.runs.run"),
 }
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "Train",
     "Watcher",
     "__version__",
+    "load",
     "resume",
     "run",
 ]
@@ -77,3 +78,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'nestling' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

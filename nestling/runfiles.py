@@ -25,6 +25,19 @@ AUDIT = "audit.jsonl"
 ROSTER = "roster.json"
 """The clients of a fleet of real devices: a folder that has it is such a fleet's."""
 
+NO_MATTER = (
+    "seed",
+    "data.path",
+    "engine.name",
+    "engine.workers",
+    "engine.device",
+    "engine.compile",
+    "engine.address",
+    "engine.verify_boards",
+)
+"""Fields in which runs of one setting may differ: the seed, where a file lies, and what carries the
+run out."""
+
 Record = dict[str, Any]
 
 ACCURACIES = ("global_accuracy", "personal_accuracy")
