@@ -22,6 +22,8 @@ SUMMARY = "summary.json"
 ANALYSIS = "analysis.json"
 AUDIT = "audit.jsonl"
 """What a fleet of real devices did, in lines that vouch for each other (`fleet.care.audit`)."""
+SWEEP = "sweep.json"
+"""What a sweep is made of, in the folder that holds its runs."""
 ROSTER = "roster.json"
 """The clients of a fleet of real devices: a folder that has it is such a fleet's."""
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from nestling.errors import unknown
+
+if TYPE_CHECKING:
+    from nestling.report.compare import Comparison
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Overrides = Annotated[
@@ -21,6 +27,49 @@ Trusted = Annotated[
         help="Code that the run folder names and that may be imported; repeatable.",
     ),
 ]
+Written = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Also write a file: .md, .tex, .csv, .json or .html (a page); repeatable.",
+    ),
+]
+Studied = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--by",
+        metavar="KEY.PATH",
+        help="A field under study, e.g. split.alpha (default: the method); repeatable.",
+    ),
+]
+Measure = Annotated[
+    str, typer.Option(help="What the best is chosen by: global or personal accuracy.")
+]
+Target = Annotated[
+    float | None,
+    typer.Option(help="An accuracy, e.g. 0.9: what it took to reach it becomes columns."),
+]
+Form = Annotated[
+    str,
+    typer.Option("--format", help="Print markdown, latex, csv or json instead of a table."),
+]
+
+
+def show_comparison(found: Comparison, form: str, files: Iterable[Path]) -> None:
+    """Prints a comparison and what is to be said of it, and writes it to files. In a format for
+    programs the remarks go to standard error."""
+    forms = ("markdown", "latex", "csv", "json")
+    if form and form not in forms:
+        raise unknown("format", form, forms, field="--format")
+    if form:
+        print(getattr(found, f"to_{form}")(), end="")
+    else:
+        print_table(found.terminal())
+    for line in [*found.cautions, *found.gaps]:
+        print(line, file=sys.stderr if form else sys.stdout)
+    for path in files:
+        print(f"written: {found.save(path)}", file=sys.stderr if form else sys.stdout)
 
 
 def show_rows(

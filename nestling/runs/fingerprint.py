@@ -99,7 +99,7 @@ def without(table: Mapping[str, Any], names: Iterable[str], above: str = "") -> 
 def check_given(before: Fingerprint, experiment: Experiment, folder: object) -> None:
     """Refuses to go on without a network that was given as an object, which no file holds, or
     with another method than the one that was."""
-    objects = before.get("objects") or ()
+    objects = before.get("objects", ())
     for name, given in (("model", experiment.own_model), ("method", experiment.own_method)):
         if before and given is not None and name not in objects:
             raise InputError(
@@ -124,14 +124,17 @@ def check_same(before: Fingerprint, now: Mapping[str, Any], folder: object) -> N
     place of one that was given as an object. Folders of earlier versions have no fingerprint, and
     are believed."""
     _check_data(before.get("data"), now["data"], folder)
-    if "model" in (before.get("objects") or ()):
+    if "model" in before.get("objects", ()):
         _check_network(before.get("network"), now["network"], folder)
 
 
 def stored(federation: object) -> Fingerprint:
     """The fingerprint in what a folder says of its federation; empty where it has none."""
     found = federation.get("fingerprint") if isinstance(federation, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else {}
+    if not isinstance(found, Mapping):
+        return {}
+    objects = found.get("objects")
+    return {**found, "objects": objects if isinstance(objects, list) else []}
 
 
 def _check_data(before: object, now: Mapping[str, str], folder: object) -> None:
@@ -227,12 +230,13 @@ def _text(value: Any) -> bytes:
 def _digest(parts: Iterable[bytes | np.ndarray | Tensor]) -> str:
     found = hashlib.sha256()
     for part in parts:
-        if isinstance(part, (Tensor, np.ndarray)):
-            found.update(f"{part.dtype}{tuple(part.shape)}".encode())
+        if isinstance(part, bytes):
+            found.update(part)
+            continue
+        found.update(f"{part.dtype}{tuple(part.shape)}".encode())
         if isinstance(part, Tensor):
             # as bytes, since numpy does not know all of torch's types
             part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if isinstance(part, np.ndarray):
-            part = np.ascontiguousarray(part).data if part.size else b""
-        found.update(part)
+        if part.size:
+            found.update(np.ascontiguousarray(part).data)
     return found.hexdigest()[:DIGITS]
