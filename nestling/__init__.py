@@ -29,7 +29,9 @@ if TYPE_CHECKING:
         Tier,
         Train,
     )
+    from nestling.report.compare import Comparison, compare
     from nestling.runs.run import Result, Watcher, load, resume, run
+    from nestling.runs.sweep import sweep
 
 _HOME = {
     "InputError": "nestling.errors",
@@ -50,10 +52,13 @@ _HOME = {
         "nestling.experiment",
     ),
     **dict.fromkeys(("Result", "Watcher", "load", "resume", "run"), "nestling.runs.run"),
+    "sweep": "nestling.runs.sweep",
+    **dict.fromkeys(("Comparison", "compare"), "nestling.report.compare"),
 }
 
 __all__ = [
     "Attack",
+    "Comparison",
     "Data",
     "EngineConfig",
     "Evaluation",
@@ -68,9 +73,11 @@ __all__ = [
     "Train",
     "Watcher",
     "__version__",
+    "compare",
     "load",
     "resume",
     "run",
+    "sweep",
 ]
 
 

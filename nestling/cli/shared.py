@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +58,42 @@ Form = Annotated[
     str,
     typer.Option("--format", help="Print markdown, latex, csv or json instead of a table."),
 ]
+
+
+class GentleStop:
+    """Ctrl-C that lets a round end: the first one is noted, the second stops at once. Nothing is
+    noted before `arm`, as there is nothing yet to go on from."""
+
+    def __init__(self) -> None:
+        """Not armed yet."""
+        self.armed = self.pressed = False
+
+    def arm(self) -> None:
+        """From now on there are rounds."""
+        self.armed = True
+
+    def __call__(self) -> bool:
+        """Whether the run is to end after this round."""
+        return self.pressed
+
+    def _heard(self, *_: object) -> None:
+        if self.pressed or not self.armed:
+            raise KeyboardInterrupt
+        self.pressed = True
+        # not print: what is printed just now might be interrupted by this very signal
+        os.write(2, b"\nnestling: finishing the round; ctrl-C again stops at once\n")
+
+    @contextmanager
+    def listening(self) -> Iterator[GentleStop]:
+        """Hears ctrl-C while the block lasts; only a program's main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = signal.signal(signal.SIGINT, self._heard)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def show_comparison(found: Comparison, form: str, files: Iterable[Path]) -> None:

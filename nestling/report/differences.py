@@ -60,7 +60,7 @@ def _data_differences(settings: Sequence[Setting], by: Sequence[str]) -> list[st
     paths = _by_value([s for s in settings if s not in known], lambda setting: setting.shape[DATA])
     if len(names) < 2 and len(said) < 2 and len(paths) < 2:
         return []
-    if any(covers(word, "data.name") for word in by):
+    if any(covers(DATA, word) for word in by):
         return []
     groups = names if len(names) > 1 else said if len(said) > 1 else paths
     words = [

@@ -160,7 +160,7 @@ def _row(setting: Setting, words: Sequence[str], target: float | None, measure: 
     own = {
         name: data_words(setting.entries[0]) if name == DATA else value
         for name, value in setting.shape.items()
-        if any(covers(word, name) and not covers(METHOD, name) for word in words)
+        if any(_is_studied(word, name) for word in words)
     }
     apart = len(words) > 1 and METHOD in words
     return ResultRow(
@@ -171,6 +171,14 @@ def _row(setting: Setting, words: Sequence[str], target: float | None, measure: 
         [entry.seed for entry in setting.entries if entry.seed is not None],
         values,
         [str(entry.run.folder) for entry in setting.entries],
+    )
+
+
+def _is_studied(word: str, name: str) -> bool:
+    """Whether a field is told beside the method; data are known by their fingerprint, whatever of
+    them is varied."""
+    return (covers(word, name) and not covers(METHOD, name)) or (
+        name == DATA and covers(DATA, word)
     )
 
 

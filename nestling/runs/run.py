@@ -64,6 +64,8 @@ class Watcher:
     round: Callable[[Metrics], None] = lambda _: None
     refusal: Callable[[int, int, str], None] = lambda *_: None
     note: Callable[[str], None] = lambda _: None
+    # asked after every round: whether the run is to end there, with a checkpoint and its result
+    stop: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -332,6 +334,10 @@ def play_rounds(
                 ]:
                     federation.notes.append(note)
                     watcher.note(note)
+                saver.ending = saver.ending or watcher.stop()
+                if saver.ending and not federation.ahead:
+                    saver.save_if_due()
+                    break
             summary = summarise(experiment, federation, metrics)
             if home:
                 _finish(home, federation, summary)
@@ -395,15 +401,17 @@ class _Saver:
 
     def __init__(self, home: RunFolder | None, federation: Federation, every: float) -> None:
         self.home, self.federation, self.every = home, federation, every
-        self.last, self.due = -math.inf, False
+        self.last, self.due, self.ending = -math.inf, False, False
 
     def waits(self) -> bool:
-        """Whether it waits for the rounds under way to be done."""
-        return self.due
+        """Whether the rounds under way are to be done before another begins: for a checkpoint, or
+        because the run is to end."""
+        return self.due or self.ending
 
     def save_if_due(self) -> None:
         federation, totals = self.federation, self.federation.totals
-        self.due = time.monotonic() - self.last >= self.every or totals.round == federation.rounds
+        last = self.ending or totals.round == federation.rounds
+        self.due = last or time.monotonic() - self.last >= self.every
         if self.due and not federation.ahead and self.home is not None:
             federation.world.store.sync()
             checkpoint.save(self.home.path, federation.state(), totals)
