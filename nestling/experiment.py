@@ -22,7 +22,7 @@ from nestling.engines import DEVICES, ENGINES, PRECISIONS
 from nestling.errors import InputError, unknown
 from nestling.files import parse_toml, read_toml
 from nestling.message import TRANSPORTS
-from nestling.methods import Method, method_class
+from nestling.methods import ALIASES, Method, method_class
 from nestling.methods.server import Server
 from nestling.schema import convert, from_table, require, to_table
 from nestling.training.phase import Train
@@ -190,6 +190,9 @@ class Experiment:
             )
         elif isinstance(given, str):
             object.__setattr__(self, "method", Named(given))
+        if self.method.name in ALIASES:
+            named = Named(ALIASES[self.method.name], self.method.options)
+            object.__setattr__(self, "method", named)
         if isinstance(self.model, nn.Module):
             object.__setattr__(self, "own_model", self.model)
             object.__setattr__(

@@ -27,7 +27,7 @@ from nestling.report.tables import terminal_table
 from nestling.report.words import duration
 from nestling.runs.federation import Metrics
 from nestling.runs.run import Result, Watcher, emptiness
-from nestling.runs.sweep import SweepWatcher
+from nestling.runs.sweep_cells import SweepWatcher
 
 
 @contextmanager

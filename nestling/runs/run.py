@@ -27,6 +27,7 @@ from nestling.methods import Method
 from nestling.named_code import only
 from nestling.report.folder import read_run
 from nestling.report.folder import summarise as summary_of
+from nestling.report.notebook import frame_of, plot_of, result_html
 from nestling.report.page import write_report
 from nestling.runfiles import (
     EXPERIMENT,
@@ -36,6 +37,7 @@ from nestling.runfiles import (
     SUMMARY,
     counted,
     how_to_go_on,
+    object_in,
 )
 from nestling.runs import checkpoint, fingerprint, folder, gate
 from nestling.runs.assemble import assemble, site_of
@@ -94,6 +96,25 @@ class Result:
     def model_for(self, client: int) -> nn.Module | None:
         """The model of one client's device."""
         return _module(self.federation.shown.model_for(self.federation.world.device(client)))
+
+    def to_pandas(self) -> Any:
+        """A data frame with a line for every round; needs pandas (`nestling[notebook]`)."""
+        return frame_of(self.metrics)
+
+    def plot(self, over: str = "rounds", ax: Any = None) -> Any:
+        """Plots the accuracies over rounds, bytes, seconds (virtual time) or joules, and gives
+        matplotlib's axes; needs matplotlib (`nestling[notebook]`)."""
+        return plot_of(self.metrics, str(self.summary.get("title") or "a run"), over, ax)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return result_html(self.summary, self.tiers)
+
+    @property
+    def tiers(self) -> dict[str, Any]:
+        """What each tier trains and why it fits: the content of `federation.json`, where the run
+        has a folder."""
+        return object_in(self.folder / FEDERATION) if self.folder is not None else {}
 
 
 def run(

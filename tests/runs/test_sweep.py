@@ -200,7 +200,7 @@ def test_a_folder_of_another_sweep_is_refused_before_anything_is_played(
 def test_two_sweeps_do_not_share_a_folder(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nestling.runs.sweep.PATIENCE", 0.0)
+    monkeypatch.setattr("nestling.runs.sweep_cells.PATIENCE", 0.0)
     shutil.copytree(whole, tmp_path / "s")
     refused: list[str] = []
 
