@@ -246,6 +246,12 @@ class Experiment:
         """An experiment from the tables of a file, which lies in `folder`, and `key.path=value`
         overrides."""
         changed = overridden(table, overrides)
+        if "sweep" in changed:
+            raise InputError(
+                "the file describes a sweep, not one run",
+                field="sweep",
+                fix="play it with nestling sweep FILE, or leave the table out",
+            )
         if folder is not None:
             _paths_beside(folder, changed)
         return Experiment.from_table(changed)

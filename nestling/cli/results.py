@@ -10,6 +10,7 @@ import typer
 
 from nestling.cli.shared import (
     AsJson,
+    Columns,
     Form,
     Measure,
     Studied,
@@ -17,6 +18,7 @@ from nestling.cli.shared import (
     Trusted,
     Written,
     complain,
+    listed,
     print_table,
     show_comparison,
 )
@@ -80,13 +82,14 @@ def compare(
     by: Studied = None,
     measure: Measure = "",
     target: Target = None,
+    columns: Columns = "",
     form: Form = "",
 ) -> None:
     """Compare runs: mean and spread over seeds, every difference that is not the one under study,
     and what is inside the noise."""
     from nestling.report.compare import compare
 
-    found = compare(*folders, by=by or (), measure=measure, target=target)
+    found = compare(*folders, by=by or (), measure=measure, target=target, columns=listed(columns))
     show_comparison(found, form, out or [])
 
 

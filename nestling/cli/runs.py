@@ -18,6 +18,7 @@ from nestling.cli.shared import (
     Target,
     Trusted,
     complain,
+    listed,
     need_something_merged,
     print_table,
     show_comparison,
@@ -145,7 +146,7 @@ def sweep(
     made = read_sweep(
         file,
         tuple(set_ or ()),
-        methods=[name.strip() for name in methods.split(",") if name.strip()],
+        methods=listed(methods),
         seeds=seeds_of(_seeds(seeds)) if seeds else (),
         vary=dict(_varied(text) for text in vary or ()),
         target=target,

@@ -58,6 +58,19 @@ Form = Annotated[
     str,
     typer.Option("--format", help="Print markdown, latex, csv or json instead of a table."),
 ]
+Columns = Annotated[
+    str,
+    typer.Option(
+        help="Columns by name, with commas: global_last, global_best, personal_last, "
+        "personal_best, bytes_up, bytes_down, clock_seconds, energy_joules, target_rounds, "
+        "target_bytes, target_seconds, target_joules (default: all there are)."
+    ),
+]
+
+
+def listed(text: str) -> list[str]:
+    """Words with commas as a list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 class GentleStop:

@@ -115,6 +115,7 @@ def compare(
     by: Sequence[str] = (),
     measure: str = "",
     target: float | None = None,
+    columns: Sequence[str] = (),
 ) -> Comparison:
     """Compares the runs in folders; the folder of a sweep, or one that holds run folders, stands
     for all of them.
@@ -125,6 +126,7 @@ def compare(
              known).
     target:  an accuracy: rounds, bytes, virtual time and energy until it was reached become
              columns.
+    columns: the columns by name, e.g. "global_last" (default: all there are).
     """
     if measure and measure not in MEASURES:
         raise unknown("measure", measure, MEASURES, field="--measure")
@@ -137,7 +139,7 @@ def compare(
     if target is None and sweeps and all(sweeps):
         target = number(sweeps[0].get("target")) or None
     entries = [ComparedRun(run, summarise(run)) for run in map(read_run, _runs_in(given))]
-    return compared(entries, by=by, measure=measure, target=target)
+    return compared(entries, by=by, measure=measure, target=target, columns=columns)
 
 
 def compared(
@@ -146,6 +148,7 @@ def compared(
     by: Sequence[str] = (),
     measure: str = "",
     target: float | None = None,
+    columns: Sequence[str] = (),
 ) -> Comparison:
     """The comparison of runs that were read."""
     settings = settings_of(entries)
@@ -157,7 +160,7 @@ def compared(
         settings,
         list(entries),
         rows,
-        columns_of(rows, target, measure),
+        columns_of(rows, target, measure, columns),
         differences(entries, settings, by),
         gap_sentences(rows, measure),
         tuple(by),

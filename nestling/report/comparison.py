@@ -92,13 +92,7 @@ def _results(comparison: Comparison) -> Markup:
 
 
 def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn]) -> Markup:
-    accuracies = [f"{kind} accuracy" for kind in ("Global", "Personal") for _ in range(2)]
-    heads = [Column("Method", numeric=False), Column("Seeds")]
-    heads += [
-        Column(column.title.partition(", ")[2], group=group)
-        for column, group in zip(ACCURACY_COLUMNS, accuracies, strict=True)
-    ]
-    heads += [Column(column.title.capitalize()) for column in columns[len(ACCURACY_COLUMNS) :]]
+    heads = [Column("Method", numeric=False), Column("Seeds"), *map(_head, columns)]
     cells = [
         [
             Cell(row.label, style=index),
@@ -111,6 +105,13 @@ def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn]) ->
         for index, row in enumerate(rows)
     ]
     return table(heads, cells, label="Results")
+
+
+def _head(column: ResultColumn) -> Column:
+    if column not in ACCURACY_COLUMNS:
+        return Column(column.title.capitalize())
+    kind, _, when = column.title.partition(", ")
+    return Column(when, group=f"{kind.capitalize()} accuracy")
 
 
 def _several_seeds(settings: Sequence[Setting]) -> bool:

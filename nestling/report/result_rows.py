@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nestling.errors import unknown
 from nestling.report.differences import METHOD, studied
 from nestling.report.folder import Run, last_best, traffic_totals
 from nestling.report.grouping import DATA, ComparedRun, Setting, covers, data_words, shortened
@@ -82,10 +83,13 @@ COST_COLUMNS = (
 
 
 def columns_of(
-    rows: Sequence[ResultRow], target: float | None = None, measure: str = "global"
+    rows: Sequence[ResultRow],
+    target: float | None = None,
+    measure: str = "global",
+    chosen: Sequence[str] = (),
 ) -> list[ResultColumn]:
-    """The columns of a table; time and energy, and what a target took, only where they are
-    known."""
+    """The columns of a table: those that are chosen by their keys, in that order, else all of them;
+    time and energy, and what a target took, only where they are known."""
     goal = "" if target is None else percent(target, 1 if 100 * target % 1 else 0)
     wanted = [*ACCURACY_COLUMNS, *COST_COLUMNS]
     if target is not None:
@@ -95,6 +99,12 @@ def columns_of(
             ResultColumn("target_seconds", f"virtual time to {goal}", duration),
             ResultColumn("target_joules", f"energy to {goal}", energy),
         ]
+    if chosen:
+        by_key = {column.key: column for column in wanted}
+        for key in chosen:
+            if key not in by_key:
+                raise unknown("column", key, by_key, field="--columns")
+        return [by_key[key] for key in chosen]
     always = ("global_last", "global_best", "personal_last", "personal_best", "bytes_up")
     shown = {*always, "bytes_down", "target_rounds", "target_bytes"}
     return [

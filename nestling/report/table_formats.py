@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
+from rich.table import Column as RichColumn
 from rich.table import Table
 
 from nestling.report.result_rows import BEST, TIE, ResultColumn, ResultRow, blocks_of
@@ -24,7 +25,7 @@ LEGEND = "bold: the best of its column; underlined: not to be told from it over 
 def terminal_form(rows: Rows, columns: Columns) -> Table:
     """For the terminal."""
     table = Table(
-        "method",
+        RichColumn("method", overflow="fold"),
         "seeds",
         *(column.title for column in columns),
         caption=LEGEND if any(row.marks for row in rows) else None,

@@ -59,7 +59,7 @@ def check_cell(experiment: Experiment, folder: Path, field: str = "--runs") -> N
         raise InputError(
             f"the run in {folder} is of another experiment",
             field=field,
-            fix="name another folder",
+            fix=f"give {field} another folder",
         )
 
 

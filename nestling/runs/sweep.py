@@ -157,6 +157,7 @@ def play_sweep(
     made: Sweep, out: Path, *, jobs: int = 0, watcher: SweepWatcher | None = None
 ) -> Comparison:
     """Plays what is left of a sweep in its folder, and writes its table in every format."""
+    require(jobs >= 0, "must not be negative (0: as there is room)", "--jobs")
     told = watcher or SweepWatcher()
     cells = made.cells()
     runs = out / "runs"
