@@ -8,13 +8,12 @@ import fcntl
 import json
 import multiprocessing as mp
 import os
-import queue
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -143,78 +142,106 @@ def _how_played(experiment: Experiment) -> tuple[str, ...]:
 def _play_beside(
     cells: Sequence[SweepCell], runs: Path, jobs: int, told: SweepWatcher
 ) -> dict[str, str]:
-    """Plays cells in processes of their own, `jobs` at once."""
-    context = mp.get_context("spawn")
-    events: Any = context.Queue()
-    halt = context.Event()
-    waiting, running, failures = deque(cells), dict[str, Any](), dict[str, str]()
+    """Plays cells in `jobs` processes, each of which plays one after another."""
+    waiting, failures = deque(cells), dict[str, str]()
+    hands = [_Hand(runs) for _ in range(min(jobs, len(cells)))]
 
-    def ended(name: str, why: str) -> None:
-        running.pop(name).join()
+    def ended(hand: _Hand, why: str) -> None:
         if why:
-            failures[name] = why
-        told.ended(name, why)
+            failures[hand.cell] = why
+        told.ended(hand.cell, why)
+        hand.cell = ""
 
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                cell = waiting.popleft()
-                running[cell.name] = _started(context, cell, runs, events, halt)
-            for kind, name, value in _heard(events):
+        while waiting or any(hand.cell for hand in hands):
+            for hand in hands:
+                if waiting and not hand.cell:
+                    hand.give(waiting.popleft())
+            ready = wait([hand.line for hand in hands], timeout=0.1)
+            for place, hand in enumerate(hands):
+                word: tuple[str, Any] = hand.heard() if hand.line in ready else ("", None)
+                kind, value = word
                 if kind == "round":
-                    told.round(name, value)
+                    told.round(hand.cell, value)
                 elif kind == "note":
                     told.note(value)
-                elif name in running:
-                    ended(name, value)
-            for name, process in list(running.items()):
-                # a queue may still hold what a process said before it ended well
-                if process.exitcode:
-                    ended(name, f"its process died (exit code {process.exitcode})")
+                elif kind == "ended":
+                    ended(hand, value)
+                elif kind == "gone":
+                    if hand.cell:
+                        ended(hand, f"its process died (exit code {hand.process.exitcode})")
+                    hands[place] = _Hand(runs)
             if told.stop():
-                halt.set()
                 waiting.clear()
+                for hand in hands:
+                    hand.halt()
     finally:
-        for process in running.values():
-            process.kill()
-            process.join()
+        for hand in hands:
+            hand.end()
     return failures
 
 
-def _started(context: Any, cell: SweepCell, runs: Path, events: Any, halt: Any) -> Any:
-    # every core has a run already
-    engine = cell.experiment.engine
-    if engine.name == "auto":
-        alone = replace(engine, name="inline")
-        cell = replace(cell, experiment=cell.experiment.with_changes(engine=alone))
-    process = context.Process(target=_serve, args=(cell, runs, events, halt))
-    with main_script_hidden():
-        process.start()
-    return process
+class _Hand:
+    """A process that plays cells, the name of the one that it plays, and a line to it. Every
+    process has a line of its own: nothing is shared that one which dies could leave locked."""
 
+    def __init__(self, runs: Path) -> None:
+        context = mp.get_context("spawn")
+        self.line, theirs = context.Pipe()
+        self.cell, self.halted = "", False
+        self.process = context.Process(target=_serve, args=(theirs, runs))
+        with main_script_hidden():
+            self.process.start()
+        theirs.close()
 
-def _heard(events: Any) -> Iterator[tuple[str, str, Any]]:
-    """What processes said, waiting a moment for the first word."""
-    with_patience = 0.1
-    while True:
+    def give(self, cell: SweepCell) -> None:
+        # every core has a run already
+        engine = cell.experiment.engine
+        if engine.name == "auto":
+            alone = replace(engine, name="inline")
+            cell = replace(cell, experiment=cell.experiment.with_changes(engine=alone))
+        self.cell = cell.name
+        self._say(cell)
+
+    def halt(self) -> None:
+        if self.cell and not self.halted:
+            self.halted = True
+            self._say(None)
+
+    def heard(self) -> tuple[str, Any]:
         try:
-            yield events.get(timeout=with_patience)
-        except queue.Empty:
-            return
-        with_patience = 0.0
+            return self.line.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return "gone", None
+
+    def end(self) -> None:
+        self.line.close()
+        if self.cell:
+            self.process.kill()  # nobody waits for what it does
+        self.process.join()
+
+    def _say(self, what: SweepCell | None) -> None:
+        with suppress(OSError):  # that it is gone is heard soon
+            self.line.send(what)
 
 
-def _serve(cell: SweepCell, runs: Path, events: Any, halt: Any) -> None:
-    """The process of one cell."""
+def _serve(line: Any, runs: Path) -> None:
+    """A process that plays cells until nobody gives it any; None in their place ends the one under
+    way after its round."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C belongs to the main process
     _end_with_parent()
     _share(runs.parent)
     watcher = Watcher(
-        round=lambda row: events.put(("round", cell.name, row)),
-        note=lambda text: events.put(("note", cell.name, text)),
-        stop=halt.is_set,
+        round=lambda row: line.send(("round", row)),
+        note=lambda text: line.send(("note", text)),
+        stop=line.poll,
     )
-    events.put(("ended", cell.name, _play_one(cell, runs, watcher)))
+    with suppress(EOFError, OSError):
+        while True:
+            cell = line.recv()
+            if cell is not None:
+                line.send(("ended", _play_one(cell, runs, watcher)))
 
 
 @contextmanager

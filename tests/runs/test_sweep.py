@@ -4,6 +4,7 @@ undisturbed sweep."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -300,3 +301,38 @@ def test_ctrl_c_ends_after_the_round_and_says_how_to_go_on(tmp_path: Path) -> No
     assert [row["round"] for row in gone_on.metrics] == list(range(1, done + 2))
     whole = nestling.run(small(rounds=done + 1))
     assert gone_on.summary["global_accuracy"] == whole.summary["global_accuracy"]
+
+
+def test_a_process_that_dies_costs_its_cell_alone(tmp_path: Path) -> None:
+    def kill(name: str, _: object) -> None:
+        if name == "fedavg-seed0":
+            for child in multiprocessing.active_children():
+                if child.pid == holder(tmp_path / "s" / "runs" / name):
+                    child.kill()
+
+    options: dict[str, Any] = {"methods": ["fedavg"], "seeds": 3, "jobs": 2}
+    found = sweep(small(rounds=40), out=tmp_path / "s", watcher=SweepWatcher(round=kill), **options)
+    assert any("fedavg-seed0 failed: its process died" in text for text in found.cautions)
+    assert [row.seeds for row in found.rows] == [[0, 1, 2]]  # as far as the first one came
+    again = sweep(small(rounds=40), out=tmp_path / "s", **options)
+    assert again.cautions == []
+
+
+def holder(folder: Path) -> int:
+    """The process that has taken a run folder."""
+    inode = folder.stat().st_ino
+    for line in Path("/proc/locks").read_text().splitlines():
+        words = line.split()
+        if words[1] == "FLOCK" and words[5].split(":")[2] == str(inode):
+            return int(words[4])
+    return -1
+
+
+def test_several_at_once_stop_after_their_rounds(whole: Path, tmp_path: Path) -> None:
+    played: list[str] = []
+    stop = SweepWatcher(round=lambda name, _: played.append(name), stop=lambda: len(played) >= 1)
+    options: dict[str, Any] = {"methods": ["fedavg", "heterofl"], "seeds": 2, "jobs": 2}
+    sweep(small(rounds=4), out=tmp_path / "s", watcher=stop, **options)
+    assert set(played) <= {"fedavg-seed0", "fedavg-seed1"}
+    sweep(small(rounds=4), out=tmp_path / "s", **options)
+    assert tables(tmp_path / "s") == tables(whole)
