@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nestling import EngineConfig
+from nestling.report.words import mean_and_spread
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -112,8 +113,7 @@ def engine_on(device: str) -> EngineConfig:
 
 def spread(values: Sequence[float], sign: str = "", unit: str = " %") -> str:
     """Mean and standard deviation of shares, in points."""
-    around = f" ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{100 * statistics.mean(values):{sign}.2f}{around}{unit}"
+    return f"{mean_and_spread(values, sign)}{unit}"
 
 
 def megabytes(rows: Sequence[Row]) -> str:

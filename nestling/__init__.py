@@ -30,7 +30,9 @@ if TYPE_CHECKING:
         Tier,
         Train,
     )
-    from nestling.runs.run import Result, Watcher, resume, run
+    from nestling.report.compare import Comparison, compare
+    from nestling.runs.run import Result, Watcher, load, resume, run
+    from nestling.runs.sweep import sweep
 
 _HOME = {
     "InputError": "nestling.errors",
@@ -50,13 +52,16 @@ _HOME = {
         ),
         "nestling.experiment",
     ),
-    **dict.fromkeys(("Result", "Watcher", "resume", "run"), "nestling.runs.run"),
+    **dict.fromkeys(("Result", "Watcher", "load", "resume", "run"), "nestling.runs.run"),
     "attacks": "nestling.attacks",
+    "sweep": "nestling.runs.sweep",
+    **dict.fromkeys(("Comparison", "compare"), "nestling.report.compare"),
 }
 _MODULES = ("attacks",)
 
 __all__ = [
     "Attack",
+    "Comparison",
     "Data",
     "EngineConfig",
     "Evaluation",
@@ -72,8 +77,11 @@ __all__ = [
     "Watcher",
     "__version__",
     "attacks",
+    "compare",
+    "load",
     "resume",
     "run",
+    "sweep",
 ]
 
 
@@ -82,3 +90,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'nestling' has no attribute {name!r}")
     home = importlib.import_module(_HOME[name])
     return home if name in _MODULES else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -23,7 +23,7 @@ from nestling.engines import DEVICES, ENGINES, PRECISIONS
 from nestling.errors import InputError, unknown
 from nestling.files import parse_toml, read_toml
 from nestling.message import TRANSPORTS
-from nestling.methods import Method, method_class
+from nestling.methods import ALIASES, Method, method_class
 from nestling.methods.server import Server
 from nestling.schema import convert, from_table, require, to_table
 from nestling.training.phase import Train
@@ -190,6 +190,9 @@ class Experiment:
             )
         elif isinstance(given, str):
             object.__setattr__(self, "method", Named(given))
+        if self.method.name in ALIASES:
+            named = Named(ALIASES[self.method.name], self.method.options)
+            object.__setattr__(self, "method", named)
         if isinstance(self.model, nn.Module):
             object.__setattr__(self, "own_model", self.model)
             object.__setattr__(
@@ -233,10 +236,25 @@ class Experiment:
     @staticmethod
     def read(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
         """An experiment from a TOML file (None: the defaults) and `key.path=value` overrides."""
-        table = overridden(read_toml(path) if path is not None else {}, overrides)
-        if path is not None:
-            _paths_beside(Path(path).parent, table)
-        return Experiment.from_table(table)
+        table = read_toml(path) if path is not None else {}
+        return Experiment.from_parts(table, overrides, Path(path).parent if path else None)
+
+    @staticmethod
+    def from_parts(
+        table: Mapping[str, Any], overrides: Iterable[str] = (), folder: Path | None = None
+    ) -> Experiment:
+        """An experiment from the tables of a file, which lies in `folder`, and `key.path=value`
+        overrides."""
+        changed = overridden(table, overrides)
+        if "sweep" in changed:
+            raise InputError(
+                "the file describes a sweep, not one run",
+                field="sweep",
+                fix="play it with nestling sweep FILE, or leave the table out",
+            )
+        if folder is not None:
+            _paths_beside(folder, changed)
+        return Experiment.from_table(changed)
 
     def to_table(self) -> dict[str, Any]:
         """The inverse of `from_table`: complete, with every default written out."""
@@ -322,10 +340,10 @@ def _override(table: dict[str, Any], text: str) -> None:
         if not isinstance(inner, dict):
             raise InputError(f"{part!r} is not a table", field=key)
         table = inner
-    table[path[-1]] = _value(value.strip())
+    table[path[-1]] = value_of(value.strip())
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """A TOML value, or plain text where it is none."""
     try:
         return parse_toml(f"value = {text}", "--set")["value"]
@@ -357,4 +375,5 @@ __all__ = [
     "Train",
     "fleet_of",
     "overridden",
+    "value_of",
 ]

@@ -22,8 +22,23 @@ SUMMARY = "summary.json"
 ANALYSIS = "analysis.json"
 AUDIT = "audit.jsonl"
 """What a fleet of real devices did, in lines that vouch for each other (`fleet.care.audit`)."""
+SWEEP = "sweep.json"
+"""What a sweep is made of, in the folder that holds its runs."""
 ROSTER = "roster.json"
 """The clients of a fleet of real devices: a folder that has it is such a fleet's."""
+
+NO_MATTER = (
+    "seed",
+    "data.path",
+    "engine.name",
+    "engine.workers",
+    "engine.device",
+    "engine.compile",
+    "engine.address",
+    "engine.verify_boards",
+)
+"""Fields in which runs of one setting may differ: the seed, where a file lies, and what carries the
+run out."""
 
 Record = dict[str, Any]
 

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -126,6 +127,7 @@ class World:
     rounds: int = 0  # how many the run is to have, for methods that change something on the way
     store: ClientStore = field(default_factory=ClientStore)
     where: Where = CPU
+    fingerprint: dict[str, Any] = field(default_factory=dict)  # of data, split and networks
     _recorder: Recorder | None = field(default=None, init=False, repr=False)
     _pieces: dict[tuple[str, float], Piece] = field(default_factory=dict, init=False, repr=False)
     _devices: dict[int, Device] = field(default_factory=dict, init=False, repr=False)

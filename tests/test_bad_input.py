@@ -250,7 +250,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a GPU where there is none": (sets("engine.device=cuda"), "engine.device"),
     "a precision that is none": (sets("engine.precision=fp8"), "engine.precision"),
     "corrupt checkpoint": (corrupt_checkpoint, "is damaged"),
-    "another seed on resume": (changed_on_resume, "only rounds and engine"),
+    "another seed on resume": (changed_on_resume, "only rounds, engine"),
     "damaged experiment on resume": (damaged_experiment, "not valid TOML"),
     "resume of nothing": (lambda tmp: ["run", "--resume", str(tmp)], "not a run folder"),
     "resume with a file": (lambda tmp: ["run", "x.toml", "--resume", str(tmp)], "--resume"),
@@ -275,9 +275,49 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "--out: cannot write",
     ),
     "a comparison of too long a name": (
-        written_to(f"TMP/{LONG}", "compare", "RUN", "--out"),
+        written_to(f"TMP/{LONG}.html", "compare", "RUN", "--out"),
         "--out: cannot write",
     ),
+    "a comparison of an unknown kind": (
+        written_to("TMP/x.docx", "compare", "RUN", "--out"),
+        "unknown kind of file '.docx'",
+    ),
+    "a comparison in an unknown format": (
+        written_to("latx", "compare", "RUN", "--format"),
+        "did you mean 'latex'",
+    ),
+    "a comparison by an unknown measure": (
+        written_to("globl", "compare", "RUN", "--measure"),
+        "did you mean 'global'",
+    ),
+    "a comparison of an unknown column": (
+        written_to("globl_last", "compare", "RUN", "--columns"),
+        "did you mean 'global_last'",
+    ),
+    "a sweep as a run": (bad_toml("[sweep]\nseeds = 2"), "nestling sweep FILE"),
+    "a target in percent": (written_to("90", "compare", "RUN", "--target"), "--target: "),
+    "a comparison of nothing": (lambda tmp: ["compare", str(tmp / "none")], "no such folder"),
+    "a sweep over an unknown method": (
+        lambda tmp: ["sweep", "--methods", "fedavg,hetrofl", "--out", str(tmp / "s")],
+        "did you mean 'heterofl'",
+    ),
+    "a sweep over an unknown field": (
+        lambda tmp: ["sweep", "--vary", "split.alpa=1,2", "--out", str(tmp / "s")],
+        "did you mean 'alpha'",
+    ),
+    "a sweep over no values": (
+        lambda tmp: ["sweep", "--vary", "split.alpha", "--out", str(tmp / "s")],
+        "--vary: cannot read",
+    ),
+    "a sweep over words for seeds": (
+        lambda tmp: ["sweep", "--seeds", "many", "--out", str(tmp / "s")],
+        "--seeds: cannot read",
+    ),
+    "a sweep of fewer than no runs at once": (
+        lambda tmp: ["sweep", "--jobs", "-1", "--out", str(tmp / "s")],
+        "--jobs: ",
+    ),
+    "a sweep below a file": (written_to("TMP/file/x", "sweep", "--out"), "--out: cannot write"),
     "an export below a file": (
         written_to("TMP/file/x", "export", "RUN", "--device", "large", "--format", "c", "--out"),
         "--out: cannot write",

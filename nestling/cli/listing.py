@@ -12,7 +12,7 @@ from nestling.devices import Budget, FleetConfig, catalogue, device, fit, mark
 from nestling.devices.fleet import make_fleet
 from nestling.devices.units import show_bytes
 from nestling.experiment import fleet_of
-from nestling.methods import METHODS, method_class
+from nestling.methods import ALIASES, METHODS, method_class
 from nestling.models import MODELS
 from nestling.runs.assemble import reference_network
 from nestling.world import Plan, plan_tiers, ratio_cost
@@ -22,7 +22,13 @@ Rows = list[dict[str, Any]]
 
 def method_rows() -> Rows:
     """Every method with what it is for."""
-    return [{"name": name, **asdict(method_class(name).info)} for name in METHODS]
+    others = {
+        name: [alias for alias, meant in ALIASES.items() if meant == name] for name in METHODS
+    }
+    return [
+        {"name": name, "aliases": others[name], **asdict(method_class(name).info)}
+        for name in METHODS
+    ]
 
 
 def method_table(rows: Rows) -> Table:
@@ -41,7 +47,7 @@ def method_table(rows: Rows) -> Table:
         whole = "yes" if r["global_model"] else "no"
         group = r["group"] or "all"
         table.add_row(
-            r["name"],
+            "\n".join([r["name"], *(f"[dim]{alias}[/dim]" for alias in r["aliases"])]),
             r["family"],
             r["heterogeneity"],
             r["auxiliary"],

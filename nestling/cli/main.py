@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,8 +23,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        lists.version()
+        raise typer.Exit
+
+
 COMMANDS = (
     runs.run,
+    runs.sweep,
     runs.reproduce,
     lists.methods,
     lists.devices,
@@ -48,11 +56,24 @@ COMMANDS = (
 """Every command, in the order in which the help lists them."""
 
 RESUME = "a run that finished a round can go on: nestling run --resume FOLDER"
-STOPPED = dict.fromkeys(("serve", "join", "gateway"), "the same command goes on where it stood")
+STOPPED = dict.fromkeys(
+    ("serve", "join", "gateway", "sweep"), "the same command goes on where it stood"
+)
 """What can be done after ctrl-C, by command."""
 
 for _command in COMMANDS:
     app.command()(_command)
+
+
+@app.callback()
+def _whole(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_say_version),
+    ] = False,
+) -> None:
+    """Federated learning for fleets in which no two devices are alike."""
+    del version  # its callback said it
 
 
 def main() -> None:

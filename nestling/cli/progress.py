@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,10 +21,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from nestling.cli.shared import GentleStop
 from nestling.experiment import Experiment
 from nestling.report.tables import terminal_table
+from nestling.report.words import duration
 from nestling.runs.federation import Metrics
 from nestling.runs.run import Result, Watcher, emptiness
+from nestling.runs.sweep_cells import SweepWatcher
 
 
 @contextmanager
@@ -94,11 +99,7 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         bar.update(task, note=f"{state.get('accuracy', '')} clients {done}/{of}")
 
     def round_(metrics: Metrics) -> None:
-        if metrics["global_accuracy"] is not None:
-            own = metrics["personal_accuracy"]
-            state["accuracy"] = f"global {metrics['global_accuracy']:.1%}" + (
-                f" personal {own:.1%}" if own is not None else ""
-            )
+        state["accuracy"] = _accuracies(metrics) or state.get("accuracy", "")
         bar.update(task, advance=1, note=state.get("accuracy", ""))
         if bar.disable:
             print(
@@ -120,6 +121,78 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         console.print(f"[dim]{escape(text)}[/dim]")
 
     return Watcher(started, client, round_, refusal, note, clipped)
+
+
+@contextmanager
+def sweep_watcher(folder: Path, stop: GentleStop, quiet: bool) -> Iterator[SweepWatcher]:
+    """One bar over the rounds of all cells, with the time left; a plain line for every cell that
+    ends where there is no terminal."""
+    if quiet:
+        yield SweepWatcher(started=lambda _: stop.arm(), stop=stop)
+        return
+    console = Console()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        yield _follow_sweep(console, bar, folder, stop)
+
+
+def _follow_sweep(console: Console, bar: Progress, folder: Path, stop: GentleStop) -> SweepWatcher:
+    task = bar.add_task("rounds", total=None, note="")
+    left: dict[str, int] = {}
+    latest: dict[str, str] = {}
+    told: set[str] = set()
+    state = {"played": 0, "since": time.monotonic()}
+
+    def started(cells: Mapping[str, tuple[int, int]]) -> None:
+        stop.arm()
+        left.update({name: rounds - done for name, (rounds, done) in cells.items()})
+        done = sum(rounds <= done for rounds, done in cells.values())
+        console.print(f"sweep folder: {folder}", soft_wrap=True)
+        console.print(f"{len(cells)} runs, {done} of them done")
+        total = sum(rounds for rounds, _ in cells.values())
+        bar.update(task, total=total, completed=total - sum(left.values()))
+
+    def round_(name: str, metrics: Metrics) -> None:
+        left[name] -= 1
+        state["played"] += 1
+        latest[name] = _accuracies(metrics) or latest.get(name, "")
+        bar.update(task, advance=1, note=f"{name} {latest[name]}")
+
+    def ended(name: str, why: str) -> None:
+        left[name] = 0
+        if why:
+            console.print(f"[bold]{escape(name)} failed: {escape(why)}[/bold]", soft_wrap=True)
+            return
+        took = time.monotonic() - state["since"]
+        more = sum(left.values())
+        when = duration(took / state["played"] * more) if state["played"] and more else ""
+        console.print(
+            f"{name}  {latest.get(name, '')}" + (f"  about {when} left" if when else ""),
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def note(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            console.print(f"[dim]{escape(text)}[/dim]")
+
+    return SweepWatcher(started, round_, ended, note, stop)
+
+
+def _accuracies(metrics: Metrics) -> str:
+    words = ((kind, metrics.get(f"{kind}_accuracy")) for kind in ("global", "personal"))
+    return " ".join(f"{kind} {value:.1%}" for kind, value in words if value is not None)
 
 
 @contextmanager

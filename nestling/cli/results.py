@@ -9,7 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from nestling.cli.shared import AsJson, Trusted, complain, print_table
+from nestling.cli.shared import (
+    AsJson,
+    Columns,
+    Form,
+    Measure,
+    Studied,
+    Target,
+    Trusted,
+    Written,
+    complain,
+    listed,
+    print_table,
+    show_comparison,
+)
 
 
 def report(
@@ -19,13 +32,15 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write a comparison.")] = None,
 ) -> None:
     """Write the HTML report of a run, or a page that compares several."""
-    from nestling.report.page import compare_runs, write_comparison, write_report
+    from nestling.report.compare import compare
+    from nestling.report.page import write_comparison, write_report
+    from nestling.runfiles import SWEEP
 
-    if len(folders) == 1:
+    if len(folders) == 1 and not (folders[0] / SWEEP).exists():
         print(f"report: {write_report(folders[0])}")
         return
     print(f"report: {write_comparison(folders, out or Path('comparison.html'))}")
-    for caution in compare_runs(folders)[1]:
+    for caution in compare(*folders).cautions:
         print(caution)
 
 
@@ -60,19 +75,23 @@ def analyse(
 
 
 def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders.")],
-    out: Annotated[Path | None, typer.Option(help="Also write the comparison as a page.")] = None,
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Run folders, or folders that hold some: a sweep."),
+    ],
+    out: Written = None,
+    by: Studied = None,
+    measure: Measure = "",
+    target: Target = None,
+    columns: Columns = "",
+    form: Form = "",
 ) -> None:
-    """Compare runs: mean and spread over seeds, and why they are not one fair column where they are
-    not."""
-    from nestling.report.page import compare_runs, write_comparison
+    """Compare runs: mean and spread over seeds, every difference that is not the one under study,
+    and what is inside the noise."""
+    from nestling.report.compare import compare
 
-    table, cautions = compare_runs(folders)
-    print_table(table)
-    for caution in cautions:
-        print(caution)
-    if out is not None:
-        print(f"report: {write_comparison(folders, out)}")
+    found = compare(*folders, by=by or (), measure=measure, target=target, columns=listed(columns))
+    show_comparison(found, form, out or [])
 
 
 def export(

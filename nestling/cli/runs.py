@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nestling.cli.shared import Overrides, Trusted, need_something_merged, print_table
+from nestling.cli.shared import (
+    Form,
+    GentleStop,
+    Overrides,
+    Target,
+    Trusted,
+    complain,
+    listed,
+    need_something_merged,
+    print_table,
+    show_comparison,
+)
 from nestling.errors import InputError
+
+if TYPE_CHECKING:
+    from nestling.runs.run import Watcher
 
 
 def run(
@@ -46,23 +62,140 @@ def run(
         )
     from nestling.cli.progress import json_watcher, quiet_watcher, show_result, terminal_watcher
     from nestling.experiment import Experiment
+    from nestling.runs import checkpoint
     from nestling.runs import run as running
 
     overrides = tuple(set_ or ())
     choose = quiet_watcher if quiet else json_watcher if as_json else terminal_watcher
-    with choose() as watcher:
-        if resume is not None:
-            result = running.resume(resume, watcher=watcher, overrides=overrides, trust=trust or ())
-        else:
-            experiment = Experiment.read(file, overrides)
-            result = running.run(
-                experiment, out=out or new_folder(experiment.method.name), watcher=watcher
+    experiment = Experiment.read(file, overrides) if resume is None else None
+    folder = resume or out or new_folder(experiment.method.name if experiment else "")
+    stop = GentleStop()
+    try:
+        with stop.listening(), choose() as chosen:
+            watcher = _starting(chosen, stop, None if quiet or as_json else folder)
+            result = (
+                running.run(experiment, out=folder, watcher=watcher)
+                if experiment is not None
+                else running.resume(folder, watcher=watcher, overrides=overrides, trust=trust or ())
             )
+    except KeyboardInterrupt:
+        if not checkpoint.exists(folder):
+            raise
+        complain(f"stopped at once; {_go_on(folder)}")
+        raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(result.summary))
     elif not quiet:
         show_result(result)
+    if result.summary["rounds_done"] < result.summary["rounds"]:
+        complain(f"stopped after round {result.summary['rounds_done']}; {_go_on(folder)}")
+        raise typer.Exit(130)
     need_something_merged(result.summary)
+
+
+def _starting(watcher: Watcher, stop: GentleStop, folder: Path | None) -> Watcher:
+    """A watcher that says where the run is before its first round, and that ctrl-C may stop."""
+
+    def started(*what: Any) -> None:
+        stop.arm()
+        if folder is not None:
+            print(f"run folder: {folder}", flush=True)
+        watcher.started(*what)
+
+    return replace(watcher, started=started, stop=stop)
+
+
+def _go_on(folder: Path) -> str:
+    from nestling.runfiles import how_to_go_on
+
+    return f"go on with: {how_to_go_on(folder)}"
+
+
+def sweep(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="An experiment's TOML file, which may have a table [sweep]."),
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Methods by name, with commas.")] = "",
+    seeds: Annotated[
+        str, typer.Option(help="How many seeds, or a list with commas: 0,5,7 (default: 3).")
+    ] = "",
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY.PATH=A,B,...", help="A field and the values it is to have; repeatable."
+        ),
+    ] = None,
+    set_: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The sweep's folder (default: under runs/, by the file's name)."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at once (0: as many as there is room for).")] = 0,
+    target: Target = None,
+    form: Form = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Run methods × seeds × settings, several at once, and compare them; the same command goes on
+    where it stood."""
+    from nestling.cli.progress import sweep_watcher
+    from nestling.runs.sweep import TABLE, play_sweep, read_sweep, seeds_of
+
+    made = read_sweep(
+        file,
+        tuple(set_ or ()),
+        methods=listed(methods),
+        seeds=seeds_of(_seeds(seeds)) if seeds else (),
+        vary=dict(_varied(text) for text in vary or ()),
+        target=target,
+    )
+    folder = out or Path("runs") / f"sweep-{file.stem if file else 'default'}"
+    stop = GentleStop()
+    with stop.listening(), sweep_watcher(folder, stop, quiet or bool(form)) as watcher:
+        found = play_sweep(made, folder, jobs=jobs, watcher=watcher)
+    show_comparison(found, form, ())
+    print(
+        f"tables: {folder / TABLE}.md .tex .csv .json .html",
+        file=sys.stderr if form else sys.stdout,
+    )
+    if stop():
+        complain("stopped; the same command goes on where it stood")
+        raise typer.Exit(130)
+    if any(" failed: " in text for text in found.cautions):
+        raise typer.Exit(1)
+
+
+def _seeds(text: str) -> int | list[int]:
+    try:
+        listed = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        listed = []
+    if not listed:
+        raise InputError(
+            f"cannot read the seeds {text!r}",
+            field="--seeds",
+            fix="give how many, or a list with commas: 0,5,7",
+        )
+    return listed if "," in text else listed[0]
+
+
+def _varied(text: str) -> tuple[str, list[Any]]:
+    """A field and its values: with commas, or as a TOML list where values are lists themselves."""
+    from nestling.experiment import value_of
+
+    name, equals, values = text.partition("=")
+    if not equals or not name.strip() or not values.strip():
+        raise InputError(
+            f"cannot read {text!r}",
+            field="--vary",
+            fix="write key.path=a,b,c, e.g. split.alpha=0.1,1.0",
+        )
+    whole = value_of(values.strip()) if values.strip().startswith("[") else None
+    if isinstance(whole, list):
+        return name.strip(), whole
+    return name.strip(), [value_of(part.strip()) for part in values.split(",")]
 
 
 def reproduce(

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from nestling.errors import unknown
+
+if TYPE_CHECKING:
+    from nestling.report.compare import Comparison
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Overrides = Annotated[
@@ -21,6 +31,98 @@ Trusted = Annotated[
         help="Code that the run folder names and that may be imported; repeatable.",
     ),
 ]
+Written = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Also write a file: .md, .tex, .csv, .json or .html (a page); repeatable.",
+    ),
+]
+Studied = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--by",
+        metavar="KEY.PATH",
+        help="A field under study, e.g. split.alpha (default: the method); repeatable.",
+    ),
+]
+Measure = Annotated[
+    str, typer.Option(help="What the best is chosen by: global or personal accuracy.")
+]
+Target = Annotated[
+    float | None,
+    typer.Option(help="An accuracy, e.g. 0.9: what it took to reach it becomes columns."),
+]
+Form = Annotated[
+    str,
+    typer.Option("--format", help="Print markdown, latex, csv or json instead of a table."),
+]
+Columns = Annotated[
+    str,
+    typer.Option(
+        help="Columns by name, with commas: global_last, global_best, personal_last, "
+        "personal_best, bytes_up, bytes_down, clock_seconds, energy_joules, target_rounds, "
+        "target_bytes, target_seconds, target_joules (default: all there are)."
+    ),
+]
+
+
+def listed(text: str) -> list[str]:
+    """Words with commas as a list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+class GentleStop:
+    """Ctrl-C that lets a round end: the first one is noted, the second stops at once. Nothing is
+    noted before `arm`, as there is nothing yet to go on from."""
+
+    def __init__(self) -> None:
+        """Not armed yet."""
+        self.armed = self.pressed = False
+
+    def arm(self) -> None:
+        """From now on there are rounds."""
+        self.armed = True
+
+    def __call__(self) -> bool:
+        """Whether the run is to end after this round."""
+        return self.pressed
+
+    def _heard(self, *_: object) -> None:
+        if self.pressed or not self.armed:
+            raise KeyboardInterrupt
+        self.pressed = True
+        # not print: what is printed just now might be interrupted by this very signal
+        os.write(2, b"\nnestling: finishing the round; ctrl-C again stops at once\n")
+
+    @contextmanager
+    def listening(self) -> Iterator[GentleStop]:
+        """Hears ctrl-C while the block lasts; only a program's main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = signal.signal(signal.SIGINT, self._heard)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def show_comparison(found: Comparison, form: str, files: Iterable[Path]) -> None:
+    """Prints a comparison and what is to be said of it, and writes it to files. In a format for
+    programs the remarks go to standard error."""
+    forms = ("markdown", "latex", "csv", "json")
+    if form and form not in forms:
+        raise unknown("format", form, forms, field="--format")
+    if form:
+        print(getattr(found, f"to_{form}")(), end="")
+    else:
+        print_table(found.terminal())
+    for line in [*found.cautions, *found.gaps]:
+        print(line, file=sys.stderr if form else sys.stdout)
+    for path in files:
+        print(f"written: {found.save(path)}", file=sys.stderr if form else sys.stdout)
 
 
 def show_rows(

@@ -81,7 +81,7 @@ class Pool(Engine):
         self._common, self._spare = Block(DEPTH), Spare()
         # Side by side: a start waits until the new process has imported what it needs to read what
         # it is given.
-        with _main_script_hidden(), ThreadPoolExecutor(self.workers) as starting:
+        with main_script_hidden(), ThreadPoolExecutor(self.workers) as starting:
             started = [starting.submit(self._spawn) for _ in range(self.workers)]
         self._members = [one.result() for one in started]
 
@@ -149,7 +149,7 @@ class Pool(Engine):
     def _replace(self, member: _Worker) -> list[_Chunk]:
         """A fresh worker in the place of one whose process is gone (killed, out of memory). Gives
         the chunks it had."""
-        with _main_script_hidden():
+        with main_script_hidden():
             self._members[self._members.index(member)] = self._spawn()
         member.end()
         member.given[0].deaths += 1
@@ -338,7 +338,7 @@ def _blame(tasks: Sequence[Task], reason: str) -> ClientError:
 
 
 @contextlib.contextmanager
-def _main_script_hidden() -> Iterator[None]:
+def main_script_hidden() -> Iterator[None]:
     """Keeps a spawned process from running the user's script again: workers need nothing of it."""
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {

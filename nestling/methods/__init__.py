@@ -59,9 +59,54 @@ METHODS: dict[str, str] = {
 }
 """Name → where it lives."""
 
+ALIASES: dict[str, str] = {
+    "depth-fl": "depthfl",
+    "draft-fed": "draftfed",
+    "fed-avg": "fedavg",
+    "fed-cma": "fedcma",
+    "fed-df": "feddf",
+    "fed-et": "fedet",
+    "fed-ftg": "fedftg",
+    "fed-gen": "fedgen",
+    "fed-gh": "fedgh",
+    "fed-henn": "fedhenn",
+    "fed-hkd": "fedhkd",
+    "fed-hm": "fedhm",
+    "fed-in": "fedin",
+    "fed-kd": "fedkd",
+    "fed-md": "fedmd",
+    "fed-nova": "fednova",
+    "fed-per": "fedper",
+    "fed-proto": "fedproto",
+    "fed-prox": "fedprox",
+    "fed-rolex": "fedrolex",
+    "fed-tgp": "fedtgp",
+    "fed-zkt": "fedzkt",
+    "federated-distillation": "fd",
+    "federated-mutual-learning": "fml",
+    "flex-fl": "flexfl",
+    "hafl": "hafl-ghn",
+    "haflghn": "hafl-ghn",
+    "hetero-fl": "heterofl",
+    "inclusive-fl": "inclusivefl",
+    "inco": "incoavg",
+    "inco-avg": "incoavg",
+    "ktpfl": "kt-pfl",
+    "lg-fed": "lg-fedavg",
+    "lgfedavg": "lg-fedavg",
+    "local-only": "local",
+    "lottery-fl": "lotteryfl",
+    "ordered-dropout": "fjord",
+    "prune-fl": "prunefl",
+    "scale-fl": "scalefl",
+    "standalone": "local",
+}
+"""Other names that papers and their code have for a method → its name here."""
+
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method by its name, or of a user's own as `package.module:Class`."""
+    """The class of a method by its name or alias, or of a user's own as `package.module:Class`."""
+    name = ALIASES.get(name, name)
     if name not in METHODS and ":" not in name:
         raise unknown("method", name, METHODS, field="method.name")
     path = METHODS.get(name, name)
@@ -80,4 +125,4 @@ def method_class(name: str) -> type[Method]:
     return found
 
 
-__all__ = ["METHODS", "Info", "Method", "Reply", "SharedWeights", "method_class"]
+__all__ = ["ALIASES", "METHODS", "Info", "Method", "Reply", "SharedWeights", "method_class"]

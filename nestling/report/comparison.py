@@ -3,26 +3,25 @@ spread."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from nestling.fair import unfair
 from nestling.report.charts import ACCURACY, BYTES, ROUNDS, chart
-from nestling.report.folder import Run, last_best, summarise, traffic_totals
+from nestling.report.folder import Run, last_best, traffic_totals
+from nestling.report.grouping import ComparedRun, Setting
 from nestling.report.markup import Cell, Column, fill, joined, note, section, side_by_side, table
+from nestling.report.result_rows import ACCURACY_COLUMNS, ResultColumn, ResultRow
 from nestling.report.svg import Axis, Series
 from nestling.report.tables import tier_rows
-from nestling.report.words import DASH, duration, energy, number, percent, plural, traffic, whole
+from nestling.report.words import DASH, duration, mean_and_spread, number, plural, traffic, whole
 from nestling.runfiles import tier_block
 
-# Where a run lies and what carries it out does not change what it finds.
-_NO_MATTER = ("seed", "data.path", "engine")
+if TYPE_CHECKING:
+    from nestling.report.compare import Comparison
 
 COMPARISON_PARTS = [
     ("results", "Results"),
@@ -32,53 +31,23 @@ COMPARISON_PARTS = [
 ]
 
 
-@dataclass(frozen=True)
-class ComparedRun:
-    """A run with its summary."""
-
-    run: Run
-    summary: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One method with one configuration, and a run of it for each seed."""
-
-    label: str
-    entries: list[ComparedRun]
-
-
-def comparison_title(runs: Sequence[Run]) -> str:
+def comparison_title(comparison: Comparison) -> str:
     """What the browser's tab says."""
-    return f"{plural(len(runs), 'run')} compared · Nestling"
+    return f"{plural(len(comparison.entries), 'run')} compared · Nestling"
 
 
-def comparison_body(runs: Sequence[Run]) -> Markup:
+def comparison_body(comparison: Comparison) -> Markup:
     """Everything between the page's top and its end."""
-    entries = [ComparedRun(run, summarise(run)) for run in runs]
-    settings = settings_of(entries)
+    entries, settings = comparison.entries, comparison.settings
     return joined(
         [
-            _header(entries, settings),
-            _results(settings),
+            _header(comparison),
+            _results(comparison),
             _curves(settings),
             _tiers(settings),
             _runs(entries, settings),
         ]
     )
-
-
-def settings_of(entries: Sequence[ComparedRun]) -> list[Setting]:
-    """The entries by method and configuration, seeds aside. A seed that comes twice counts once: a
-    copy adds no certainty."""
-    found: dict[str, list[ComparedRun]] = {}
-    for entry in entries:
-        same = found.setdefault(_fingerprint(entry), [])
-        seed = entry.summary.get("seed")
-        if seed is None or seed not in [other.summary.get("seed") for other in same]:
-            same.append(entry)
-    groups = list(found.values())
-    return [Setting(label, group) for label, group in zip(_labels(groups), groups, strict=True)]
 
 
 def spread(values: Sequence[object], form: Callable[[float], str] | None = None) -> Cell:
@@ -88,85 +57,61 @@ def spread(values: Sequence[object], form: Callable[[float], str] | None = None)
     if not known:
         return Cell(DASH)
     mean = statistics.fmean(known)
-    if form is not None or len(known) == 1:
-        return Cell((form or (lambda value: percent(value, 2)))(mean), mean)
-    return Cell(f"{100 * mean:.2f} ± {100 * statistics.stdev(known):.2f}%", mean)
+    return Cell(form(mean) if form is not None else f"{mean_and_spread(known)}%", mean)
 
 
-def _header(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup:
+def notebook_table(
+    rows: Sequence[ResultRow], columns: Sequence[ResultColumn], lines: Sequence[str]
+) -> str:
+    """The table of results and what is to be said of it, as a piece of HTML."""
+    return str(joined([_result_table(rows, columns), *(note(line) for line in lines)]))
+
+
+def _header(comparison: Comparison) -> Markup:
+    entries = comparison.entries
     facts = [plural(len(entries), "run"), *_words(entries, "data"), *_words(entries, "model")]
     return fill(
         "comparison_header.html",
-        heading=_heading(settings),
+        heading=_heading(comparison.settings),
         facts=facts,
-        cautions=cautions(entries),
+        cautions=comparison.cautions,
     )
 
 
-def cautions(entries: Sequence[ComparedRun]) -> list[str]:
-    """Why these runs are not one fair column, if they are not."""
-    differ = [
-        f"{key} ({', '.join(words)})"
-        for key in ("data", "model", "rounds")
-        if len(words := _words(entries, key)) > 1
-    ]
-    found = (
-        [f"These runs differ in {' and in '.join(differ)}: compare with care."] if differ else []
-    )
-    return [*found, *unfair(_words(entries, "group"), _words(entries, "norm"))]
-
-
-def comparison_rows(entries: Sequence[ComparedRun]) -> list[list[str]]:
-    """One line per setting: its label, seeds, the four accuracies, and what travelled."""
-    rows = []
-    for setting in settings_of(entries):
-        travelled = [
-            spread([e.summary.get(key) for e in setting.entries], traffic).text
-            for key in ("bytes_up", "bytes_down")
-        ]
-        accuracies = [cell.text for cell in _accuracies(setting.entries)]
-        rows.append([setting.label, str(len(setting.entries)), *accuracies, *travelled])
-    return rows
-
-
-def _results(settings: Sequence[Setting]) -> Markup:
-    columns = [Column("Method", numeric=False), Column("Seeds")]
-    columns += [
-        Column(label, group=group)
-        for group in ("Global accuracy", "Personal accuracy")
-        for label in ("last", "best")
-    ]
-    columns += [
-        Column("Sent up"),
-        Column("Sent down"),
-        Column("Virtual time"),
-        Column("Fleet energy"),
-    ]
-    rows = [
-        [
-            Cell(setting.label, style=index),
-            Cell(whole(len(setting.entries)), len(setting.entries)),
-            *_accuracies(setting.entries),
-            *(
-                spread([entry.summary.get(key) for entry in setting.entries], form)
-                for key, form in (
-                    ("bytes_up", traffic),
-                    ("bytes_down", traffic),
-                    ("clock_seconds", duration),
-                    ("energy_joules", energy),
-                )
-            ),
-        ]
-        for index, setting in enumerate(settings)
-    ]
-    body = table(columns, rows, label="Results")
-    if _several_seeds(settings):
+def _results(comparison: Comparison) -> Markup:
+    body = _result_table(comparison.rows, comparison.columns)
+    if _several_seeds(comparison.settings):
         body += note(
-            "Mean ± standard deviation (n − 1) over seeds; traffic, time and energy are means."
+            "Mean ± standard deviation (n − 1) over seeds; traffic, time and energy are means. The "
+            "best of a column is bold; what cannot be told from it over these seeds is underlined."
         )
+    body += joined(note(line) for line in comparison.gaps)
     return section(
         "results", "Results", "Last is the last evaluated round, best the best of all rounds.", body
     )
+
+
+def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn]) -> Markup:
+    heads = [Column("Method", numeric=False), Column("Seeds"), *map(_head, columns)]
+    cells = [
+        [
+            Cell(row.label, style=index),
+            Cell(whole(len(row.folders)), len(row.folders)),
+            *(
+                Cell(row.text(column), row.mean(column.key), mark=row.marks.get(column.key, ""))
+                for column in columns
+            ),
+        ]
+        for index, row in enumerate(rows)
+    ]
+    return table(heads, cells, label="Results")
+
+
+def _head(column: ResultColumn) -> Column:
+    if column not in ACCURACY_COLUMNS:
+        return Column(column.title.capitalize())
+    kind, _, when = column.title.partition(", ")
+    return Column(when, group=f"{kind.capitalize()} accuracy")
 
 
 def _several_seeds(settings: Sequence[Setting]) -> bool:
@@ -338,7 +283,7 @@ def _run_cells(entry: ComparedRun, style: int | None, name: str) -> list[Cell]:
     ]
     return [
         Cell(name, style=style),
-        Cell(_title(entry)),
+        Cell(entry.title),
         Cell(str(summary.get("data") or DASH)),
         Cell(str(summary.get("model") or DASH)),
         Cell(DASH if seed is None else f"{seed:.0f}", seed),
@@ -359,63 +304,3 @@ def _words(entries: Sequence[ComparedRun], key: str) -> list[str]:
             str(entry.summary[key]) for entry in entries if entry.summary.get(key) is not None
         )
     )
-
-
-def _title(entry: ComparedRun) -> str:
-    return str(entry.summary.get("title") or entry.summary.get("method") or entry.run.name)
-
-
-def _fingerprint(entry: ComparedRun) -> str:
-    facts = [entry.summary.get(key) for key in ("method", "data", "model")]
-    return json.dumps([*facts, _shape(entry)], sort_keys=True, default=str)
-
-
-def _shape(entry: ComparedRun) -> dict[str, str]:
-    """The configuration as one level of dotted names, less what must not tell two runs apart."""
-    config = entry.run.config or {"rounds": entry.summary.get("rounds")}
-    return {
-        name: value
-        for name, value in _flat(config)
-        if not any(f"{name}.".startswith(f"{word}.") for word in _NO_MATTER)
-    }
-
-
-def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
-    found = []
-    for key, value in config.items():
-        found += (
-            _flat(value, f"{above}{key}.")
-            if isinstance(value, dict)
-            else [(f"{above}{key}", str(value))]
-        )
-    return found
-
-
-def _labels(groups: Sequence[list[ComparedRun]]) -> list[str]:
-    """The method's title; where two settings share it, with what sets them apart."""
-    titles = [_title(group[0]) for group in groups]
-    shapes = [_shape(group[0]) for group in groups]
-    labels = []
-    for title, shape in zip(titles, shapes, strict=True):
-        rivals = [other for name, other in zip(titles, shapes, strict=True) if name == title]
-        keys = sorted(
-            {
-                key
-                for other in rivals
-                for key in {*other, *shape}
-                if other.get(key) != shape.get(key)
-            }
-        )
-        labels.append(
-            title
-            + (
-                f" ({', '.join(f'{key} = {shape.get(key, DASH)}' for key in keys[:2])})"
-                if keys
-                else ""
-            )
-        )
-    clash = Counter(labels)
-    return [
-        label if clash[label] == 1 else f"{label} #{labels[:index].count(label) + 1}"
-        for index, label in enumerate(labels)
-    ]

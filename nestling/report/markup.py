@@ -26,12 +26,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell's text, the number it sorts by, and the style of the line in the charts that it speaks
-    of."""
+    """A cell's text, the number it sorts by, the style of the line in the charts that it speaks
+    of, and whether it is the "best" of its column or a "tie" with that."""
 
     text: str
     value: float | None = None
     style: int | None = None
+    mark: str = ""
 
 
 def fill(template: str, **values: object) -> Markup:

@@ -10,20 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 
 from markupsafe import Markup
-from rich.markup import escape
-from rich.table import Table
 
 from nestling.errors import InputError
 from nestling.files import write_atomic, writing
-from nestling.report.comparison import (
-    COMPARISON_PARTS,
-    ComparedRun,
-    cautions,
-    comparison_body,
-    comparison_rows,
-    comparison_title,
-)
-from nestling.report.folder import Run, read_run, summarise
+from nestling.report.compare import Comparison, compare
+from nestling.report.comparison import COMPARISON_PARTS, comparison_body, comparison_title
+from nestling.report.folder import read_run
 from nestling.report.markup import fill
 from nestling.report.run_page import RUN_PARTS, analysis_body, run_body, run_title
 
@@ -57,28 +49,13 @@ def write_analysis_page(folder: Path, out: Path) -> Path:
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     """Write one page to the file `out` that compares the runs in `folders`, and give its path."""
-    runs = _different_runs(folders)
-    body = comparison_body(runs)
-    return _write(Path(out), _page(comparison_title(runs), COMPARISON_PARTS, body))
+    return _write(Path(out), comparison_page(compare(*folders)))
 
 
-def compare_runs(folders: Sequence[Path]) -> tuple[Table, list[str]]:
-    """The runs in `folders` as a table for the terminal, and why they are not one fair column, if
-    they are not."""
-    entries = [ComparedRun(run, summarise(run)) for run in _different_runs(folders)]
-    table = Table(
-        "method", "seeds", "global, last", "best", "personal, last", "best", "sent up", "sent down"
-    )
-    for row in comparison_rows(entries):
-        table.add_row(*map(escape, row))
-    return table, cautions(entries)
-
-
-def _different_runs(folders: Sequence[Path]) -> list[Run]:
-    different = {Path(folder).resolve(): Path(folder) for folder in reversed(folders)}
-    if not different:
-        raise InputError("nothing to compare", fix="give at least one run folder")
-    return [read_run(folder) for folder in reversed(different.values())]
+def comparison_page(comparison: Comparison) -> str:
+    """The page of a comparison."""
+    body = comparison_body(comparison)
+    return _page(comparison_title(comparison), COMPARISON_PARTS, body)
 
 
 def _page(title: str, parts: Sequence[tuple[str, str]], body: Markup) -> str:

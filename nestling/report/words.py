@@ -4,6 +4,8 @@ for what is not a number."""
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 from nestling.runfiles import number as as_it_is
 
@@ -21,6 +23,13 @@ def percent(value: object, places: int = 1) -> str:
     """0.9812 as "98.1%"."""
     found = number(value)
     return DASH if found is None else f"{100 * found:.{places}f}%"
+
+
+def mean_and_spread(values: Sequence[float], sign: str = "") -> str:
+    """Shares in points: their mean, with ± their standard deviation (n - 1) where there are
+    several."""
+    around = f" ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{100 * statistics.fmean(values):{sign}.2f}{around}"
 
 
 def whole(value: object) -> str:

@@ -19,6 +19,7 @@ from nestling.errors import InputError
 from nestling.experiment import Experiment, Named, fleet_of
 from nestling.methods import Method
 from nestling.models import MODELS, build
+from nestling.runs import fingerprint
 from nestling.runs.evaluation import Bench, panel
 from nestling.runs.federation import Federation
 from nestling.schema import require
@@ -69,7 +70,10 @@ def make_world(
     """The experiment with all it left open settled, its data, and what a method may know of the
     federation."""
     experiment.split.check()
-    dataset, public = (given.dataset, None) if given else _data(experiment)
+    whole = given.dataset if given else _data(experiment)
+    dataset, public = (
+        (whole, None) if given else take_public(whole, experiment.split.public, experiment.seed)
+    )
     where = choose_where(
         experiment.engine.name, experiment.engine.device, experiment.engine.precision
     )
@@ -81,6 +85,8 @@ def make_world(
     split = given.split if given else _split(experiment, dataset, len(fleet))
     references = {main.name: main, **_own_networks(experiment, dataset)}
     plans = plan_tiers(fleet, references, main, _budget(experiment, dataset))
+    # of a device's own rows nobody else needs to know, and its networks are the server's
+    made = {} if given else _fingerprint(whole, split, references)
     for reference in references.values():
         reference.to(place)
     world = World(
@@ -99,13 +105,23 @@ def make_world(
     elif public is not None:
         world.public, world.public_labels = public.x.to(place), public.y.to(place)
     world.store, world.rounds, world.where = store or ClientStore(), experiment.rounds, where
+    world.fingerprint = made
     return experiment, dataset, world
 
 
-def _data(experiment: Experiment) -> tuple[Dataset, Dataset | None]:
+def _data(experiment: Experiment) -> Dataset:
+    """The data as they are read: which rows are the test's must not depend on the seed, or runs of
+    two seeds would be measured on different rows."""
     data = experiment.data
-    whole = load(data.name, path=data.path, missing=data.missing, seed=experiment.seed)
-    return take_public(whole, experiment.split.public, experiment.seed)
+    return load(data.name, path=data.path, missing=data.missing)
+
+
+def _fingerprint(whole: Dataset, split: Split, references: dict[str, Reference]) -> dict[str, Any]:
+    return {
+        "data": fingerprint.of_data(whole),
+        "split": fingerprint.of_split(split),
+        "network": fingerprint.of_networks(references.values()),
+    }
 
 
 def _split(experiment: Experiment, dataset: Dataset, clients: int) -> Split:

@@ -16,9 +16,8 @@ from rich.table import Table
 from nestling.errors import InputError, unknown
 from nestling.experiment import Experiment, overridden
 from nestling.files import check_place, read_toml, write_atomic, writing
-from nestling.named_code import only
 from nestling.runfiles import FEDERATION, SUMMARY
-from nestling.runs import run as running
+from nestling.runs.cell import is_free, play_cell
 from nestling.runs.folder import RunFolder
 from nestling.runs.run import Watcher
 from nestling.schema import from_table, require
@@ -154,8 +153,11 @@ def reproduce(
 
     for key, folder in folders.items():
         try:
-            _go_on(
-                paper.of(*key, overrides), folder, overrides, _stopping(watcher or Watcher(), until)
+            play_cell(
+                paper.of(*key, overrides),
+                folder,
+                _stopping(watcher or Watcher(), until),
+                overrides=tuple(filter(is_free, overrides)),
             )
         except _TimeUp:
             break
@@ -180,51 +182,13 @@ def _stopping(watcher: Watcher, until: float) -> Watcher:
     return replace(watcher, round=round)
 
 
-FREE = ("rounds", "engine")
-"""What may differ when a run goes on."""
-
-
-def _go_on(
-    experiment: Experiment, folder: Path, overrides: tuple[str, ...], watcher: Watcher
-) -> None:
-    asked = folder.with_name(f"{folder.name}.toml")
-    if not folder.exists():
-        with writing(asked, "--runs"):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(asked, experiment.to_toml())
-        running.run(experiment, out=folder, watcher=watcher)
-        return
-    named = experiment.named_code()
-    with only(named):
-        before = Experiment.read(asked)
-    if _fixed(before) != _fixed(experiment):
-        raise InputError(
-            f"the run in {folder} is of another experiment",
-            field="--set",
-            fix="give --runs another folder",
-        )
-    done = RunFolder(folder).read_json(SUMMARY) or {}
-    if done.get("rounds_done", 0) < experiment.rounds:
-        kept = tuple(filter(_free, overrides))
-        running.resume(folder, watcher=watcher, overrides=kept, trust=named)
-
-
-def _free(override: str) -> bool:
-    """Whether it changes how a run is played and not what it is."""
-    return override.split("=")[0].strip().split(".")[0] in FREE
-
-
-def _fixed(experiment: Experiment) -> dict[str, Any]:
-    return {name: value for name, value in experiment.to_table().items() if name not in FREE}
-
-
 def outcome_of(
     paper: Paper, line: str, seed: int, folder: Path, overrides: tuple[str, ...] = ()
 ) -> PlayedLine:
     """How a run stands, from its folder."""
     experiment = paper.of(line, seed, overrides)
     found = PlayedLine(
-        line, experiment.seed, experiment.rounds, set=[o for o in overrides if not _free(o)]
+        line, experiment.seed, experiment.rounds, set=[o for o in overrides if not is_free(o)]
     )
     rows = RunFolder(folder).metrics() if folder.is_dir() else []
     tested = [

@@ -23,7 +23,11 @@ from nestling.engines import ENGINES
 from nestling.engines.engine import account
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.methods import Method
 from nestling.named_code import only
+from nestling.report.folder import read_run
+from nestling.report.folder import summarise as summary_of
+from nestling.report.notebook import frame_of, plot_of, result_html
 from nestling.report.page import write_report
 from nestling.runfiles import (
     EXPERIMENT,
@@ -33,9 +37,11 @@ from nestling.runfiles import (
     SUMMARY,
     counted,
     how_to_go_on,
+    object_in,
 )
-from nestling.runs import checkpoint, folder, gate, good
+from nestling.runs import checkpoint, fingerprint, folder, gate, good
 from nestling.runs.assemble import assemble, site_of
+from nestling.runs.data_file import found_again, way_there, with_whole_path
 from nestling.runs.describe import describe, norm_of
 from nestling.runs.federation import Federation, Metrics
 from nestling.runs.folder import RunFolder
@@ -61,6 +67,8 @@ class Watcher:
     refusal: Callable[[int, int, str], None] = lambda *_: None
     note: Callable[[str], None] = lambda _: None
     clipped: Callable[[int, int, str], None] = lambda *_: None
+    # asked after every round: whether the run is to end there, with a checkpoint and its result
+    stop: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -71,7 +79,15 @@ class Result:
     summary: dict[str, Any]
     metrics: list[Metrics]
     folder: Path | None
-    federation: Federation = field(repr=False)
+    made: Federation | Callable[[], Federation] = field(repr=False)
+
+    @property
+    def federation(self) -> Federation:
+        """The federation as the run left it; that of a loaded run is put together when it is first
+        asked for."""
+        if not isinstance(self.made, Federation):
+            self.made = self.made()
+        return self.made
 
     @property
     def model(self) -> nn.Module | None:
@@ -81,6 +97,25 @@ class Result:
     def model_for(self, client: int) -> nn.Module | None:
         """The model of one client's device."""
         return _module(self.federation.shown.model_for(self.federation.world.device(client)))
+
+    def to_pandas(self) -> Any:
+        """A data frame with a line for every round; needs pandas (`nestling[notebook]`)."""
+        return frame_of(self.metrics)
+
+    def plot(self, over: str = "rounds", ax: Any = None) -> Any:
+        """Plots the accuracies over rounds, bytes, seconds (virtual time) or joules, and gives
+        matplotlib's axes; needs matplotlib (`nestling[notebook]`)."""
+        return plot_of(self.metrics, str(self.summary.get("title") or "a run"), over, ax)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return result_html(self.summary, self.tiers)
+
+    @property
+    def tiers(self) -> dict[str, Any]:
+        """What each tier trains and why it fits: the content of `federation.json`, where the run
+        has a folder."""
+        return object_in(self.folder / FEDERATION) if self.folder is not None else {}
 
 
 def run(
@@ -99,7 +134,7 @@ def run(
         settled, federation = assemble(experiment or Experiment(), store)
         description = describe(settled, federation)
         home = (
-            folder.create(path, _first_files(settled, federation, description)).take()
+            folder.create(path, _first_files(settled, federation, description, path)).take()
             if path
             else None
         )
@@ -112,16 +147,20 @@ def resume(
     watcher: Watcher | None = None,
     overrides: tuple[str, ...] = (),
     trust: Iterable[str] = (),
+    model: nn.Module | None = None,
+    method: Method | None = None,
 ) -> Result:
-    """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be
-    overridden. Code that the folder names, "package.module:callable", is imported where `trust`
-    names it too."""
+    """Goes on with the run in a folder, from its last checkpoint. Only `rounds`, `engine` and
+    `data.path` may be overridden. Code that the folder names, "package.module:callable", is
+    imported where `trust` names it too. A network or a method that the run was given as an object
+    must be given again, and be the same."""
     for override in overrides:
-        if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
+        key = override.partition("=")[0].strip()
+        if key.split(".")[0] not in ("rounds", "engine") and key != "data.path":
             raise InputError(
                 "a resumed run keeps its experiment",
                 field=override.partition("=")[0],
-                fix="only rounds and engine.* may change",
+                fix="only rounds, engine.* and data.path may change",
             )
     home = folder.reopen(Path(path))
     if (home.path / ROSTER).exists():
@@ -133,9 +172,10 @@ def resume(
     home.take()
     try:
         with one_thread():
-            settled, federation = restored(home, overrides, trust=trust)
+            settled, federation = restored(home, overrides, trust=trust, model=model, method=method)
             if overrides:
-                home.write(EXPERIMENT, settled.to_toml())
+                home.write(EXPERIMENT, with_whole_path(settled).to_toml())
+                _refresh_fingerprint(home, settled, federation)
             return play_rounds(
                 settled,
                 federation,
@@ -148,11 +188,34 @@ def resume(
         home.close()
 
 
+def load(
+    path: str | Path,
+    *,
+    trust: Iterable[str] = (),
+    model: nn.Module | None = None,
+    method: Method | None = None,
+) -> Result:
+    """The result of the run in a folder, finished or not: its summary and metrics at once, its
+    models when they are asked for. `trust`, `model` and `method` are those of `resume`."""
+    run = read_run(Path(path))
+
+    def federation() -> Federation:
+        with opened(path, trust, model, method) as result:
+            return result.federation
+
+    return Result(summary_of(run), run.metrics, Path(path), federation)
+
+
 @contextmanager
-def opened(path: str | Path, trust: Iterable[str] = ()) -> Iterator[Result]:
+def opened(
+    path: str | Path,
+    trust: Iterable[str] = (),
+    model: nn.Module | None = None,
+    method: Method | None = None,
+) -> Iterator[Result]:
     """The result of the run in a folder as of its last checkpoint, for looking at its models; no
-    round is played. The folder is this process's while the block lasts; `trust` is that of
-    `resume`."""
+    round is played. The folder is this process's while the block lasts; `trust`, `model` and
+    `method` are those of `resume`."""
     home = folder.reopen(Path(path), field="RUN").take(field="RUN")
     try:
         if not checkpoint.exists(home.path):
@@ -164,7 +227,7 @@ def opened(path: str | Path, trust: Iterable[str] = ()) -> Iterator[Result]:
         # How the clients were trained does not matter here, and what trained them may be missing on
         # this machine.
         overrides = ("engine.name=auto", "engine.device=auto")
-        federation = restored(home, overrides, trust=trust)[1]
+        federation = restored(home, overrides, trust=trust, model=model, method=method)[1]
         yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
@@ -189,16 +252,34 @@ def restored(
     overrides: tuple[str, ...],
     own: Experiment | None = None,
     trust: Iterable[str] = (),
+    model: nn.Module | None = None,
+    method: Method | None = None,
 ) -> tuple[Experiment, Federation]:
     """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of
-    `own`: a method or a network that was given as an object. A folder is data: the code that it
-    names is imported where `own` or `trust` names it too."""
-    with only([*trust, *(own.named_code() if own is not None else ())]):
+    `own`, or `model` and `method`: a network or a method that was given as an object, which must be
+    the one the run began with. A folder is data: the code that it names is imported where `own`,
+    `method` or `trust` names it too."""
+    trusted = [*trust, *(own.named_code() if own is not None else ())]
+    trusted += [f"{type(method).__module__}:{type(method).__qualname__}"] if method else []
+    said = home.read_json(FEDERATION)
+    before = fingerprint.stored(said)
+    with only(trusted):
         experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
+        given = {"model": model, "method": method}
+        experiment = experiment.with_changes(
+            **{name: value for name, value in given.items() if value is not None}
+        )
+        experiment = found_again(
+            experiment, home.path, said.get("data_file") if isinstance(said, dict) else None
+        )
+        fingerprint.check_given(before, experiment, home.path)
         saved = checkpoint.load(home.path)
         store = ClientStore(home.path / "clients")
         store.resume(saved[1].round if saved else 0)
         settled, federation = assemble(experiment, store)
+    fingerprint.check_same(before, federation.world.fingerprint, home.path)
+    if not before and settled.seed and settled.data.path:
+        federation.notes.append(_EARLIER)
     if saved:
         place = federation.world.place
         federation.restore(
@@ -206,6 +287,20 @@ def restored(
         )
         federation.totals = saved[1]
     return settled, federation
+
+
+_EARLIER = (
+    "this run was begun by an earlier version, which drew the test rows of a file that names none "
+    "by the seed: the rows it trains and tests on may not be those it began with"
+)
+
+
+def _refresh_fingerprint(home: RunFolder, experiment: Experiment, federation: Federation) -> None:
+    """Says in the folder what settings the run goes on with."""
+    said = home.read_json(FEDERATION)
+    if fingerprint.stored(said):
+        now = fingerprint.of_run(experiment, federation.world.fingerprint)
+        home.write(FEDERATION, json.dumps({**said, "fingerprint": now}, indent=1))
 
 
 def play_rounds(
@@ -240,10 +335,11 @@ def play_rounds(
             gc.freeze()
             for row in play(federation, saver.waits):
                 metrics.append(row)
+                passed = not row.get("gate", {}).get("returned", True)
                 if home:
                     home.log(row)
                     home.log_boards(boards)
-                    saver.save_if_due(not row.get("gate", {}).get("returned", True))
+                    saver.save_if_due(passed)
                 boards.clear()
                 _note_refusal(federation)
                 for note in federation.engine.notes[told:]:
@@ -258,6 +354,10 @@ def play_rounds(
                 ]:
                     federation.notes.append(note)
                     watcher.note(note)
+                saver.ending = saver.ending or watcher.stop()
+                if saver.ending and not federation.ahead:
+                    saver.save_if_due(passed)
+                    break
             summary = summarise(experiment, federation, metrics)
             if home:
                 _finish(home, federation, summary)
@@ -321,16 +421,18 @@ class _Saver:
 
     def __init__(self, home: RunFolder | None, federation: Federation, every: float) -> None:
         self.home, self.federation, self.every = home, federation, every
-        self.last, self.due = -math.inf, False
+        self.last, self.due, self.ending = -math.inf, False, False
 
     def waits(self) -> bool:
-        """Whether it waits for the rounds under way to be done."""
-        return self.due
+        """Whether the rounds under way are to be done before another begins: for a checkpoint, or
+        because the run is to end."""
+        return self.due or self.ending
 
     def save_if_due(self, passed: bool) -> None:
         """`passed`: whether the gate, if there is one, let the last round pass."""
         federation, totals = self.federation, self.federation.totals
-        self.due = time.monotonic() - self.last >= self.every or totals.round == federation.rounds
+        last = self.ending or totals.round == federation.rounds
+        self.due = last or time.monotonic() - self.last >= self.every
         if self.due and not federation.ahead and self.home is not None:
             federation.world.store.sync()
             checkpoint.save(self.home.path, federation.state(), totals)
@@ -410,12 +512,19 @@ def emptiness(summary: Mapping[str, Any]) -> str:
 
 
 def _first_files(
-    experiment: Experiment, federation: Federation, description: dict[str, Any]
+    experiment: Experiment, federation: Federation, description: dict[str, Any], path: Path
 ) -> dict[str, str]:
     """What a run folder holds before the first round: all that is known by then, should the run
     never come to its summary."""
-    made = {**description, "engine": account(federation.engine), "commit": _commit()}
-    return {EXPERIMENT: experiment.to_toml(), FEDERATION: json.dumps(made, indent=1)}
+    made = {
+        **description,
+        "engine": account(federation.engine),
+        "commit": _commit(),
+        "fingerprint": fingerprint.of_run(experiment, federation.world.fingerprint),
+        "data_file": way_there(experiment, path),
+    }
+    written = with_whole_path(experiment)
+    return {EXPERIMENT: written.to_toml(), FEDERATION: json.dumps(made, indent=1)}
 
 
 def _module(model: Model | None) -> nn.Module | None:

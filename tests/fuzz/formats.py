@@ -34,6 +34,7 @@ from nestling.fleet.server import http1
 from nestling.fleet.server.roster import Roster
 from nestling.message import Message
 from nestling.named_code import only
+from nestling.report.compare import compare
 from nestling.report.folder import read_run
 from nestling.report.page import write_report
 from nestling.runs import checkpoint
@@ -379,6 +380,7 @@ def _read_roster(path: Path) -> None:
 def _read_report(path: Path) -> None:
     read_run(path.parent)
     write_report(path.parent)
+    compare(path.parent, target=0.5).to_json()
 
 
 def _zipped(pack: Callable[..., None], **arrays: np.ndarray) -> bytes:

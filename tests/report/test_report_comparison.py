@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from nestling.errors import InputError
-from nestling.report.comparison import ComparedRun, settings_of, spread
+from nestling.report.compare import compare
+from nestling.report.comparison import spread
 from nestling.report.folder import read_run, summarise
-from nestling.report.page import compare_runs, write_comparison
+from nestling.report.grouping import ComparedRun, settings_of
+from nestling.report.page import write_comparison
 from tests.report.made_up_run import change, write_run
 from tests.report.test_report_page import outline
 
@@ -88,10 +90,10 @@ def test_the_page_gives_mean_and_spread_and_keeps_columns_apart(tmp_path: Path) 
 
 def test_runs_on_different_data_carry_a_warning(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)]
-    assert "compare with care" not in outline(write_comparison(runs, tmp_path / "all.html")).text
+    assert "DIFFERENT DATA" not in outline(write_comparison(runs, tmp_path / "all.html")).text
     change(runs[1] / "summary.json", data="cifar10")
     assert (
-        "These runs differ in data (mnist12k, cifar10): compare with care."
+        "DIFFERENT DATA: mnist12k (HeteroFL #1), cifar10 (HeteroFL #2)."
         in outline(write_comparison(runs, tmp_path / "all.html")).text
     )
 
@@ -132,15 +134,16 @@ def test_methods_of_different_groups_are_no_fair_column_and_the_reason_is_said(
         write_run(tmp_path / "b", method="lotteryfl", title="LotteryFL", group="C"),
         write_run(tmp_path / "c", method="fedavg", title="FedAvg", group=""),
     ]
-    table, cautions = compare_runs(runs)
-    assert table.row_count == 3
+    found = compare(*runs)
+    assert found.terminal().row_count == 3
     assert any(
-        "groups A" in text and "C (personal" in text and "measured by" in text for text in cautions
+        "groups A" in text and "C (personal" in text and "measured by" in text
+        for text in found.cautions
     )
     assert "Not one fair column" in outline(write_comparison(runs, tmp_path / "all.html")).text
-    assert not any("fair" in text for text in compare_runs([runs[0], runs[2]])[1])
+    assert not any("fair" in text for text in compare(runs[0], runs[2]).cautions)
 
 
 def test_accuracies_from_different_batch_statistics_are_no_fair_column(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / norm, norm=norm, group="A") for norm in ("batch", "tracked")]
-    assert any("batch and tracked" in text for text in compare_runs(runs)[1])
+    assert any("batch and tracked" in text for text in compare(*runs).cautions)

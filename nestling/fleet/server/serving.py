@@ -26,6 +26,7 @@ from nestling.fleet.server.quota import Allow
 from nestling.fleet.server.roster import LiveFleet, LiveSplit, Roster, blank
 from nestling.message import Message
 from nestling.runfiles import AUDIT, EXPERIMENT, FEDERATION, ROSTER
+from nestling.runs import fingerprint
 from nestling.runs import folder as run_folder
 from nestling.runs.assemble import assemble
 from nestling.runs.describe import describe
@@ -81,6 +82,8 @@ def play(
             settled, federation, home = _begin(
                 experiment, Path(folder) if folder is not None else None
             )
+            # whose rows are whose, only the devices know
+            began = {k: v for k, v in federation.world.fingerprint.items() if k != "split"}
             live = enliven(
                 settled, federation, courier, home, keys, patience, watcher or Watcher(), allow
             )
@@ -88,7 +91,8 @@ def play(
             live.gather(min_clients, wait)
             description = describe(settled, federation)
             if home:
-                home.write(FEDERATION, json.dumps(description, indent=1))
+                made = fingerprint.of_run(settled, began)
+                home.write(FEDERATION, json.dumps({**description, "fingerprint": made}, indent=1))
             result = play_rounds(
                 settled,
                 federation,

@@ -1,0 +1,178 @@
+"""Which runs are seeds of one setting: those that differ in nothing but the seed and in what does
+not matter to a result. Other data are another setting, whatever their file is called."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestling.report.folder import Run, mapping
+from nestling.report.words import DASH
+from nestling.runfiles import NO_MATTER
+
+DATA, NETWORK = "data", "network"
+"""What a fingerprint adds to a run's settings."""
+_LONGEST = 48
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run with its summary."""
+
+    run: Run
+    summary: Mapping[str, Any]
+
+    @property
+    def seed(self) -> int | None:
+        """Its seed, where it is known."""
+        found = self.summary.get("seed")
+        return int(found) if isinstance(found, int) else None
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What it was made of; empty in folders of earlier versions."""
+        return mapping(self.run.federation, "fingerprint")
+
+    @property
+    def title(self) -> str:
+        """Its method, as people call it."""
+        known = self.summary.get("title") or self.summary.get("method") or self.run.name
+        return str(known)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One method with one configuration, and a run of it for each seed."""
+
+    label: str
+    entries: list[ComparedRun]
+
+    @property
+    def shape(self) -> dict[str, str]:
+        """Its configuration (see `shape_of`)."""
+        return shape_of(self.entries[0])
+
+
+def settings_of(entries: Sequence[ComparedRun]) -> list[Setting]:
+    """The entries by method and configuration, seeds aside. A seed that comes twice counts once: a
+    copy adds no certainty."""
+    found: dict[str, list[ComparedRun]] = {}
+    for entry in entries:
+        same = found.setdefault(_identity(entry), [])
+        if entry.seed is None or entry.seed not in [other.seed for other in same]:
+            same.append(entry)
+    groups = list(found.values())
+    return [Setting(label, group) for label, group in zip(_labels(groups), groups, strict=True)]
+
+
+def shape_of(entry: ComparedRun) -> dict[str, str]:
+    """The configuration as one level of dotted names, less what must not tell two runs apart, with
+    what the fingerprint says of data and network."""
+    config = entry.run.config or {"rounds": entry.summary.get("rounds")}
+    named = {
+        name: value
+        for name, value in _flat(config)
+        if not any(covers(word, name) for word in NO_MATTER)
+    }
+    code = mapping(entry.fingerprint, "network").get("code")
+    return {**named, DATA: _data(entry), **({NETWORK: str(code)} if code else {})}
+
+
+def covers(word: str, name: str) -> bool:
+    """Whether a dotted name is a field or what stands below it."""
+    return name == word or name.startswith(f"{word}.")
+
+
+def same_method(settings: Iterable[Setting]) -> bool:
+    """Whether all of them are one method with one set of options."""
+    own = [
+        {name: value for name, value in setting.shape.items() if covers("method", name)}
+        for setting in settings
+    ]
+    return all(options == own[0] for options in own)
+
+
+def differing(settings: Sequence[Setting]) -> list[str]:
+    """The names under which the settings do not all say the same, in order."""
+    shapes = [setting.shape for setting in settings]
+    names = sorted({name for shape in shapes for name in shape})
+    return [name for name in names if len({shape.get(name) for shape in shapes}) > 1]
+
+
+def data_words(entry: ComparedRun) -> str:
+    """A run's data as people would name them, with the start of their fingerprint."""
+    data = entry.run.config.get("data")
+    path = data.get("path") if isinstance(data, Mapping) else None
+    name = Path(str(path)).name if path else str(entry.summary.get("data") or DASH)
+    prints = mapping(entry.fingerprint, "data")
+    return f"{name} #{_short(prints)}" if prints else name
+
+
+def shortened(value: str) -> str:
+    """A value of a configuration in the width of a label."""
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+
+
+def _identity(entry: ComparedRun) -> str:
+    facts = [entry.summary.get(key) for key in ("method", "data", "model")]
+    return json.dumps([*facts, shape_of(entry)], sort_keys=True, default=str)
+
+
+def _data(entry: ComparedRun) -> str:
+    """What the data are known by: their fingerprint or, where there is none, their path."""
+    prints = mapping(entry.fingerprint, "data")
+    if prints:
+        return json.dumps(prints, sort_keys=True)
+    data = entry.run.config.get("data")
+    path = data.get("path") if isinstance(data, Mapping) else ""
+    return f"no fingerprint {path or ''}".strip()
+
+
+def _short(prints: Mapping[str, Any]) -> str:
+    """Few letters that stand for all parts of a data set's fingerprint."""
+    return "".join(str(prints.get(part, ""))[:2] for part in ("rows", "labels", "test"))
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
+    found = []
+    for key, value in config.items():
+        found += (
+            _flat(value, f"{above}{key}.")
+            if isinstance(value, dict)
+            else [(f"{above}{key}", str(value))]
+        )
+    return found
+
+
+def _labels(groups: Sequence[list[ComparedRun]]) -> list[str]:
+    """The method's title; where two settings share it, with what sets them apart."""
+    titles = [group[0].title for group in groups]
+    shapes = [shape_of(group[0]) for group in groups]
+    labels = []
+    for group, title, shape in zip(groups, titles, shapes, strict=True):
+        rivals = [other for name, other in zip(titles, shapes, strict=True) if name == title]
+        keys = sorted(
+            {
+                key
+                for other in rivals
+                for key in {*other, *shape}
+                if other.get(key) != shape.get(key)
+            }
+        )
+        told = [f"{key} = {_told(key, shape, group[0])}" for key in keys[:2]]
+        labels.append(title + (f" ({', '.join(told)})" if told else ""))
+    clash = Counter(labels)
+    return [
+        label if clash[label] == 1 else f"{label} #{labels[:index].count(label) + 1}"
+        for index, label in enumerate(labels)
+    ]
+
+
+def _told(key: str, shape: Mapping[str, str], entry: ComparedRun) -> str:
+    if key == DATA:
+        return data_words(entry)
+    return shortened(shape.get(key, DASH))
