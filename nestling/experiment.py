@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 from torch import nn
 
-from nestling.data import SplitConfig
+from nestling.data import Dataset, SplitConfig, load
 from nestling.devices import FleetConfig, Tier, read_fleet
 from nestling.engines import DEVICES, ENGINES, PRECISIONS
 from nestling.errors import InputError, unknown
@@ -41,12 +41,37 @@ class Named:
 
 @dataclass(frozen=True)
 class Data:
-    """Which data: a data set by name; `path` is the file of `npz`, `missing` what to do with NaN in
-    it (refuse, mean, zero)."""
+    """Which data: a data set by name, or what reads a file of the user's at `path`.
+
+    missing: what to do with NaN (refuse, mean, zero).
+    layout:  what the dimensions of a sample are (auto, f, tokens, lc, cl, hw, hwc, chw).
+    scale:   auto, standard, unit (0 to 1) or none.
+    client:  whose a row is: auto, none, or the array's name.
+    """
 
     name: str = "mnist12k"
     path: str = ""
     missing: str = "refuse"
+    layout: str = "auto"
+    scale: str = "auto"
+    client: str = "auto"
+
+    @property
+    def named_client(self) -> bool:
+        """Whether the user named what holds each row's client."""
+        return self.client not in ("auto", "none")
+
+    def load(self, seed: int) -> Dataset:
+        """The rows, checked and ready to train on."""
+        return load(
+            self.name,
+            path=self.path,
+            seed=seed,
+            missing=self.missing,
+            layout=self.layout,
+            scale=self.scale,
+            client=self.client,
+        )
 
 
 @dataclass(frozen=True)

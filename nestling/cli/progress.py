@@ -35,6 +35,7 @@ def quiet_watcher() -> Iterator[Watcher]:
 def json_watcher() -> Iterator[Watcher]:
     """One JSON line per round on standard output."""
     yield Watcher(
+        started=lambda _experiment, description, _done: _tell_note(description["data"]["line"]),
         round=lambda metrics: print(json.dumps(metrics), flush=True),
         refusal=_tell_refusal,
         note=_tell_note,
@@ -87,6 +88,7 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         engine = description["engine"]
         place = engine.get("device_name", engine["device"])
         console.print(f"engine {engine['name']} on {place}, {engine['precision']}")
+        console.print(escape(description["data"]["line"]), soft_wrap=True)
         bar.update(task, total=experiment.rounds, completed=done, note="")
 
     def client(done: int, of: int) -> None:

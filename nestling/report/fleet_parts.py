@@ -171,6 +171,8 @@ def split_part(run: Run, rows: Sequence[Row]) -> Markup:
         ident="c-split",
     )
     body = fill("split.html", title=title, image=image, groups=groups, shades=_shades(counts))
+    read = mapping(run.federation, "data").get("line")
+    body += note(f"What was read: {read}.") if isinstance(read, str) else Markup("")
     return section("split", "Data split", _split_lead(split, len(clients)), body)
 
 

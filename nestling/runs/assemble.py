@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.data import Dataset, Split, load, make_split, take_public
+from nestling.data import Dataset, Split, make_split, take_public
 from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
 from nestling.devices.fit import exceeded
 from nestling.engines import choose_where, make_engine
@@ -103,8 +103,13 @@ def make_world(
 
 
 def _data(experiment: Experiment) -> tuple[Dataset, Dataset | None]:
-    data = experiment.data
-    whole = load(data.name, path=data.path, missing=data.missing, seed=experiment.seed)
+    whole = experiment.data.load(experiment.seed)
+    if experiment.data.named_client and experiment.split.kind != "natural":
+        raise InputError(
+            f"data.client names whose a row is, and {experiment.split.kind!r} divides rows anew",
+            field="split.kind",
+            fix='set it to "natural", or leave data.client out',
+        )
     return take_public(whole, experiment.split.public, experiment.seed)
 
 
@@ -165,6 +170,12 @@ def reference_network(
 def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
     if experiment.model.name:
         return experiment
+    if not dataset.x.is_floating_point():
+        raise InputError(
+            f"{dataset.name} holds token ids, and no network is named that takes them",
+            field="model.name",
+            fix="name one that begins with an embedding, or set data.layout",
+        )
     wanted = experiment.make_method().as_set.model if len(dataset.shape) == 3 else ""
     return experiment.with_changes(
         model=Named(wanted or default_model(dataset.shape), experiment.model.options)
@@ -375,7 +386,15 @@ def _federation(
         experiment.evaluate.every,
         experiment.server,
         experiment.attack,
+        reading=_reading(dataset, experiment.split.kind),
     )
+
+
+def _reading(dataset: Dataset, kind: str) -> dict[str, Any]:
+    """What was read; of rows that nobody read, how many there are."""
+    if dataset.reading is not None:
+        return dataset.reading.table(kind)
+    return {"line": f"data {dataset.name}: {len(dataset.y):,} rows as they were given"}
 
 
 def _portable(experiment: Experiment) -> bool:

@@ -53,7 +53,8 @@ done again after a crash."""
 
 @dataclass
 class Watcher:
-    """What wants to hear of a run: each may be replaced."""
+    """What wants to hear of a run: each may be replaced. `started` is told the experiment, what is
+    known of the federation (what was read is in its "data"), and the rounds that are done."""
 
     started: Callable[[Experiment, dict[str, Any], int], None] = lambda *_: None
     client: Callable[[int, int], None] = lambda *_: None
@@ -362,6 +363,7 @@ def summarise(
         "seed": experiment.seed,
         "rounds": experiment.rounds,
         "data": experiment.data.name,
+        "data_read": federation.reading.get("line"),
         "model": experiment.model.name,
         "norm": norm_of(experiment),
         "global_model": federation.method.as_set.global_model,
