@@ -9,14 +9,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from torch import nn
 
-from nestling.data import Dataset, SplitConfig, load
+from nestling.data import (
+    Dataset,
+    RawRows,
+    Recipe,
+    SplitConfig,
+    digest_of,
+    load,
+    prepare,
+    raw_rows,
+)
 from nestling.devices import FleetConfig, Tier, read_fleet
 from nestling.engines import DEVICES, ENGINES, PRECISIONS
 from nestling.errors import InputError, unknown
@@ -39,14 +48,24 @@ class Named:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+GIVEN = "given"
+"""The name of data that were given as objects."""
+
+
 @dataclass(frozen=True)
 class Data:
-    """Which data: a data set by name, or what reads a file of the user's at `path`.
+    """Which data: a data set by name, what reads a file of the user's at `path` (npz, csv, parquet,
+    images, wavs), "package.module:callable", or objects (`Data.of`). docs/data.md has all of it.
 
-    missing: what to do with NaN (refuse, mean, zero).
-    layout:  what the dimensions of a sample are (auto, f, tokens, lc, cl, hw, hwc, chw).
-    scale:   auto, standard, unit (0 to 1) or none.
-    client:  whose a row is: auto, none, or the array's name.
+    missing:   what to do with NaN (refuse, mean, zero).
+    layout:    what the dimensions of a sample are (auto, f, tokens, lc, cl, hw, hwc, chw).
+    scale:     auto, standard, unit (0 to 1) or none.
+    client:    whose a row is: auto, none, or the name of the array or column; of folders, "folder"
+               or "prefix".
+    label, features, test: the columns of the classes, the samples and the held-out rows.
+    transform: none or log-mel (sounds become pictures).
+    options:   of the reader, of the transform, or of the user's callable.
+    digest:    of rows that were given as objects, by which a resumed run knows them.
     """
 
     name: str = "mnist12k"
@@ -55,6 +74,36 @@ class Data:
     layout: str = "auto"
     scale: str = "auto"
     client: str = "auto"
+    label: str = ""
+    features: tuple[str, ...] = ()
+    test: str = ""
+    transform: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+    own: RawRows | None = field(default=None, init=False, repr=False, compare=False)
+
+    @staticmethod
+    def of(
+        x: Any,
+        y: Any = None,
+        *,
+        client: Any = None,
+        test: Any = None,
+        features: str | Sequence[str] = (),
+        class_names: Sequence[str] = (),
+        **settings: Any,
+    ) -> Data:
+        """Data from objects: arrays or tensors x and y; a torch `Dataset` of (sample, class) pairs;
+        or a Hugging Face `Dataset`, where y, client and features name columns.
+
+        client is whose each row is (used with `split.kind = "natural"`); test marks rows by
+        booleans, or is a pair (x, y), or a second `Dataset`. `settings` are layout, scale, missing,
+        transform and options.
+        """
+        rows = raw_rows(x, y, client=client, test=test, features=features, class_names=class_names)
+        data = Data(GIVEN, digest=digest_of(rows), **settings)
+        object.__setattr__(data, "own", rows)
+        return data
 
     @property
     def named_client(self) -> bool:
@@ -63,15 +112,17 @@ class Data:
 
     def load(self, seed: int) -> Dataset:
         """The rows, checked and ready to train on."""
-        return load(
-            self.name,
-            path=self.path,
-            seed=seed,
-            missing=self.missing,
-            layout=self.layout,
-            scale=self.scale,
-            client=self.client,
-        )
+        how = {one.name: getattr(self, one.name) for one in fields(Recipe) if one.name != "seed"}
+        if self.name != GIVEN:
+            return load(self.name, path=self.path, seed=seed, **how)
+        if self.own is None:
+            raise InputError(
+                "the rows of this run were given as objects, which no file holds",
+                field="data",
+                fix="give them again: nestling.resume(FOLDER, data=nestling.Data.of(x, y, …)); "
+                "the command line needs data in a file",
+            )
+        return prepare(self.name, self.own, Recipe(seed=seed, **how))
 
 
 @dataclass(frozen=True)
@@ -240,7 +291,7 @@ class Experiment:
     def named_code(self) -> frozenset[str]:
         """The names of code of the user's own, "package.module:callable", wherever they stand."""
         fleet = fleet_of(self.fleet)
-        names = [self.method.name, self.model.name]
+        names = [self.method.name, self.model.name, self.data.name]
         names += [tier.model for tier in fleet.tiers] + [str(n["name"]) for n in fleet.networks]
         return frozenset(name for name in names if ":" in name)
 
@@ -293,7 +344,27 @@ class Experiment:
                 and getattr(other, kind).name == getattr(self, kind).name
             ):
                 object.__setattr__(copy, name, getattr(other, name))
+        if other is not None and other.data.own is not None and other.data == self.data:
+            object.__setattr__(copy, "data", other.data)
         return copy
+
+    def with_data(self, data: Data | None) -> Experiment:
+        """A copy with rows that are given again as objects; others than those of the experiment are
+        refused."""
+        if data is None:
+            return self
+        if self.data.name != GIVEN:
+            raise InputError(
+                f"the run reads {self.data.name!r} itself", field="data", fix="leave data= out"
+            )
+        if data != self.data:
+            what = "rows" if data.digest != self.data.digest else "settings of data"
+            raise InputError(
+                f"these are other {what} than those the run began with",
+                field="data",
+                fix="give the same to Data.of, or start another run",
+            )
+        return self.with_changes(data=data)
 
 
 def fleet_of(config: FleetConfig) -> FleetConfig:

@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from nestling.data import cifar, idx, npz
+from nestling.data import cifar, columns, folders, idx, log_mel, npz
+from nestling.data.called import call_rows
 from nestling.data.dataset import Dataset, as_labels, normalise
 from nestling.data.download import extract, fetch
-from nestling.data.recipe import Reading, Recipe
+from nestling.data.given import digest_of, raw_rows
+from nestling.data.prepare import prepare
+from nestling.data.recipe import AUTO, NONE, RawRows, Reading, Recipe
 from nestling.data.split import Split, SplitConfig, make_split, take_public
 from nestling.errors import InputError, unknown
 
@@ -26,15 +29,19 @@ __all__ = [
     "DATASETS",
     "Dataset",
     "DatasetInfo",
+    "RawRows",
     "Reading",
     "Recipe",
     "Split",
     "SplitConfig",
     "data_folder",
+    "digest_of",
     "image_statistics",
     "load",
     "make_split",
     "normalise",
+    "prepare",
+    "raw_rows",
     "take_public",
 ]
 
@@ -70,12 +77,22 @@ def load(
     download: bool = True,
     **how: Any,
 ) -> Dataset:
-    """The data set `name` of `DATASETS`, checked and ready to train on. `path` is the file of those
-    that read one of the user's; `how` are the fields of a `Recipe`."""
-    if name not in DATASETS:
-        raise unknown("data set", name, DATASETS, field="data.name")
+    """The data set `name` of `DATASETS`, or what the callable "package.module:name" gives, checked
+    and ready to train on. `path` is the file of those that read one of the user's; `how` are the
+    fields of a `Recipe`."""
     recipe = Recipe(**how)
     recipe.check()
+    if ":" in name:
+        recipe.check_only(*_ROWS, "transform", "options", reader=name)
+        if recipe.client not in (AUTO, NONE):
+            raise InputError(
+                "the callable says itself whose a row is",
+                field="data.client",
+                fix="let it return client, and leave this out",
+            )
+        return prepare(name, call_rows(name, _own_options(recipe)), recipe)
+    if name not in DATASETS:
+        raise unknown("data set", name, DATASETS, field="data.name")
     info = DATASETS[name]
     if path and info.shape is not None:
         raise InputError(
@@ -90,6 +107,12 @@ def load(
     dataset = info.read(Request(name, path, data_folder(data_dir), recipe, download))
     dataset.check()
     return dataset
+
+
+def _own_options(recipe: Recipe) -> dict[str, Any]:
+    """The options of the user's own callable: those of the transform are not for it."""
+    theirs = log_mel.options_of(recipe)
+    return {key: value for key, value in recipe.options.items() if key not in theirs}
 
 
 def data_folder(data_dir: str | None = None) -> Path:
@@ -255,6 +278,19 @@ def _named_npz(layout: str) -> Callable[[Request], Dataset]:
     return read
 
 
+def _door(read: Callable[[Path, Recipe], RawRows], *used: str) -> Callable[[Request], Dataset]:
+    def through(request: Request) -> Dataset:
+        request.recipe.check_only(*used, *_ROWS, reader=request.name)
+        rows = read(Path(request.path).expanduser(), request.recipe)
+        return prepare(request.name, rows, request.recipe)
+
+    return through
+
+
+_ROWS = ("layout", "scale", "missing", "client")
+_TABLE = ("label", "features", "test", "options")
+
+
 def _absent(request: Request, path: Path) -> InputError:
     return InputError(
         f"{request.name} is not in the data directory: looked for {path}",
@@ -335,5 +371,37 @@ DATASETS: dict[str, DatasetInfo] = {
         None,
         False,
         _read_npz,
+    ),
+    "csv": DatasetInfo(
+        "a .csv file of yours (data.path) with named columns; data.label names the classes",
+        "yours",
+        None,
+        None,
+        False,
+        _door(columns.read_csv, *_TABLE),
+    ),
+    "parquet": DatasetInfo(
+        "a .parquet file of yours (data.path) with named columns (nestling[tables])",
+        "yours",
+        None,
+        None,
+        False,
+        _door(columns.read_parquet, *_TABLE),
+    ),
+    "images": DatasetInfo(
+        "a folder of yours (data.path) with a folder of pictures for each class (nestling[images])",
+        "yours",
+        None,
+        None,
+        False,
+        _door(folders.read_images, "options"),
+    ),
+    "wavs": DatasetInfo(
+        "a folder of yours (data.path) with a folder of .wav files for each class",
+        "yours",
+        None,
+        None,
+        False,
+        _door(folders.read_wavs, "options", "transform"),
     ),
 }

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.data.dataset import Dataset
+from nestling.data.log_mel import options_of
 from nestling.data.prepare import prepare
 from nestling.data.recipe import AUTO, NONE, RawRows, Recipe
 from nestling.files import read_arrays
@@ -46,6 +47,7 @@ def read_npz(
     recipe = recipe or Recipe(**how)
     recipe.check()
     recipe.check_only("layout", "scale", "missing", "client", "transform", "options", reader=name)
+    recipe.take_options(**options_of(recipe))
     whose = "client" if recipe.client in (AUTO, NONE) else recipe.client
     arrays = read_arrays(path, client=whose)
     raw = RawRows(

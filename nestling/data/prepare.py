@@ -8,6 +8,7 @@ import torch
 
 from nestling.data.dataset import Dataset, as_labels
 from nestling.data.layout import arranged
+from nestling.data.log_mel import OPTIONS, log_mel
 from nestling.data.recipe import NONE, RawRows, Reading, Recipe
 from nestling.data.scaling import scaled
 from nestling.seeds import stream
@@ -18,6 +19,9 @@ TEST_SHARE = 0.2
 def prepare(name: str, raw: RawRows, recipe: Recipe) -> Dataset:
     """The data set that rows give, checked, with what was done to them."""
     recipe.check()
+    if recipe.transform == "log-mel":
+        known = {key: recipe.options[key] for key in OPTIONS if key in recipe.options}
+        raw = log_mel(raw, {**OPTIONS, **known})
     x, layout = arranged(raw, recipe.layout)
     labels = _ids("y", raw.y, raw)
     _check_length("y", labels, len(x), raw)

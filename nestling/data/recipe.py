@@ -107,8 +107,9 @@ class RawRows:
     class_names: tuple[str, ...] = ()
     layout: str = AUTO
     more: str = ""
-    where: str = "data"
+    where: str = "what was given"
     field: str = "data"
+    rate: float = 0.0  # samples a second, of sounds
 
     def bad(self, message: str, fix: str) -> InputError:
         """What is raised where rows cannot be used."""

@@ -22,7 +22,7 @@ from torch import nn
 from nestling.engines import ENGINES
 from nestling.engines.engine import account
 from nestling.errors import InputError
-from nestling.experiment import Experiment
+from nestling.experiment import Data, Experiment
 from nestling.named_code import only
 from nestling.report.page import write_report
 from nestling.runfiles import (
@@ -112,10 +112,11 @@ def resume(
     watcher: Watcher | None = None,
     overrides: tuple[str, ...] = (),
     trust: Iterable[str] = (),
+    data: Data | None = None,
 ) -> Result:
     """Goes on with the run in a folder, from its last checkpoint. Only `rounds` and `engine` may be
     overridden. Code that the folder names, "package.module:callable", is imported where `trust`
-    names it too."""
+    names it too. Rows that were given as objects are given again as `data`."""
     for override in overrides:
         if override.partition("=")[0].strip().split(".")[0] not in ("rounds", "engine"):
             raise InputError(
@@ -133,7 +134,7 @@ def resume(
     home.take()
     try:
         with one_thread():
-            settled, federation = restored(home, overrides, trust=trust)
+            settled, federation = restored(home, overrides, trust=trust, data=data)
             if overrides:
                 home.write(EXPERIMENT, settled.to_toml())
             return play_rounds(
@@ -149,10 +150,12 @@ def resume(
 
 
 @contextmanager
-def opened(path: str | Path, trust: Iterable[str] = ()) -> Iterator[Result]:
+def opened(
+    path: str | Path, trust: Iterable[str] = (), data: Data | None = None
+) -> Iterator[Result]:
     """The result of the run in a folder as of its last checkpoint, for looking at its models; no
-    round is played. The folder is this process's while the block lasts; `trust` is that of
-    `resume`."""
+    round is played. The folder is this process's while the block lasts; `trust` and `data` are
+    those of `resume`."""
     home = folder.reopen(Path(path), field="RUN").take(field="RUN")
     try:
         if not checkpoint.exists(home.path):
@@ -164,7 +167,7 @@ def opened(path: str | Path, trust: Iterable[str] = ()) -> Iterator[Result]:
         # How the clients were trained does not matter here, and what trained them may be missing on
         # this machine.
         overrides = ("engine.name=auto", "engine.device=auto")
-        federation = restored(home, overrides, trust=trust)[1]
+        federation = restored(home, overrides, trust=trust, data=data)[1]
         yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
@@ -189,12 +192,14 @@ def restored(
     overrides: tuple[str, ...],
     own: Experiment | None = None,
     trust: Iterable[str] = (),
+    data: Data | None = None,
 ) -> tuple[Experiment, Federation]:
     """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of
-    `own`: a method or a network that was given as an object. A folder is data: the code that it
-    names is imported where `own` or `trust` names it too."""
+    `own`, a method, a network or rows that were given as objects, or `data`. A folder is data: the
+    code that it names is imported where `own` or `trust` names it too."""
     with only([*trust, *(own.named_code() if own is not None else ())]):
         experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
+        experiment = experiment.with_data(data)
         saved = checkpoint.load(home.path)
         store = ClientStore(home.path / "clients")
         store.resume(saved[1].round if saved else 0)
