@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from nestling.message import TRANSPORTS
 from nestling.methods import Method, method_class
 from nestling.methods.server import Server
 from nestling.schema import convert, from_table, require, to_table
+from nestling.tasks.own_metric import name_of
 from nestling.training.phase import Train
 from nestling.trust.attacks import Attack
 
@@ -162,12 +163,38 @@ class Evaluation:
            clients' personal accuracy.
     batch: test batch, which matters for norm = "batch" only. calibration: training rows for the
            statistics of norm = "sbn" (0: all).
+    metrics: the user's own, as "package.module:function" (in Python the functions themselves): of
+           the true and the found classes, and of the logits where they ask for them.
     """
 
     every: int = 1
     clients: int = 50
     batch: int = 500
     calibration: int = 0
+    metrics: tuple[str, ...] = ()
+    own: dict[str, Callable[..., Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            every: int = ...,
+            clients: int = ...,
+            batch: int = ...,
+            calibration: int = ...,
+            metrics: Sequence[str | Callable[..., Any]] = ...,
+        ) -> None:
+            """Takes functions as metrics too."""
+
+    def __post_init__(self) -> None:
+        """Notes functions by their names, under which a file knows them."""
+        given = tuple(self.metrics)
+        names = tuple(name_of(metric) for metric in given)
+        known = {n: m for n, m in zip(names, given, strict=True) if not isinstance(m, str)}
+        object.__setattr__(self, "metrics", names)
+        object.__setattr__(self, "own", known)
 
 
 @dataclass(frozen=True)
@@ -291,7 +318,7 @@ class Experiment:
     def named_code(self) -> frozenset[str]:
         """The names of code of the user's own, "package.module:callable", wherever they stand."""
         fleet = fleet_of(self.fleet)
-        names = [self.method.name, self.model.name, self.data.name]
+        names = [self.method.name, self.model.name, self.data.name, *self.evaluate.metrics]
         names += [tier.model for tier in fleet.tiers] + [str(n["name"]) for n in fleet.networks]
         return frozenset(name for name in names if ":" in name)
 

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from nestling.experiment import Experiment
+from nestling.report.metrics_part import metrics_line
 from nestling.report.tables import terminal_table
 from nestling.runs.federation import Metrics
 from nestling.runs.run import Result, Watcher, emptiness
@@ -156,6 +157,8 @@ def show_result(result: Result) -> None:
         )
     if own["last"] is not None:
         console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
+    if told := metrics_line(summary):
+        console.print(escape(told), soft_wrap=True)
     for name, other in summary.get("others", {}).items():
         console.print(
             f"{name} instead: {other['global_accuracy']:.2%} on the common test, personal "

@@ -23,6 +23,7 @@ from nestling.runs.federation import Federation
 from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore
+from nestling.tasks.own_metric import own_metrics
 from nestling.training.client import Site
 from nestling.trust.attacks import flipped
 from nestling.views import Reference
@@ -360,6 +361,7 @@ def _federation(
         experiment.evaluate.batch,
         order[: experiment.evaluate.calibration or len(order)].to(place),
         panel(world, experiment.evaluate.clients),
+        own_metrics(experiment.evaluate.metrics, experiment.evaluate.own),
     )
     chosen = experiment.engine
     engine = make_engine(

@@ -166,7 +166,7 @@ def opened(
             )
         # How the clients were trained does not matter here, and what trained them may be missing on
         # this machine.
-        overrides = ("engine.name=auto", "engine.device=auto")
+        overrides = ("engine.name=auto", "engine.device=auto", "evaluate.metrics=[]")
         federation = restored(home, overrides, trust=trust, data=data)[1]
         yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
