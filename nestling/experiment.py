@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,16 @@ import tomli_w
 from torch import nn
 
 from nestling.attacks import Attack
-from nestling.data import SplitConfig
+from nestling.data import (
+    Dataset,
+    RawRows,
+    Recipe,
+    SplitConfig,
+    digest_of,
+    load,
+    prepare,
+    raw_rows,
+)
 from nestling.devices import FleetConfig, Tier, read_fleet
 from nestling.engines import DEVICES, ENGINES, PRECISIONS
 from nestling.errors import InputError, unknown
@@ -26,6 +35,7 @@ from nestling.message import TRANSPORTS
 from nestling.methods import ALIASES, Method, method_class
 from nestling.methods.server import Server
 from nestling.schema import convert, from_table, require, to_table
+from nestling.tasks.own_metric import name_of
 from nestling.training.phase import Train
 
 DEFAULT_METHOD = "shared-average"
@@ -39,14 +49,82 @@ class Named:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+GIVEN = "given"
+"""The name of data that were given as objects."""
+
+
 @dataclass(frozen=True)
 class Data:
-    """Which data: a data set by name; `path` is the file of `npz`, `missing` what to do with NaN in
-    it (refuse, mean, zero)."""
+    """Which data: a data set by name, what reads a file of the user's at `path` (npz, csv, parquet,
+    images, wavs), "package.module:callable", or objects (`Data.of`). docs/data.md has all of it.
+
+    missing:   what to do with NaN (refuse, mean, zero).
+    layout:    what the dimensions of a sample are (auto, f, tokens, lc, cl, hw, hwc, chw).
+    scale:     auto, standard, unit (0 to 1) or none.
+    client:    whose a row is: auto, none, or the name of the array or column; of folders, "folder"
+               or "prefix".
+    label, features, test: the columns of the classes, the samples and the held-out rows.
+    transform: none or log-mel (sounds become pictures).
+    options:   of the reader, of the transform, or of the user's callable.
+    digest:    of rows that were given as objects, by which a resumed run knows them.
+    """
 
     name: str = "mnist12k"
     path: str = ""
     missing: str = "refuse"
+    layout: str = "auto"
+    scale: str = "auto"
+    client: str = "auto"
+    label: str = ""
+    features: tuple[str, ...] = ()
+    test: str = ""
+    transform: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+    own: RawRows | None = field(default=None, init=False, repr=False, compare=False)
+
+    @staticmethod
+    def of(
+        x: Any,
+        y: Any = None,
+        *,
+        client: Any = None,
+        test: Any = None,
+        features: str | Sequence[str] = (),
+        class_names: Sequence[str] = (),
+        **settings: Any,
+    ) -> Data:
+        """Data from objects: arrays or tensors x and y; a torch `Dataset` of (sample, class) pairs;
+        or a Hugging Face `Dataset`, where y, client and features name columns.
+
+        client is whose each row is (used with `split.kind = "natural"`); test marks rows by
+        booleans, or is a pair (x, y), or a second `Dataset`. `settings` are layout, scale, missing,
+        transform and options.
+        """
+        rows = raw_rows(x, y, client=client, test=test, features=features, class_names=class_names)
+        data = Data(GIVEN, digest=digest_of(rows), **settings)
+        object.__setattr__(data, "own", rows)
+        return data
+
+    @property
+    def named_client(self) -> bool:
+        """Whether the user named what holds each row's client."""
+        return self.client not in ("auto", "none")
+
+    def load(self, seed: int = 0) -> Dataset:
+        """The rows, checked and ready to train on; `seed` draws those to be held out where nothing
+        else says which."""
+        how = {one.name: getattr(self, one.name) for one in fields(Recipe) if one.name != "seed"}
+        if self.name != GIVEN:
+            return load(self.name, path=self.path, seed=seed, **how)
+        if self.own is None:
+            raise InputError(
+                "the rows of this run were given as objects, which no file holds",
+                field="data",
+                fix="give them again: nestling.resume(FOLDER, data=nestling.Data.of(x, y, …)); "
+                "the command line needs data in a file",
+            )
+        return prepare(self.name, self.own, Recipe(seed=seed, **how))
 
 
 @dataclass(frozen=True)
@@ -86,12 +164,38 @@ class Evaluation:
            clients' personal accuracy.
     batch: test batch, which matters for norm = "batch" only. calibration: training rows for the
            statistics of norm = "sbn" (0: all).
+    metrics: the user's own, as "package.module:function" (in Python the functions themselves): of
+           the true and the found classes, and of the logits where they ask for them.
     """
 
     every: int = 1
     clients: int = 50
     batch: int = 500
     calibration: int = 0
+    metrics: tuple[str, ...] = ()
+    own: dict[str, Callable[..., Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            every: int = ...,
+            clients: int = ...,
+            batch: int = ...,
+            calibration: int = ...,
+            metrics: Sequence[str | Callable[..., Any]] = ...,
+        ) -> None:
+            """Takes functions as metrics too."""
+
+    def __post_init__(self) -> None:
+        """Notes functions by their names, under which a file knows them."""
+        given = tuple(self.metrics)
+        names = tuple(name_of(metric) for metric in given)
+        known = {n: m for n, m in zip(names, given, strict=True) if not isinstance(m, str)}
+        object.__setattr__(self, "metrics", names)
+        object.__setattr__(self, "own", known)
 
 
 @dataclass(frozen=True)
@@ -218,7 +322,7 @@ class Experiment:
     def named_code(self) -> frozenset[str]:
         """The names of code of the user's own, "package.module:callable", wherever they stand."""
         fleet = fleet_of(self.fleet)
-        names = [self.method.name, self.model.name]
+        names = [self.method.name, self.model.name, self.data.name, *self.evaluate.metrics]
         names += [tier.model for tier in fleet.tiers] + [str(n["name"]) for n in fleet.networks]
         return frozenset(name for name in names if ":" in name)
 
@@ -286,7 +390,27 @@ class Experiment:
                 and getattr(other, kind).name == getattr(self, kind).name
             ):
                 object.__setattr__(copy, name, getattr(other, name))
+        if other is not None and other.data.own is not None and other.data == self.data:
+            object.__setattr__(copy, "data", other.data)
         return copy
+
+    def with_data(self, data: Data | None) -> Experiment:
+        """A copy with rows that are given again as objects; others than those of the experiment are
+        refused."""
+        if data is None:
+            return self
+        if self.data.name != GIVEN:
+            raise InputError(
+                f"the run reads {self.data.name!r} itself", field="data", fix="leave data= out"
+            )
+        if data != self.data:
+            what = "rows" if data.digest != self.data.digest else "settings of data"
+            raise InputError(
+                f"these are other {what} than those the run began with",
+                field="data",
+                fix="give the same to Data.of, or start another run",
+            )
+        return self.with_changes(data=data)
 
 
 def fleet_of(config: FleetConfig) -> FleetConfig:

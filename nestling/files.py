@@ -149,9 +149,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"
 
 
-def read_arrays(path: Path, field: str = "data.path") -> dict[str, Any]:
-    """The arrays x and y of an .npz file, and client and test where it has them; whatever is wrong
-    with the file is an `InputError` on `field`."""
+def read_arrays(path: Path, field: str = "data.path", client: str = "client") -> dict[str, Any]:
+    """The arrays x and y of an .npz file, and client (or what it is called) and test where it has
+    them; whatever is wrong with the file is an `InputError` on `field`."""
     import numpy as np
 
     if not path.is_file():
@@ -161,7 +161,7 @@ def read_arrays(path: Path, field: str = "data.path") -> dict[str, Any]:
         raise _no_archive(path, "not an .npz file", fix, field)
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in ARRAYS if key in file.files}
+            arrays = {key: file[key] for key in (*ARRAYS, client) if key in file.files}
         for key, array in arrays.items():
             if not isinstance(array, np.ndarray):
                 raise ValueError(f"{key} is no array")

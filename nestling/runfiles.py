@@ -43,6 +43,8 @@ run out."""
 Record = dict[str, Any]
 
 ACCURACIES = ("global_accuracy", "personal_accuracy")
+FALLING = ("loss", "error", "variance")
+"""How the names of metrics end of which less is better."""
 _SUMS = ("bytes_up", "bytes_down", "seconds", "refused", "late", "dropped")
 _LAST = ("clock_seconds", "energy_joules")
 
@@ -89,6 +91,14 @@ def counted(rows: Sequence[Mapping[str, Any]], tiers: Iterable[str]) -> Record:
             kind: last_and_best((row["round"], row.get(kind)) for row in rows)
             for kind in ACCURACIES
         },
+        "metrics": {
+            name: last_and_best(
+                ((row["round"], _block(row, "metrics").get(name)) for row in rows),
+                least=name.endswith(FALLING),
+            )
+            for name in dict.fromkeys(name for row in rows for name in _block(row, "metrics"))
+        },
+        "by_class": next((b for row in reversed(rows) if (b := _block(row, "by_class"))), {}),
         "by_tier": {
             tier: {
                 kind: last_and_best((row["round"], tier_block(row, tier).get(kind)) for row in rows)
@@ -106,14 +116,19 @@ def counted(rows: Sequence[Mapping[str, Any]], tiers: Iterable[str]) -> Record:
     }
 
 
-def last_and_best(points: Iterable[tuple[Any, Any]]) -> Record:
+def last_and_best(points: Iterable[tuple[Any, Any]], least: bool = False) -> Record:
     """Of (round, value) pairs, some without a value: the last and the best one, and when that was
-    (the first of equals)."""
+    (the first of equals). The best is the largest, or with `least` the smallest."""
     known = [(int(at), found) for at, value in points if (found := number(value)) is not None]
     if not known:
         return {"last": None, "best": None, "best_round": None}
-    best_round, best = max(known, key=lambda pair: pair[1])
+    best_round, best = max(known, key=lambda pair: -pair[1] if least else pair[1])
     return {"last": known[-1][1], "best": best, "best_round": best_round}
+
+
+def _block(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = record.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def tier_block(record: Mapping[str, Any], tier: str) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from rich.progress import (
 
 from nestling.cli.shared import GentleStop
 from nestling.experiment import Experiment
+from nestling.report.metrics_part import metrics_line
 from nestling.report.tables import terminal_table
 from nestling.report.words import duration
 from nestling.runs.federation import Metrics
@@ -40,6 +41,7 @@ def quiet_watcher() -> Iterator[Watcher]:
 def json_watcher() -> Iterator[Watcher]:
     """One JSON line per round on standard output."""
     yield Watcher(
+        started=lambda _experiment, description, _done: _tell_note(description["data"]["line"]),
         round=lambda metrics: print(json.dumps(metrics), flush=True),
         refusal=_tell_refusal,
         note=_tell_note,
@@ -93,6 +95,7 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         engine = description["engine"]
         place = engine.get("device_name", engine["device"])
         console.print(f"engine {engine['name']} on {place}, {engine['precision']}")
+        console.print(escape(description["data"]["line"]), soft_wrap=True)
         bar.update(task, total=experiment.rounds, completed=done, note="")
 
     def client(done: int, of: int) -> None:
@@ -233,6 +236,8 @@ def show_result(result: Result) -> None:
         )
     if own["last"] is not None:
         console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
+    if told := metrics_line(summary):
+        console.print(escape(told), soft_wrap=True)
     for name, other in summary.get("others", {}).items():
         console.print(
             f"{name} instead: {other['global_accuracy']:.2%} on the common test, personal "

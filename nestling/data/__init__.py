@@ -11,12 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from nestling.data import cifar, idx, npz
+from nestling.data import cifar, columns, folders, idx, log_mel, npz
+from nestling.data.called import call_rows
 from nestling.data.dataset import Dataset, as_labels, normalise
 from nestling.data.download import extract, fetch
+from nestling.data.given import digest_of, raw_rows
+from nestling.data.prepare import prepare
+from nestling.data.recipe import AUTO, NONE, RawRows, Reading, Recipe
 from nestling.data.split import Split, SplitConfig, make_split, take_public
 from nestling.errors import InputError, unknown
 
@@ -24,13 +29,19 @@ __all__ = [
     "DATASETS",
     "Dataset",
     "DatasetInfo",
+    "RawRows",
+    "Reading",
+    "Recipe",
     "Split",
     "SplitConfig",
     "data_folder",
+    "digest_of",
     "image_statistics",
     "load",
     "make_split",
     "normalise",
+    "prepare",
+    "raw_rows",
     "take_public",
 ]
 
@@ -42,8 +53,7 @@ class Request:
     name: str
     path: str
     folder: Path
-    missing: str
-    seed: int
+    recipe: Recipe
     download: bool
 
 
@@ -64,31 +74,45 @@ def load(
     *,
     path: str = "",
     data_dir: str | None = None,
-    missing: str = "refuse",
-    seed: int = 0,
     download: bool = True,
+    **how: Any,
 ) -> Dataset:
-    """The data set `name` of `DATASETS`, checked and ready to train on.
-
-    `path` is the file of "npz" and of nothing else; `missing` says what happens to NaN in .npz
-    files ("refuse", "mean", "zero"); `seed` chooses the held-out rows of an .npz file that names
-    none.
-    """
+    """The data set `name` of `DATASETS`, or what the callable "package.module:name" gives, checked
+    and ready to train on. `path` is the file of those that read one of the user's; `how` are the
+    fields of a `Recipe`."""
+    recipe = Recipe(**how)
+    recipe.check()
+    if ":" in name:
+        recipe.check_only(*_ROWS, "transform", "options", reader=name)
+        if recipe.client not in (AUTO, NONE):
+            raise InputError(
+                "the callable says itself whose a row is",
+                field="data.client",
+                fix="let it return client, and leave this out",
+            )
+        return prepare(name, call_rows(name, _own_options(recipe)), recipe)
     if name not in DATASETS:
         raise unknown("data set", name, DATASETS, field="data.name")
-    if missing not in npz.MISSING:
-        raise unknown("rule for missing values", missing, npz.MISSING, field="data.missing")
-    if path and name != "npz":
+    info = DATASETS[name]
+    if path and info.shape is not None:
         raise InputError(
             f"a path is given, but {name!r} has its own place",
             field="data.path",
             fix='remove it, or set data.name to "npz"',
         )
-    dataset = DATASETS[name].read(
-        Request(name, path, data_folder(data_dir), missing, seed, download)
-    )
+    if not path and info.shape is None:
+        raise InputError(
+            f'"{name}" reads a file of yours', field="data.path", fix=f"give {info.summary}"
+        )
+    dataset = info.read(Request(name, path, data_folder(data_dir), recipe, download))
     dataset.check()
     return dataset
+
+
+def _own_options(recipe: Recipe) -> dict[str, Any]:
+    """The options of the user's own callable: those of the transform are not for it."""
+    theirs = log_mel.options_of(recipe)
+    return {key: value for key, value in recipe.options.items() if key not in theirs}
 
 
 def data_folder(data_dir: str | None = None) -> Path:
@@ -143,7 +167,7 @@ def image_statistics(name: str) -> _Stats | None:
 
 
 def _images(
-    name: str,
+    request: Request,
     x: np.ndarray,
     y: np.ndarray,
     x_test: np.ndarray,
@@ -152,8 +176,24 @@ def _images(
     stats: _Stats,
     names: tuple[str, ...],
 ) -> Dataset:
+    request.recipe.check_only("missing", reader=request.name)  # which has nothing missing
+    usual = " and ".join(", ".join(map(str, figures)) for figures in stats)
+    reading = Reading(
+        request.name,
+        len(y),
+        len(y_test),
+        "its own",
+        tuple(x.shape[1:]),
+        "chw",
+        tuple(x.shape[1:]),
+        float(x.min()),
+        float(x.max()),
+        f"divided by 255, standardised by its usual mean and deviation {usual}",
+        len(names),
+        0,
+    )
     return Dataset(
-        name,
+        request.name,
         normalise(x, *stats),
         as_labels(y),
         normalise(x_test, *stats),
@@ -161,6 +201,7 @@ def _images(
         len(names),
         None,
         names,
+        reading,
     )
 
 
@@ -173,7 +214,7 @@ def _embedded() -> tuple[np.ndarray, ...]:
 def _read_embedded(request: Request) -> Dataset:
     x, y, x_test, y_test = _embedded()
     return _images(
-        request.name, x[:, None], y, x_test[:, None], y_test, stats=_MNIST_STATS, names=_DIGITS
+        request, x[:, None], y, x_test[:, None], y_test, stats=_MNIST_STATS, names=_DIGITS
     )
 
 
@@ -181,7 +222,7 @@ def _read_small(request: Request) -> Dataset:
     """The embedded digits without their empty border, every 3×3 pixels one."""
     x, y, x_test, y_test = _embedded()
     return _images(
-        request.name, _thirds(x), y, _thirds(x_test), y_test, stats=_MNIST_STATS, names=_DIGITS
+        request, _thirds(x), y, _thirds(x_test), y_test, stats=_MNIST_STATS, names=_DIGITS
     )
 
 
@@ -196,9 +237,7 @@ def _idx_reader(
     def read(request: Request) -> Dataset:
         files = [_idx_file(request, folder, file, url, digest) for file, digest in md5.items()]
         (x, y), (x_test, y_test) = idx.read_images(*files[:2]), idx.read_images(*files[2:])
-        return _images(
-            request.name, x[:, None], y, x_test[:, None], y_test, stats=stats, names=names
-        )
+        return _images(request, x[:, None], y, x_test[:, None], y_test, stats=stats, names=names)
 
     return read
 
@@ -222,31 +261,34 @@ def _read_cifar(request: Request) -> Dataset:
                 raise _absent(request, folder)
             fetch([_CIFAR_URL], archive, md5=_CIFAR_MD5)
         extract(archive, request.folder, [f"{_CIFAR_FOLDER}/{file}" for file in cifar.FILES])
-    return _images(
-        request.name, *cifar.read_folder(folder), stats=_CIFAR_STATS, names=cifar.CLASS_NAMES
-    )
+    return _images(request, *cifar.read_folder(folder), stats=_CIFAR_STATS, names=cifar.CLASS_NAMES)
 
 
 def _read_npz(request: Request) -> Dataset:
-    if not request.path:
-        raise InputError(
-            '"npz" reads a file of yours',
-            field="data.path",
-            fix="give the path of an .npz file with arrays x and y",
-        )
-    return npz.read_npz(
-        Path(request.path).expanduser(),
-        name=request.name,
-        missing=request.missing,
-        seed=request.seed,
-    )
+    return npz.read_npz(Path(request.path).expanduser(), request.recipe, name=request.name)
 
 
-def _read_named_npz(request: Request) -> Dataset:
-    path = request.folder / f"{request.name}.npz"
-    if not path.is_file():
-        raise _absent(request, path)
-    return npz.read_npz(path, name=request.name, missing=request.missing, seed=request.seed)
+def _named_npz(layout: str) -> Callable[[Request], Dataset]:
+    def read(request: Request) -> Dataset:
+        path = request.folder / f"{request.name}.npz"
+        if not path.is_file():
+            raise _absent(request, path)
+        return npz.read_npz(path, request.recipe, name=request.name, layout=layout)
+
+    return read
+
+
+def _door(read: Callable[[Path, Recipe], RawRows], *used: str) -> Callable[[Request], Dataset]:
+    def through(request: Request) -> Dataset:
+        request.recipe.check_only(*used, *_ROWS, reader=request.name)
+        rows = read(Path(request.path).expanduser(), request.recipe)
+        return prepare(request.name, rows, request.recipe)
+
+    return through
+
+
+_ROWS = ("layout", "scale", "missing", "client")
+_TABLE = ("label", "features", "test", "options")
 
 
 def _absent(request: Request, path: Path) -> InputError:
@@ -304,7 +346,7 @@ DATASETS: dict[str, DatasetInfo] = {
         (6, 128),
         6,
         True,
-        _read_named_npz,
+        _named_npz("lc"),
     ),
     "audiomnist": DatasetInfo(
         "spoken digits as log-mel pictures, 60 speakers",
@@ -312,7 +354,7 @@ DATASETS: dict[str, DatasetInfo] = {
         (1, 32, 32),
         10,
         True,
-        _read_named_npz,
+        _named_npz("hw"),
     ),
     "wisdm": DatasetInfo(
         "accelerometer features, 36 people, some missing",
@@ -320,14 +362,46 @@ DATASETS: dict[str, DatasetInfo] = {
         (43,),
         6,
         True,
-        _read_named_npz,
+        _named_npz("f"),
     ),
     "npz": DatasetInfo(
-        "a file of yours (data.path) with x, y and, if wanted, client and test",
+        "an .npz file of yours (data.path) with x, y and, if wanted, client and test",
         "yours",
         None,
         None,
         False,
         _read_npz,
+    ),
+    "csv": DatasetInfo(
+        "a .csv file of yours (data.path) with named columns; data.label names the classes",
+        "yours",
+        None,
+        None,
+        False,
+        _door(columns.read_csv, *_TABLE),
+    ),
+    "parquet": DatasetInfo(
+        "a .parquet file of yours (data.path) with named columns (nestling[tables])",
+        "yours",
+        None,
+        None,
+        False,
+        _door(columns.read_parquet, *_TABLE),
+    ),
+    "images": DatasetInfo(
+        "a folder of yours (data.path) with a folder of pictures for each class (nestling[images])",
+        "yours",
+        None,
+        None,
+        False,
+        _door(folders.read_images, "options"),
+    ),
+    "wavs": DatasetInfo(
+        "a folder of yours (data.path) with a folder of .wav files for each class",
+        "yours",
+        None,
+        None,
+        False,
+        _door(folders.read_wavs, "options", "transform"),
     ),
 }

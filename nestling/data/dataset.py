@@ -10,22 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nestling.data.recipe import Reading
 from nestling.errors import InputError
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Training and test rows in memory. One sample is (C, H, W), (C, L) or (F,); channels come
-    first."""
+    first. Token ids are (L,) whole numbers."""
 
     name: str
-    x: Tensor  # float32, normalised, contiguous
+    x: Tensor  # float32 (token ids: int64), normalised, contiguous
     y: Tensor  # int64 (N,)
     x_test: Tensor
     y_test: Tensor
     classes: int
     client: np.ndarray | None = None  # natural client of each training row, int64 0..K-1
     class_names: tuple[str, ...] = ()
+    reading: Reading | None = None  # what was read, and what was done to it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,7 +41,7 @@ class Dataset:
             raise self._wrong(f"{self.classes} class(es)", "at least two classes are needed")
         self._check_rows("training", self.x, self.y)
         self._check_rows("test", self.x_test, self.y_test)
-        if self.x_test.shape[1:] != self.x.shape[1:]:
+        if self.x_test.shape[1:] != self.x.shape[1:] or self.x_test.dtype != self.x.dtype:
             raise self._wrong(
                 f"training samples are {self.shape}, test samples not: {tuple(self.x_test.shape)}",
                 "make them alike",
@@ -53,10 +55,11 @@ class Dataset:
             self._check_client(self.client)
 
     def _check_rows(self, part: str, x: Tensor, y: Tensor) -> None:
-        if x.dtype != torch.float32 or y.dtype != torch.int64:
+        tokens = x.dtype == torch.int64 and x.dim() == 2
+        if (x.dtype != torch.float32 and not tokens) or y.dtype != torch.int64:
             raise self._wrong(
                 f"{part} rows are {x.dtype} with {y.dtype} labels",
-                "samples are float32, labels int64",
+                "samples are float32 (token ids int64), labels int64",
             )
         if y.dim() != 1 or x.dim() not in (2, 3, 4):
             raise self._wrong(

@@ -170,7 +170,9 @@ def split_part(run: Run, rows: Sequence[Row]) -> Markup:
         "the stronger a cell's colour, the more samples.",
         ident="c-split",
     )
-    body = fill("split.html", title=title, image=image, groups=groups, shades=_shades(counts))
+    body = fill("split.html", title=title, image=image, groups=groups, shades=shades_of(counts))
+    read = mapping(run.federation, "data").get("line")
+    body += note(f"What was read: {read}.") if isinstance(read, str) else Markup("")
     return section("split", "Data split", _split_lead(split, len(clients)), body)
 
 
@@ -215,7 +217,7 @@ def tier_groups(
     return groups
 
 
-def _shades(counts: Sequence[Sequence[float]]) -> list[tuple[str, str]]:
+def shades_of(counts: Sequence[Sequence[float]]) -> list[tuple[str, str]]:
     """Some numbers of samples, and how strong the colour of their cells is."""
     most = max((value for row in counts for value in row), default=0)
     steps = sorted({round(most * share) for share in (1 / 25, 4 / 25, 9 / 25, 16 / 25, 1)} - {0})

@@ -34,6 +34,7 @@ from nestling.report.markup import (
     source,
     table,
 )
+from nestling.report.metrics_part import metrics_part
 from nestling.report.svg import INK, Series
 from nestling.report.tables import overall_row, tier_rows
 from nestling.report.words import (
@@ -56,6 +57,7 @@ _NOT_EVALUATED = "Not evaluated."
 RUN_PARTS = [
     ("accuracy", "Accuracy"),
     ("personal", "Personal"),
+    ("metrics", "Metrics"),
     ("fit", "What fits"),
     ("boards", "Boards"),
     ("split", "Data split"),
@@ -94,6 +96,7 @@ def run_body(run: Run) -> Markup:
             _header(run, summary),
             _accuracy(run, summary, rows),
             _personal(run, rows),
+            metrics_part(run, summary),
             fit_part(run, rows),
             boards_part(run),
             split_part(run, rows),

@@ -13,6 +13,10 @@ MOST_SAID, MOST_LETTERS = 100, 300
 """How many refusals stand in a round's line by client, and how much of each: who is refused can
 make more of them."""
 
+MOST_CLASSES = 30
+"""A confusion matrix of more classes is written down in the last round only: each of them would be
+longer than all the rest of a line."""
+
 
 def account_for(federation: Federation, round: Round) -> Metrics:
     """A round's metrics; adds it to the totals, and says who was refused, what boards did and that
@@ -31,8 +35,17 @@ def account_for(federation: Federation, round: Round) -> Metrics:
     totals.clock_seconds += round.seconds
     totals.energy_joules += round.joules
     tested = dict(
-        round.tested or {"global_accuracy": None, "personal_accuracy": None, "by_tier": {}}
+        round.tested
+        or {
+            "global_accuracy": None,
+            "personal_accuracy": None,
+            "by_tier": {},
+            "metrics": {},
+            "by_class": {},
+        }
     )
+    if federation.world.classes > MOST_CLASSES and round.number != federation.rounds:
+        tested["by_class"] = {k: v for k, v in tested["by_class"].items() if k != "confusion"}
     accuracies = tested.pop("by_tier")
     return {
         "round": round.number,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.attacks import flipped
-from nestling.data import Dataset, Split, load, make_split, take_public
+from nestling.data import Dataset, Split, make_split, take_public
 from nestling.devices import DEFAULT_TIERS, Budget, FleetConfig, Tier, make_fleet
 from nestling.devices.fit import exceeded
 from nestling.engines import choose_where, make_engine
@@ -25,6 +25,7 @@ from nestling.runs.federation import Federation
 from nestling.schema import require
 from nestling.seeds import stream, torch_seeded
 from nestling.store import ClientStore
+from nestling.tasks.own_metric import own_metrics
 from nestling.training.client import Site
 from nestling.views import Reference
 from nestling.world import Piece, World, budget_of, piece_cost, plan_tiers, while_free
@@ -110,10 +111,15 @@ def make_world(
 
 
 def _data(experiment: Experiment) -> Dataset:
-    """The data as they are read: which rows are the test's must not depend on the seed, or runs of
+    """The data as they are read: which rows are the test's does not depend on the seed, or runs of
     two seeds would be measured on different rows."""
-    data = experiment.data
-    return load(data.name, path=data.path, missing=data.missing)
+    if experiment.data.named_client and experiment.split.kind != "natural":
+        raise InputError(
+            f"data.client names whose a row is, and {experiment.split.kind!r} divides rows anew",
+            field="split.kind",
+            fix='set it to "natural", or leave data.client out',
+        )
+    return experiment.data.load()
 
 
 def _fingerprint(whole: Dataset, split: Split, references: dict[str, Reference]) -> dict[str, Any]:
@@ -181,6 +187,12 @@ def reference_network(
 def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
     if experiment.model.name:
         return experiment
+    if not dataset.x.is_floating_point():
+        raise InputError(
+            f"{dataset.name} holds token ids, and no network is named that takes them",
+            field="model.name",
+            fix="name one that begins with an embedding, or set data.layout",
+        )
     wanted = experiment.make_method().as_set.model if len(dataset.shape) == 3 else ""
     return experiment.with_changes(
         model=Named(wanted or default_model(dataset.shape), experiment.model.options)
@@ -365,6 +377,7 @@ def _federation(
         experiment.evaluate.batch,
         order[: experiment.evaluate.calibration or len(order)].to(place),
         panel(world, experiment.evaluate.clients),
+        own_metrics(experiment.evaluate.metrics, experiment.evaluate.own),
     )
     chosen = experiment.engine
     engine = make_engine(
@@ -391,7 +404,15 @@ def _federation(
         experiment.evaluate.every,
         experiment.server,
         experiment.attack,
+        reading=_reading(dataset, experiment.split.kind),
     )
+
+
+def _reading(dataset: Dataset, kind: str) -> dict[str, Any]:
+    """What was read; of rows that nobody read, how many there are."""
+    if dataset.reading is not None:
+        return dataset.reading.table(kind)
+    return {"line": f"data {dataset.name}: {len(dataset.y):,} rows as they were given"}
 
 
 def _portable(experiment: Experiment) -> bool:

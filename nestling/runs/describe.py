@@ -26,6 +26,7 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
             "shape": list(world.main.shape),
             "classes": world.classes,
         },
+        "data": dict(federation.reading),
         "tiers": [_tier(experiment, federation, plan) for plan in world.plans.values()],
         "split": _split(experiment, world),
     }

@@ -25,6 +25,8 @@ from nestling.methods import Method
 from nestling.models.norm import calibrate
 from nestling.models.pixels import by_pixel
 from nestling.models.taps import logits_and_features
+from nestling.tasks.classification import Answers, answers_of, measured, pooled, spread
+from nestling.tasks.own_metric import OwnMetric
 from nestling.views import View
 from nestling.views.nested import common_head, headed
 from nestling.world import Device, Model, World
@@ -42,12 +44,18 @@ class Bench:
     batch: int
     calibration: Tensor
     panel: list[int]
+    metrics: tuple[OwnMetric, ...] = ()
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether a metric of the user's asks for outputs."""
+        return any(metric.logits for metric in self.metrics)
 
 
 KINDS = ("global_accuracy", "personal_accuracy")
 
-Tested = dict[Any, list[tuple[Model, Tensor]]]
-"""Models that were tested and which rows they got right, by network and view."""
+Tested = dict[Any, list[tuple[Model, Answers]]]
+"""Models that were tested and what they said, by network and view."""
 
 
 def panel(world: World, clients: int) -> list[int]:
@@ -63,7 +71,7 @@ def panel(world: World, clients: int) -> list[int]:
 
 def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
     """Accuracies now: global, personal, both by tier, and those of the other models that a method
-    names."""
+    names; and the further metrics, all from the same passes."""
     tested: Tested = {}
     if method.as_set.personal and bench.x_test.is_cuda:
         _test_together(method, world, bench, tested)
@@ -74,6 +82,9 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
         _test_model(method.model_for(device), world, bench, device, tested) for device in devices
     ]
     whole = method.global_model()
+    said = (
+        _known_answers(whole, tested, world, bench) if whole else pooled([r["said"] for r in rows])
+    )
     by_tier = {}
     for tier in world.plans:
         own = [r for r in rows if r["tier"] == tier]
@@ -83,11 +94,12 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
         for name, model in method.other_models(device).items():
             others.setdefault(name, []).append(_test_model(model, world, bench, device, tested))
     return {
-        "global_accuracy": _accuracy(_known_hits(whole, tested, world, bench))
-        if whole
+        "global_accuracy": _accuracy(said.hits(bench.y_test))
+        if whole and said
         else _mean(r["global_accuracy"] for r in rows),
         "personal_accuracy": _mean(r["personal_accuracy"] for r in rows),
         "by_tier": by_tier,
+        **_further(said, [r["personal_accuracy"] for r in rows], world, bench),
         **(
             {
                 "others": {
@@ -101,6 +113,23 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
     }
 
 
+def _further(
+    said: Answers | None, personal: Sequence[float], world: World, bench: Bench
+) -> dict[str, Any]:
+    """The metrics beside accuracy: of the global model, or of the clients' models together where
+    there is none."""
+    if said is None:
+        return {"metrics": {}, "by_class": {}}
+    y = bench.y_test.repeat(len(said.classes) // len(bench.y_test))
+    metrics, by_class = measured(said, y, world.classes)
+    metrics |= spread(personal)
+    if bench.metrics:
+        logits = None if said.logits is None else said.logits.float().cpu().numpy()
+        known, found = y.cpu().numpy(), said.classes.cpu().numpy()
+        metrics |= {own.name: own.value(known, found, logits) for own in bench.metrics}
+    return {"metrics": metrics, "by_class": by_class}
+
+
 def _test_together(method: Method, world: World, bench: Bench, tested: Tested) -> None:
     """Tests the clients' own models, those of one network as one stack."""
     kinds: dict[Any, list[Model]] = {}
@@ -110,7 +139,7 @@ def _test_together(method: Method, world: World, bench: Bench, tested: Tested) -
     for key, models in kinds.items():
         network = models[0].reference.network(models[0].view)
         if len(models) > 1 and not _calibrated(network) and not _recurrent(network):
-            tested[key] = list(zip(models, stacked_hits(models, bench), strict=True))
+            tested[key] = list(zip(models, stacked_answers(models, bench).each(), strict=True))
 
 
 def _recurrent(network: nn.Module) -> bool:
@@ -135,46 +164,53 @@ def _test_nested(method: Method, world: World, bench: Bench, tested: Tested) -> 
     views[whole.view.key()] = whole.view
     head = common_head(whole.reference, whole.view, tuple(views.values()))
     if head:
-        ask = partial(_parts_classes, head=head, views=tuple(views.values()), own=whole.view)
-        hits = _predict(ready(whole, bench), bench.x_test, bench.batch, ask) == bench.y_test
-        for (key, view), own in zip(views.items(), hits, strict=True):
+        ask = partial(_parts_logits, head=head, views=tuple(views.values()), own=whole.view)
+        said = _answers(ready(whole, bench), bench, ask)
+        for (key, view), own in zip(views.items(), said.each(), strict=True):
             tested[whole.reference.name, key] = [
                 (Model(whole.reference, view, view.extract(whole.state)), own)
             ]
 
 
 @torch.no_grad()
-def stacked_hits(models: Sequence[Model], bench: Bench) -> Tensor:
-    """(models, test rows) whether each model of one network is right about each row."""
+def stacked_answers(models: Sequence[Model], bench: Bench) -> Answers:
+    """What each model of one network says of each test row."""
     module = models[0].reference.network(models[0].view).eval()
     stacked = {
         name: torch.stack([m.state[name].to(bench.x_test.device) for m in models])
         for name in models[0].state
     }
-    forward = vmap(
-        lambda state, x: functional_call(module, state, (x,)).argmax(-1), in_dims=(0, None)
-    )
-    return (
-        torch.cat([forward(stacked, x) for x in bench.x_test.split(bench.batch)], 1) == bench.y_test
+    forward = vmap(lambda state, x: functional_call(module, state, (x,)), in_dims=(0, None))
+    batches = zip(bench.x_test.split(bench.batch), bench.y_test.split(bench.batch), strict=True)
+    # Outputs of all models at once would be large: what is kept of a batch is a few numbers a row.
+    found = [answers_of(forward(stacked, x), y, bench.wants_logits) for x, y in batches]
+    return Answers(
+        torch.cat([one.classes for one in found], 1),
+        torch.cat([one.loss for one in found], 1),
+        torch.cat([one.confidence for one in found], 1),
+        torch.cat([one.logits for one in found if one.logits is not None], 1)
+        if bench.wants_logits
+        else None,
     )
 
 
-def _known_hits(model: Model, tested: Tested, world: World, bench: Bench) -> Tensor:
-    """The model's hits; a model with the very same weights is not tested again."""
+def _known_answers(model: Model, tested: Tested, world: World, bench: Bench) -> Answers:
+    """What a model says; one with the very same weights is not tested again."""
     known = tested.setdefault((model.reference.name, model.view.key()), [])
-    for other, hits in known:
+    for other, said in known:
         if other is model or all(
             torch.equal(other.state[name], t) for name, t in model.state.items()
         ):
-            return hits
-    known.append((model, _hits(model, world, bench)))
+            return said
+    known.append((model, _tested(model, world, bench)))
     return known[-1][1]
 
 
 def _test_model(
     model: Model, world: World, bench: Bench, device: Device, tested: Tested
 ) -> dict[str, Any]:
-    hits = _known_hits(model, tested, world, bench)
+    said = _known_answers(model, tested, world, bench)
+    hits = said.hits(bench.y_test)
     held_out = world.split.holdout(device.id)
     if len(held_out):
         module = ready(model, bench)
@@ -184,11 +220,21 @@ def _test_model(
         )
     else:
         personal = _personal(hits, bench.y_test, world.split.counts(device.id))
-    return {"tier": device.tier, "global_accuracy": _accuracy(hits), "personal_accuracy": personal}
+    return {
+        "tier": device.tier,
+        "global_accuracy": _accuracy(hits),
+        "personal_accuracy": personal,
+        "said": said,
+    }
 
 
-def _hits(model: Model, _world: World, bench: Bench) -> Tensor:
-    return _predict(ready(model, bench), bench.x_test, bench.batch) == bench.y_test
+def _tested(model: Model, _world: World, bench: Bench) -> Answers:
+    return _answers(ready(model, bench), bench, _logits)
+
+
+def _answers(module: nn.Module, bench: Bench, ask: Ask) -> Answers:
+    logits = _predict(module, bench.x_test, bench.batch, ask, along=-2)
+    return answers_of(logits, bench.y_test, bench.wants_logits)
 
 
 def ready(model: Model, bench: Bench) -> nn.Module:
@@ -206,16 +252,19 @@ def _calibrated(module: nn.Module) -> bool:
 
 
 Ask = Callable[[nn.Module, Tensor], Tensor]
-"""From a network and a batch to (…, rows) classes."""
+"""From a network and a batch to (…, rows) classes, or (…, rows, classes) outputs."""
 
 
-def _predict(module: nn.Module, x: Tensor, batch: int, ask: Ask | None = None) -> Tensor:
-    """The classes that a network sees. On a CPU its batches are shared among the cores, each
-    computed by one thread as always."""
+def _predict(
+    module: nn.Module, x: Tensor, batch: int, ask: Ask | None = None, along: int = -1
+) -> Tensor:
+    """The classes that a network sees, or what else is asked of it; `along` is the dimension of the
+    rows. On a CPU its batches are shared among the cores, each computed by one thread as
+    always."""
     parts, ask = x.split(batch), ask or _classes
     threads = 1 if x.is_cuda else min(len(parts), cores())
     if threads == 1:
-        return torch.cat(_ask_all(module, parts, ask), -1)
+        return torch.cat(_ask_all(module, parts, ask), along)
     # A copy for everyone: a network's code may keep something between its layers.
     networks = [module, *(copy.deepcopy(module) for _ in range(threads - 1))]
     with ThreadPoolExecutor(threads) as pool:
@@ -224,7 +273,7 @@ def _predict(module: nn.Module, x: Tensor, batch: int, ask: Ask | None = None) -
                 _ask_all, networks, (parts[k::threads] for k in range(threads)), [ask] * threads
             )
         )
-    return torch.cat([found[k % threads][k // threads] for k in range(len(parts))], -1)
+    return torch.cat([found[k % threads][k // threads] for k in range(len(parts))], along)
 
 
 @torch.no_grad()
@@ -236,12 +285,16 @@ def _classes(module: nn.Module, x: Tensor) -> Tensor:
     return module(x).argmax(-1)
 
 
-def _parts_classes(
+def _logits(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+def _parts_logits(
     module: nn.Module, x: Tensor, head: str, views: Sequence[View], own: View
 ) -> Tensor:
-    """The classes that the networks of some views inside a network see, one row per view."""
+    """The outputs of the networks of some views inside a network, one layer per view."""
     features = logits_and_features(module, head, x)[1]
-    return torch.stack([headed(module, head, view, own, features).argmax(-1) for view in views])
+    return torch.stack([headed(module, head, view, own, features) for view in views])
 
 
 def _accuracy(hits: Tensor) -> float:

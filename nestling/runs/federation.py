@@ -68,6 +68,7 @@ class Federation:
     ahead: int = 0  # rounds that the method's state is ahead of `totals`
     stateful: bool = False  # whether any client has kept anything
     notes: list[str] = field(default_factory=list)  # what a run should tell its user beside results
+    reading: Mapping[str, Any] = field(default_factory=dict)  # what was read as its data
 
     def __post_init__(self) -> None:
         """Gives the method the server's way to merge, and draws who lies where anybody does."""

@@ -156,6 +156,8 @@ def _scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in metrics.items():
         if isinstance(value, (int, float)) and name != "round":
             yield name, float(value)
+        elif name == "metrics":
+            yield from ((k, float(v)) for k, v in value.items() if v is not None)
         elif name == "by_tier":
             yield from (
                 (f"{tier}/{k}", float(v))

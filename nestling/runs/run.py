@@ -22,7 +22,7 @@ from torch import nn
 from nestling.engines import ENGINES
 from nestling.engines.engine import account
 from nestling.errors import InputError
-from nestling.experiment import Experiment
+from nestling.experiment import Data, Experiment
 from nestling.methods import Method
 from nestling.named_code import only
 from nestling.report.folder import read_run
@@ -59,7 +59,8 @@ done again after a crash."""
 
 @dataclass
 class Watcher:
-    """What wants to hear of a run: each may be replaced."""
+    """What wants to hear of a run: each may be replaced. `started` is told the experiment, what is
+    known of the federation (what was read is in its "data"), and the rounds that are done."""
 
     started: Callable[[Experiment, dict[str, Any], int], None] = lambda *_: None
     client: Callable[[int, int], None] = lambda *_: None
@@ -149,11 +150,12 @@ def resume(
     trust: Iterable[str] = (),
     model: nn.Module | None = None,
     method: Method | None = None,
+    data: Data | None = None,
 ) -> Result:
     """Goes on with the run in a folder, from its last checkpoint. Only `rounds`, `engine` and
     `data.path` may be overridden. Code that the folder names, "package.module:callable", is
-    imported where `trust` names it too. A network or a method that the run was given as an object
-    must be given again, and be the same."""
+    imported where `trust` names it too. A network, a method or rows that the run was given as
+    objects must be given again, and be the same."""
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key.split(".")[0] not in ("rounds", "engine") and key != "data.path":
@@ -172,7 +174,9 @@ def resume(
     home.take()
     try:
         with one_thread():
-            settled, federation = restored(home, overrides, trust=trust, model=model, method=method)
+            settled, federation = restored(
+                home, overrides, trust=trust, model=model, method=method, data=data
+            )
             if overrides:
                 home.write(EXPERIMENT, with_whole_path(settled).to_toml())
                 _refresh_fingerprint(home, settled, federation)
@@ -194,13 +198,14 @@ def load(
     trust: Iterable[str] = (),
     model: nn.Module | None = None,
     method: Method | None = None,
+    data: Data | None = None,
 ) -> Result:
     """The result of the run in a folder, finished or not: its summary and metrics at once, its
-    models when they are asked for. `trust`, `model` and `method` are those of `resume`."""
+    models when they are asked for. `trust`, `model`, `method` and `data` are those of `resume`."""
     run = read_run(Path(path))
 
     def federation() -> Federation:
-        with opened(path, trust, model, method) as result:
+        with opened(path, trust, model, method, data) as result:
             return result.federation
 
     return Result(summary_of(run), run.metrics, Path(path), federation)
@@ -212,10 +217,11 @@ def opened(
     trust: Iterable[str] = (),
     model: nn.Module | None = None,
     method: Method | None = None,
+    data: Data | None = None,
 ) -> Iterator[Result]:
     """The result of the run in a folder as of its last checkpoint, for looking at its models; no
-    round is played. The folder is this process's while the block lasts; `trust`, `model` and
-    `method` are those of `resume`."""
+    round is played. The folder is this process's while the block lasts; `trust`, `model`, `method`
+    and `data` are those of `resume`."""
     home = folder.reopen(Path(path), field="RUN").take(field="RUN")
     try:
         if not checkpoint.exists(home.path):
@@ -226,8 +232,10 @@ def opened(
             )
         # How the clients were trained does not matter here, and what trained them may be missing on
         # this machine.
-        overrides = ("engine.name=auto", "engine.device=auto")
-        federation = restored(home, overrides, trust=trust, model=model, method=method)[1]
+        overrides = ("engine.name=auto", "engine.device=auto", "evaluate.metrics=[]")
+        federation = restored(home, overrides, trust=trust, model=model, method=method, data=data)[
+            1
+        ]
         yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
     finally:
         home.close()
@@ -254,11 +262,12 @@ def restored(
     trust: Iterable[str] = (),
     model: nn.Module | None = None,
     method: Method | None = None,
+    data: Data | None = None,
 ) -> tuple[Experiment, Federation]:
     """The federation of a folder's run, as of its last checkpoint. What no file can hold is that of
-    `own`, or `model` and `method`: a network or a method that was given as an object, which must be
-    the one the run began with. A folder is data: the code that it names is imported where `own`,
-    `method` or `trust` names it too."""
+    `own`, or `model`, `method` and `data`: what was given as an object, and must be what the run
+    began with. A folder is data: the code that it names is imported where `own`, `method` or
+    `trust` names it too."""
     trusted = [*trust, *(own.named_code() if own is not None else ())]
     trusted += [f"{type(method).__module__}:{type(method).__qualname__}"] if method else []
     said = home.read_json(FEDERATION)
@@ -266,7 +275,7 @@ def restored(
     with only(trusted):
         experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
         given = {"model": model, "method": method}
-        experiment = experiment.with_changes(
+        experiment = experiment.with_data(data).with_changes(
             **{name: value for name, value in given.items() if value is not None}
         )
         experiment = found_again(
@@ -465,6 +474,7 @@ def summarise(
         "seed": experiment.seed,
         "rounds": experiment.rounds,
         "data": experiment.data.name,
+        "data_read": federation.reading.get("line"),
         "model": experiment.model.name,
         "norm": norm_of(experiment),
         "global_model": federation.method.as_set.global_model,

@@ -76,11 +76,7 @@ class Reference:
     @cached_property
     def parameters(self) -> frozenset[str]:
         """The names that are trained; the rest of the state are buffers."""
-        return frozenset(
-            name
-            for name, p in self.module.named_parameters()
-            if p.requires_grad
-        )
+        return frozenset(name for name, p in self.module.named_parameters() if p.requires_grad)
 
     @cached_property
     def taps(self) -> Taps:

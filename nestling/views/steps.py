@@ -17,9 +17,32 @@ from nestling.views.rules import apply_rule, tensors_in
 from nestling.views.ties import Joint, Nodes, Ties
 
 LAYING_OUT = frozenset(
-    """view _unsafe_view reshape clone expand repeat permute transpose transpose_ t contiguous alias
-    detach unsqueeze squeeze select slice unbind split unsafe_split split_with_sizes _to_copy
-    lift_fresh empty""".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "clone",
+        "expand",
+        "repeat",
+        "permute",
+        "transpose",
+        "transpose_",
+        "t",
+        "contiguous",
+        "alias",
+        "detach",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "slice",
+        "unbind",
+        "split",
+        "unsafe_split",
+        "split_with_sizes",
+        "_to_copy",
+        "lift_fresh",
+        "empty",
+    ]
 )
 """Operations that compute nothing; whether they are needed may depend on sizes."""
 

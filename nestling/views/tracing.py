@@ -76,7 +76,7 @@ def _record(
     for dtype in (torch.float32, torch.int64):
         try:
             return *_passed(module, state, shape, dtype), dtype
-        except Exception as error:  # noqa: BLE001, PERF203 (whatever a user's forward raises)
+        except Exception as error:  # noqa: PERF203 (whatever a user's forward raises)
             refused = refused or error
     raise InputError(
         f"the network cannot be traced with inputs of shape {tuple(shape)}: {refused}",
@@ -90,9 +90,7 @@ def _passed(
 ) -> tuple[Ties, Steps]:
     ties = Ties()
     convolutions = {
-        id(layer.weight)
-        for layer in module.modules()
-        if isinstance(layer, nn.modules.conv._ConvNd)
+        id(layer.weight) for layer in module.modules() if isinstance(layer, nn.modules.conv._ConvNd)
     }
     for tensor in state.values():
         ties.number(tensor, kernel=id(tensor) in convolutions)

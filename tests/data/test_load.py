@@ -109,7 +109,7 @@ def test_idx_files_are_downloaded_once(tmp_path, site, write_idx):
         site.put(file.name, file.read_bytes())
     md5 = {file.stem: hashlib.md5(file.read_bytes()).hexdigest() for file in files}
     read = data._idx_reader("MNIST/raw", site.url, md5, data._MNIST_STATS, data._DIGITS)
-    request = data.Request("mnist", "", tmp_path / "cache", "refuse", 0, download=True)
+    request = data.Request("mnist", "", tmp_path / "cache", data.Recipe(), download=True)
     first, second = read(request), read(request)
     assert torch.equal(first.x, second.x)
     assert len(site.asked) == 4

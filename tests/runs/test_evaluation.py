@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import nestling
-from nestling.runs.evaluation import Tested, _hits, _predict, _test_nested, stacked_hits
+from nestling.runs.evaluation import (
+    Tested,
+    _predict,
+    _test_nested,
+    _tested,
+    stacked_answers,
+)
 from tests.small import small
 
 
@@ -23,14 +29,18 @@ def test_a_stack_of_models_is_tested_like_each_of_them() -> None:
         if world.device(client).tier == "small"
     ]
     assert len(models) == 2
-    together = stacked_hits(models, bench)
-    alone = torch.stack([_hits(model, world, bench) for model in models])
-    assert torch.equal(together, alone) and not torch.equal(alone[0], alone[1])
+    together = stacked_answers(models, bench)
+    alone = [_tested(model, world, bench) for model in models]
+    assert torch.equal(together.classes, torch.stack([one.classes for one in alone]))
+    assert torch.allclose(together.loss, torch.stack([one.loss for one in alone]), atol=1e-4)
+    assert not torch.equal(alone[0].classes, alone[1].classes)
 
 
 def test_the_global_model_is_not_tested_twice(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     seen = []
-    monkeypatch.setattr("nestling.runs.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
+    monkeypatch.setattr(
+        "nestling.runs.evaluation._tested", lambda *a: seen.append(a) or _tested(*a)
+    )
     nestling.run(small("all-large", rounds=1))
     assert len(seen) == 1
     seen.clear()
@@ -40,7 +50,9 @@ def test_the_global_model_is_not_tested_twice(monkeypatch) -> None:  # type: ign
 
 def test_equal_parts_with_other_weights_are_tested_each(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     seen = []
-    monkeypatch.setattr("nestling.runs.evaluation._hits", lambda *a: seen.append(a) or _hits(*a))
+    monkeypatch.setattr(
+        "nestling.runs.evaluation._tested", lambda *a: seen.append(a) or _tested(*a)
+    )
     tiers = (
         nestling.Tier(name="one", ratio=1.0, count=1),
         nestling.Tier(name="other", ratio=1.0, count=1),
@@ -86,10 +98,12 @@ def test_nested_parts_are_tested_like_each_of_them(norm: str) -> None:
     assert len(tested) == (3 if norm in ("group", "batch") else 0)
     for client in range(4):
         model = method.model_for(world.device(client))
-        for known, hits in tested.get(("main", model.view.key()), []):
+        for known, said in tested.get(("main", model.view.key()), []):
             assert all(torch.equal(known.state[name], t) for name, t in model.state.items())
             # a tie may be rounded the other way
-            assert float((hits != _hits(model, world, bench)).float().mean()) < 0.002
+            other = _tested(model, world, bench)
+            assert float((said.classes != other.classes).float().mean()) < 0.002
+            assert torch.allclose(said.loss, other.loss, atol=1e-3)
 
 
 def test_parts_that_read_others_are_not_tested_by_the_whole() -> None:

@@ -68,7 +68,11 @@ def in_a_fleet_file(table: dict[str, Any]) -> None:
     table["fleet"]["path"] = "fleet.toml"
 
 
-PLACES = [in_the_method, in_the_model, in_a_tier, in_the_list, in_a_fleet_file]
+def in_the_data(table: dict[str, Any]) -> None:
+    table["data"] = {"name": f"{MODULE}:rows"}
+
+
+PLACES = [in_the_method, in_the_model, in_a_tier, in_the_list, in_a_fleet_file, in_the_data]
 
 
 @pytest.fixture(scope="module")

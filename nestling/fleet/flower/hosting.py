@@ -122,9 +122,10 @@ def _watcher() -> Watcher:
     """What happens, as lines of the log."""
     from nestling.runs.run import Watcher
 
-    def started(experiment: Experiment, _description: dict[str, Any], done: int) -> None:
+    def started(experiment: Experiment, description: dict[str, Any], done: int) -> None:
         text = f"{experiment.method.name}: round {done + 1} of {experiment.rounds} is next"
         logs.tell(log, logs.Note(text, "started", round=done + 1, rounds=experiment.rounds))
+        logs.tell(log, description["data"]["line"])
 
     def round(row: Metrics) -> None:
         accuracy = row.get("global_accuracy")

@@ -422,7 +422,8 @@ def _try_mask(group: Group) -> bool:
         return False  # statistics of another kind would see the filling
     x, y, rows = sample_of(group)
     mask = torch.tensor([True, True, False], device=x.device)
-    strange = torch.cat([x[:2], x[2:] * 3 + 1])
+    # a number beyond the last token would be none of the network's
+    strange = torch.cat([x[:2], x[2:] * 3 + 1 if x.is_floating_point() else x[2:]])
     whole = objective_on(group, Batch(strange, y, rows, 0, mask))
     short = objective_on(group, Batch(x[:2], y[:2], rows[:2], 0))
     return bool(torch.allclose(whole, short, rtol=1e-4, atol=1e-6))

@@ -1,0 +1,115 @@
+"""What was measured beside accuracy: the numbers of a run, its classes, and what was taken for
+what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from nestling.report.fleet_parts import shades_of
+from nestling.report.folder import Run, last_best, mapping
+from nestling.report.markup import Cell, Column, fill, section, table
+from nestling.report.svg import heat_map
+from nestling.report.words import decimal, number, percent, plural, whole
+
+Row = Mapping[str, Any]
+_PICTURED_CLASSES = 100
+_WORDS: dict[str, tuple[str, Callable[[object], str]]] = {
+    "macro_f1": ("Macro F1", lambda value: percent(value, 2)),
+    "test_loss": ("Test loss", decimal),
+    "calibration_error": ("Calibration error", lambda value: percent(value, 2)),
+    "personal_worst": ("Personal accuracy, the worst client", lambda value: percent(value, 2)),
+    "personal_tenth": ("Personal accuracy, a tenth do not reach", lambda value: percent(value, 2)),
+    "personal_variance": ("Personal accuracy, variance", decimal),
+}
+
+
+def metric_words(name: str, value: object) -> tuple[str, str]:
+    """A metric's name and value as they are shown; those of the user's own as they are."""
+    words, form = _WORDS.get(name, (name, decimal))
+    return words, form(value)
+
+
+def metrics_line(summary: Row) -> str:
+    """The last values in one line; nothing where there are none."""
+    found = mapping(summary, "metrics")
+    pairs = [metric_words(name, last_best(block)[0]) for name, block in found.items()]
+    return ", ".join(f"{words[0].lower()}{words[1:]} {value}" for words, value in pairs)
+
+
+def metrics_part(run: Run, summary: Row) -> Markup:
+    """The section of metrics; nothing of a run that has none."""
+    found = mapping(summary, "metrics")
+    if not found:
+        return Markup("")
+    by_class = mapping(summary, "by_class")
+    names = mapping(run.federation, "split").get("class_names")
+    labels = [str(name) for name in names] if isinstance(names, list) else []
+    lead = (
+        "Of the global model, or where there is none of the clients' models together, on the "
+        "common test set; personal accuracies over the clients that were tested."
+    )
+    body = _table(found) + _recall(by_class, labels) + _confusion(by_class, labels)
+    return section("metrics", "Metrics", lead, body)
+
+
+def _table(found: Row) -> Markup:
+    columns = [
+        Column("Metric", numeric=False),
+        Column("last"),
+        Column("best"),
+        Column("best round"),
+    ]
+    rows = []
+    for name, block in found.items():
+        last, best, at = last_best(block)
+        words, shown = metric_words(name, last)
+        rows.append(
+            [
+                Cell(words),
+                Cell(shown, last),
+                Cell(metric_words(name, best)[1], best),
+                Cell(whole(at), at),
+            ]
+        )
+    return table(columns, rows, label="Metrics")
+
+
+def _recall(by_class: Row, labels: Sequence[str]) -> Markup:
+    shares = by_class.get("recall")
+    if not isinstance(shares, list) or not shares:
+        return Markup("")
+    columns = [Column("Class", numeric=False), Column("Recall")]
+    rows = [
+        [Cell(_label(labels, at)), Cell(percent(share, 2), number(share))]
+        for at, share in enumerate(shares)
+    ]
+    return table(columns, rows, label="Recall by class")
+
+
+def _confusion(by_class: Row, labels: Sequence[str]) -> Markup:
+    counts = by_class.get("confusion")
+    if not isinstance(counts, list) or not all(isinstance(row, list) for row in counts):
+        return Markup("")
+    if not 0 < len(counts) <= _PICTURED_CLASSES:
+        return Markup("")
+    figures = [[number(value) or 0.0 for value in row] for row in counts]
+    names = [_label(labels, at) for at in range(len(figures))]
+    title = "What rows of a class were taken for"
+    image = heat_map(
+        figures,
+        rows=names,
+        columns=[str(at) for at in range(len(figures))],
+        groups=[],
+        title=title,
+        desc=f"{plural(len(names), 'class', 'classes')} down, the same across: the stronger a "
+        "cell's colour, the more test rows of the one were taken for the other.",
+        ident="c-confusion",
+    )
+    return fill("split.html", title=title, image=image, groups=[], shades=shades_of(figures))
+
+
+def _label(labels: Sequence[str], at: int) -> str:
+    return labels[at] if at < len(labels) else str(at)

@@ -1,0 +1,1 @@
+"""What a task measures. Classification is the one there is."""
