@@ -46,6 +46,7 @@ from nestling.fleet.protocol import local
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.server.engine import Patience
 from nestling.fleet.server.serving import enliven
+from nestling.methods.server import KEPT
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.runs.loop import play
@@ -121,7 +122,8 @@ def state_of(federation: Federation) -> dict[str, bytes]:
 
 
 def bits_of(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, bytes]:
-    parts = state.items()
+    """A method's state, without the server's own notes, which only fleets have."""
+    parts = [(kind, part) for kind, part in state.items() if not kind.startswith(KEPT)]
     return {
         f"{kind}/{name}": t.detach().cpu().numpy().tobytes()
         for kind, part in parts

@@ -18,6 +18,7 @@ pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
 import nestling
 from nestling import Experiment, FleetConfig, Named, Tier
 from nestling.experiment import Data
+from nestling.methods.server import KEPT
 from nestling.runs import checkpoint
 from nestling.runs.assemble import assemble
 from nestling.runs.federation import Federation
@@ -50,8 +51,12 @@ def small_boards(method: str, **changes: Any) -> Experiment:
 
 
 def flat(state: dict[str, State]) -> State:
+    """What a method keeps; the server's own notes (how long steps were) only fleets have."""
     return {
-        f"{kind}/{name}": tensor for kind, part in state.items() for name, tensor in part.items()
+        f"{kind}/{name}": tensor
+        for kind, part in state.items()
+        if not kind.startswith(KEPT)
+        for name, tensor in part.items()
     }
 
 

@@ -24,6 +24,7 @@ from nestling.fleet.flower import InProcessGrid, client_app
 from nestling.fleet.flower.hosting import _played
 from nestling.fleet.server import server as serving
 from nestling.runs import checkpoint
+from tests.fleet.flower.test_fleet import flat
 from tests.fleet.flower.wire_device import honest
 from tests.fleet.loop import plain, same, six, state_of
 from tests.fleet.processes import fleet
@@ -136,8 +137,7 @@ def test_whatever_write_does_not_fit_the_run_stands_whole_and_goes_on(
     assert ended.count("disk") == len(ended) - 1 > 2, ended
     saved = checkpoint.load(disk / "run")
     assert saved is not None and saved[1].round == 3
-    here = {f"{kind}/{n}": t for kind, part in saved[0].items() for n, t in part.items()}
-    assert same(here, state_of(plain("shared-average")[0]))
+    assert same(flat(saved[0]), state_of(plain("shared-average")[0]))
 
 
 def test_a_server_does_not_give_up_on_a_full_disk(tmp_path: Path) -> None:
