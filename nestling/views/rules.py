@@ -166,9 +166,7 @@ def _affine_product(ties: Ties, out: Tensor, bias: Tensor, a: Tensor, b: Tensor,
     ties.tie(ties.of(bias)[-1], ties.of(out)[-1])
 
 
-def _linear(
-    ties: Ties, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> None:
+def _linear(ties: Ties, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     ties.tie(ties.of(x)[-1], ties.of(weight)[1])
     if bias is not None:
         ties.tie(ties.of(bias)[0], ties.of(weight)[0])

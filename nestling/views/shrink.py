@@ -151,9 +151,7 @@ def _resize_recurrent(layer: nn.RNNBase, shapes: Mapping[str, tuple[int, ...]]) 
     layer._init_flat_weights()
 
 
-def _resize_attention(
-    layer: nn.MultiheadAttention, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def _resize_attention(layer: nn.MultiheadAttention, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Heads keep their size, so there are fewer of them."""
     if "in_proj_weight" in shapes:
         layer.embed_dim = layer.kdim = layer.vdim = shapes["in_proj_weight"][1]

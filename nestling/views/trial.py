@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nestling.views.axes import FREE, Axes
 from nestling.views.rules import tensors_in
 from nestling.views.shrink import resize
-from nestling.views.steps import LAYING_OUT, Carried, Step, Steps, answer, following
+from nestling.views.steps import LAYING_OUT, Carried, Step, Steps, answer, following, run_on_meta
 from nestling.views.ties import Ties
 from nestling.views.view import View
 
@@ -113,7 +113,7 @@ def _tried(
         small = resize(trial.module, shapes, counts=sizes)
         with torch.no_grad(), following(small, path), watch:
             answer(small, trial.shape, trial.dtype)
-    except Exception as error:  # noqa: BLE001 (whatever a user's forward raises)
+    except Exception as error:
         line = _line(error.__traceback__, path[-1] if path else "")
         return _Failure(keep, watch.right, path[-1] if path else "", line, _said(error))
     return None
@@ -137,7 +137,7 @@ class _Watch(TorchDispatchMode):
         self.right = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out, _, _ = run_on_meta(func, args, kwargs)
         name = func.overloadpacket.__name__
         if name not in LAYING_OUT:
             step = self.steps[self.right] if self.right < len(self.steps) else None
@@ -158,9 +158,7 @@ class _Watch(TorchDispatchMode):
             shape[d] == (made.shape[d] if line is None else self._count(line))
             for d, line in enumerate(made.nodes)
             if d not in joint
-        ) and all(
-            math.prod(shape[d] for d in j.dims) == self._count(j.nodes) for j in made.joints
-        )
+        ) and all(math.prod(shape[d] for d in j.dims) == self._count(j.nodes) for j in made.joints)
 
     def _count(self, nodes: np.ndarray) -> int:
         return int(self.flags[self.channels[nodes]].sum())
@@ -285,7 +283,11 @@ def _own_module(module: nn.Module, path: str) -> str:
 
 def _said(error: Exception) -> str:
     first = str(error).strip().split("\n")[0]
-    return first[:120] if isinstance(error, _DiffersError) else f"{type(error).__name__}: {first[:120]}"
+    return (
+        first[:120]
+        if isinstance(error, _DiffersError)
+        else f"{type(error).__name__}: {first[:120]}"
+    )
 
 
 def _line(frames: TracebackType | None, path: str) -> str:

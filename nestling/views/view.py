@@ -51,9 +51,7 @@ class View:
     def names(self) -> tuple[str, ...]:
         """The state tensors that travel, in the order of the reference."""
         return tuple(
-            n
-            for n in self.axes.shapes
-            if not _under(n, self.dropped) and not self._private(n)
+            n for n in self.axes.shapes if not _under(n, self.dropped) and not self._private(n)
         )
 
     def _private(self, name: str) -> bool:

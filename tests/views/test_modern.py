@@ -178,9 +178,10 @@ def test_where_the_width_is_divided_by_heads_they_are_cut_together() -> None:
     axes = trace(Transformer(FusedAttention(12, 3)), (STEPS, INPUTS))
     assert sizes(axes) == {"embed": 3, "blocks.0.mlp.0": 10}
     rows = axes.dims["blocks.0.attention.qkv.weight"][0]
-    assert rows is not None and rows.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + (
-        [0] * 4 + [1] * 4 + [2] * 4
-    ) * 2
+    assert (
+        rows is not None
+        and rows.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + ([0] * 4 + [1] * 4 + [2] * 4) * 2
+    )
     two = by_index(axes, {"embed": [0, 2]})
     small = sub_module(Transformer(FusedAttention(12, 3)), two)
     assert small.blocks[0].attention.heads == 2  # type: ignore[union-attr]
