@@ -37,6 +37,7 @@ from nestling.store import ClientStore
 from nestling.training.phase import Train
 from nestling.training.recorder import Recorder
 from nestling.views import Reference, State, View, prefix, to_spec
+from nestling.views.cutting import cutting
 from nestling.views.depth import depth_views
 from nestling.where import CPU, Where
 
@@ -273,6 +274,7 @@ def _plan(
     if tier.model:
         return _plan_own_network(tier, profile, references[tier.name], budget)
     if tier.ratio:
+        _require_cuttable(tier, main)
         piece = (
             _depth_piece(main, tier.ratio)
             if tier.cut == "depth"
@@ -283,6 +285,16 @@ def _plan(
     _require_fit(found, main.name)
     piece = Piece(main, ratio_view(main, found.ratio))
     return Plan(tier, profile, piece, found.ratio, piece_cost(piece), found, budget)
+
+
+def _require_cuttable(tier: Tier, main: Reference) -> None:
+    """A share of a network can only be given where the network can be cut."""
+    if tier.ratio < 1 and tier.cut != "depth" and not main.axes.names:
+        raise InputError(
+            f"the network has no axis that could be cut: {'; '.join(cutting(main).lines())}",
+            field=f"fleet.tiers ({tier.name}): ratio",
+            fix="give ratio = 1, or name a smaller network for this tier (model = ...)",
+        )
 
 
 def _plan_own_network(tier: Tier, profile: Profile, reference: Reference, budget: Budget) -> Plan:

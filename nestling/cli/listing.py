@@ -15,6 +15,7 @@ from nestling.experiment import fleet_of
 from nestling.methods import ALIASES, METHODS, method_class
 from nestling.models import MODELS
 from nestling.runs.assemble import reference_network
+from nestling.views.cutting import cutting
 from nestling.world import Plan, plan_tiers, ratio_cost
 
 Rows = list[dict[str, Any]]
@@ -130,6 +131,7 @@ def fit_rows(
 ) -> Rows:
     """The largest piece for one device or for every tier of a fleet."""
     main = reference_network(model, {}, shape, classes, 0, "main")
+    cut = asdict(cutting(main))
     if fleet is None:
         assert device_name is not None
         found = fit(device(device_name), lambda ratio: ratio_cost(main, ratio), budget)
@@ -138,6 +140,7 @@ def fit_rows(
                 "tier": device_name,
                 "count": 1,
                 "whole": ratio_cost(main, 1.0).params,
+                "cut": cut,
                 **asdict(found),
             }
         ]
@@ -149,7 +152,7 @@ def fit_rows(
     }
     plans = plan_tiers(made, own, main, budget)
     return [
-        _plan_row(plan, made.count_of(plan.tier), ratio_cost(main, 1.0).params)
+        {**_plan_row(plan, made.count_of(plan.tier), ratio_cost(main, 1.0).params), "cut": cut}
         for plan in plans.values()
     ]
 

@@ -57,6 +57,7 @@ def fit(
         raise InputError("give either --device or --fleet", field="--device")
     from nestling.cli.listing import fit_rows, fit_table
     from nestling.devices import Budget
+    from nestling.views.cutting import Cutting
 
     budget = Budget(
         batch=batch, samples=samples, epochs=epochs, optimizer=optimizer, seconds=seconds
@@ -66,6 +67,8 @@ def fit(
         print(json.dumps(rows, indent=1))
     else:
         print_table(fit_table(model, rows))
+        for line in Cutting(**rows[0]["cut"]).lines():
+            print(f"  {line}")
         if device is not None:
             for reason in rows[0]["reasons"]:
                 print(f"  {reason}")

@@ -29,6 +29,7 @@ from nestling.report.words import duration
 from nestling.runs.federation import Metrics
 from nestling.runs.run import Result, Watcher, emptiness
 from nestling.runs.sweep_cells import SweepWatcher
+from nestling.views.cutting import Cutting
 
 
 @contextmanager
@@ -92,6 +93,8 @@ def _follow(console: Console, bar: Progress) -> Watcher:
             f"{min(t['params'] for t in tiers):,} to {max(t['params'] for t in tiers):,} "
             f"parameters of {experiment.model.name}" + _always_zero(tiers)
         )
+        for line in Cutting(**description["model"]["cut"]).lines():
+            console.print(f"[yellow]{escape(line)}[/yellow]", soft_wrap=True)
         engine = description["engine"]
         place = engine.get("device_name", engine["device"])
         console.print(f"engine {engine['name']} on {place}, {engine['precision']}")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.models.parts import named
+from nestling.models.tied import tied_names
 
 FORMS = ("separable", "columns")
 
@@ -31,8 +32,10 @@ def factorable(
 ) -> dict[str, tuple[int, ...]]:
     """The layers that may be factorised and the shapes of their weights, in order: convolutions
     without groups, but for the `dense` first ones and, unless `pointwise`, those with a kernel of
-    one pixel; linear layers but for the last if `linear`."""
-    layers = dict(module.named_modules())
+    one pixel; linear layers but for the last if `linear`. Layers whose weight is another one's too
+    stay as they are."""
+    tied = {name for first, others in tied_names(module).items() for name in (first, *others)}
+    layers = {name: layer for name, layer in module.named_modules() if f"{name}.weight" not in tied}
     convolutions = [
         name for name, layer in layers.items() if isinstance(layer, (nn.Conv1d, nn.Conv2d))
     ]

@@ -40,11 +40,11 @@ class GraphLayer:
 def graph_of(module: nn.Module) -> tuple[GraphLayer, ...]:
     """The layers that have parameters, each after those it reads; a chain where the network cannot
     be traced."""
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if any(True for _ in layer.named_parameters(recurse=False))
-    }
+    tensors: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, p in module.named_parameters():  # a tied one once, under its first name
+        layer, _, leaf = name.rpartition(".")
+        tensors.setdefault(layer, {})[leaf] = tuple(p.shape)
+    layers = {name: layer for name, layer in module.named_modules() if name in tensors}
     reads = _reads(module, layers) or {
         name: [before] if before else []
         for before, name in zip(["", *layers], layers, strict=False)
@@ -55,7 +55,7 @@ def graph_of(module: nn.Module) -> tuple[GraphLayer, ...]:
         GraphLayer(
             name,
             KINDS.index("head") if name in last else _kind(layers[name]),
-            {leaf: tuple(p.shape) for leaf, p in layers[name].named_parameters(recurse=False)},
+            tensors[name],
             tuple(numbers[other] for other in before),
         )
         for name, before in reads.items()

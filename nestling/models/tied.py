@@ -44,11 +44,35 @@ def name_once(module: nn.Module) -> nn.Module:
     """The module itself, whose `state_dict` names every tensor once from now on; states with one
     name and with all of them can be loaded."""
     tied = tied_names(module)
+    if tied:
+        _part_modules(module, {id(module)})
     if tied and "_tied" not in module.__dict__:
         module.__dict__["_tied"] = tied
         module._register_state_dict_hook(_leave_out)
         module.register_load_state_dict_pre_hook(_put_back)
     return module
+
+
+def _part_modules(module: nn.Module, seen: set[int]) -> None:
+    """Puts a twin with the same tensors wherever a module stands a second time: `functional_call`
+    would put its tensors back in the wrong order."""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if id(child) in seen:
+            child = module._modules[name] = _twin(child)
+        seen.add(id(child))
+        _part_modules(child, seen)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    for kept in ("_parameters", "_buffers", "_modules"):
+        twin.__dict__[kept] = dict(module.__dict__[kept])
+    if isinstance(twin, nn.RNNBase):
+        twin._init_flat_weights()
+    return twin
 
 
 def _all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

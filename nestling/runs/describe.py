@@ -10,6 +10,7 @@ from nestling.devices.fit import need
 from nestling.experiment import Experiment
 from nestling.models import MODELS
 from nestling.runs.federation import Federation
+from nestling.views.cutting import cutting
 from nestling.world import Plan, World, ratio_cost
 
 PICTURED_CLIENTS = 100
@@ -25,6 +26,7 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
             "norm": norm_of(experiment),
             "shape": list(world.main.shape),
             "classes": world.classes,
+            "cut": asdict(cutting(world.main)),
         },
         "data": dict(federation.reading),
         "tiers": [_tier(experiment, federation, plan) for plan in world.plans.values()],

@@ -68,9 +68,11 @@ class Axes:
         return cut / every if every else 0.0
 
 
-def no_axes(shapes: Mapping[str, tuple[int, ...]], note: str) -> Axes:
-    """The axes of a network that is only ever used whole."""
+def no_axes(
+    shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, tuple[str, ...]], note: str
+) -> Axes:
+    """The axes of a network that can only be used whole."""
     dims: dict[str, tuple[np.ndarray | None, ...]] = {
         name: (None,) * len(shape) for name, shape in shapes.items()
     }
-    return Axes((), (), (), dims, dict(shapes), notes=(note,))
+    return Axes((), (), (), dims, dict(shapes), tied, notes=(note,))

@@ -17,7 +17,7 @@ from nestling.models.tied import name_once
 from nestling.views.axes import Axes
 from nestling.views.flat import Layout, Packed, layout_of, pack
 from nestling.views.shrink import resize
-from nestling.views.tracing import trace
+from nestling.views.tracing import trace_or_whole
 from nestling.views.view import View, from_spec, full
 
 _KEPT = 64
@@ -49,9 +49,9 @@ class Reference:
     def axes(self) -> Axes:
         """The network's channel axes, traced once for all networks of one kind."""
         if self.kind is None:
-            return trace(self.module, self.shape)
+            return trace_or_whole(self.module, self.shape)
         if self.kind not in _AXES:
-            _AXES[self.kind] = trace(self.module, self.shape)
+            _AXES[self.kind] = trace_or_whole(self.module, self.shape)
             _forget_oldest(_AXES)
         return _AXES[self.kind]
 

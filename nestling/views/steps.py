@@ -12,12 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from nestling.views.rules import apply_rule, tensors_in
 from nestling.views.ties import Joint, Nodes, Ties
 
+_META = torch.device("meta")
+
 LAYING_OUT = frozenset(
-    [
+    {
         "view",
         "_unsafe_view",
         "reshape",
@@ -42,7 +45,7 @@ LAYING_OUT = frozenset(
         "_to_copy",
         "lift_fresh",
         "empty",
-    ]
+    }
 )
 """Operations that compute nothing; whether they are needed may depend on sizes."""
 
@@ -86,7 +89,7 @@ class Uses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation."""
-        out = func(*args, **(kwargs or {}))
+        out, args, kwargs = run_on_meta(func, args, kwargs)
         # What is changed in place may be a part of something that is read later.
         self.calls.append(
             (list(tensors_in([args, kwargs])), list(tensors_in(out)), func._schema.is_mutable)
@@ -119,10 +122,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation."""
-        kwargs, used = kwargs or {}, self.used[len(self.steps)]
+        used, before = self.used[len(self.steps)], list(tensors_in([args, kwargs]))
+        read = tuple(_carried(self.ties, t) for t in before)
+        out, args, kwargs = run_on_meta(func, args, kwargs)
         inputs = list(tensors_in([args, kwargs]))
-        read = tuple(_carried(self.ties, t) for t in inputs)
-        out = func(*args, **kwargs)
         if used:
             self.read.update(id(t) for t in inputs)
             apply_rule(self.ties, func, out, args, kwargs)
@@ -131,6 +134,19 @@ class Recorder(TorchDispatchMode):
         self.steps.append(Step(func.overloadpacket.__name__, path, read, made, used))
         self.ties.alive += inputs
         return out
+
+
+def run_on_meta(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The result of an operation, and its arguments, with everything on the meta device: also
+    constants that a forward makes or keeps on another."""
+    args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs or {}))
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        kwargs = {**kwargs, "device": _META}
+    return func(*args, **kwargs), args, kwargs
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device == _META else torch.empty_like(tensor, device=_META)
 
 
 def _carried(ties: Ties, tensor: Tensor) -> Carried:

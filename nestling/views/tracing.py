@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.models.tied import tie_again, tied_names
-from nestling.views.axes import FREE, Axes
+from nestling.views.axes import FREE, Axes, no_axes
 from nestling.views.rules import tensors_in
 from nestling.views.steps import Recorder, Steps, Uses, answer, following
 from nestling.views.ties import Nodes, Ties
 from nestling.views.trial import Trial, mend
+
+_INPUTS = (torch.float32, torch.int64)  # a network of words takes their numbers
 
 
 def trace(module: nn.Module, shape: Sequence[int]) -> Axes:
@@ -59,6 +61,34 @@ def trace(module: nn.Module, shape: Sequence[int]) -> Axes:
             return axes
 
 
+def trace_or_whole(module: nn.Module, shape: Sequence[int]) -> Axes:
+    """The axes of `module`, or none where it runs on such inputs but cannot be traced."""
+    try:
+        return trace(module, shape)
+    except InputError as error:
+        if not any(_runs(module, shape, dtype) for dtype in _INPUTS):
+            raise
+        shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+        tied = tied_names(module)
+        aliases = {name for others in tied.values() for name in others}
+        return no_axes(
+            {name: size for name, size in shapes.items() if name not in aliases},
+            tied,
+            error.message,
+        )
+
+
+def _runs(module: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    first = next(module.parameters(), torch.zeros(0))
+    tried = copy.deepcopy(module).eval()
+    try:
+        with torch.no_grad():
+            tried(torch.zeros((2, *shape), dtype=dtype, device=first.device))
+    except Exception:
+        return False
+    return True
+
+
 def _state(module: nn.Module) -> dict[str, Tensor]:
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -73,7 +103,7 @@ def _record(
     """The ties and steps of one pass, and the type of input that it took: a network whose inputs
     are the numbers of words takes whole ones only."""
     refused = None
-    for dtype in (torch.float32, torch.int64):
+    for dtype in _INPUTS:
         try:
             return *_passed(module, state, shape, dtype), dtype
         except Exception as error:  # noqa: PERF203 (whatever a user's forward raises)

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nestling.views.axes import FREE, Axes
 from nestling.views.rules import tensors_in
 from nestling.views.shrink import resize
-from nestling.views.steps import LAYING_OUT, Carried, Step, Steps, answer, following
+from nestling.views.steps import LAYING_OUT, Carried, Step, Steps, answer, following, run_on_meta
 from nestling.views.ties import Ties
 from nestling.views.view import View
 
@@ -137,7 +137,7 @@ class _Watch(TorchDispatchMode):
         self.right = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out, _, _ = run_on_meta(func, args, kwargs)
         name = func.overloadpacket.__name__
         if name not in LAYING_OUT:
             step = self.steps[self.right] if self.right < len(self.steps) else None
