@@ -50,6 +50,8 @@ class View:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The state tensors that travel, in the order of the reference."""
+        if not self.dropped and not self.private:
+            return tuple(self.axes.shapes)
         return tuple(
             n for n in self.axes.shapes if not _under(n, self.dropped) and not self._private(n)
         )
