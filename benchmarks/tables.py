@@ -23,10 +23,17 @@ Row = dict[str, Any]
 
 
 def options(
-    what: str, cache: str, lines: str, rounds: int = 0, data: Sequence[str] = (), seeds: int = 3
+    what: str,
+    cache: str,
+    lines: str,
+    rounds: int = 0,
+    data: Sequence[str] = (),
+    seeds: int = 3,
+    columns: str = "",
 ) -> argparse.Namespace:
     """--lines --seeds --workers --cache --write, and where a table has another length at will
-    --rounds and --device, where it has several data sets --data; `lines` says what they are."""
+    --rounds and --device, where it has several data sets --data, where columns can be chosen
+    --columns; `lines` and `columns` say what they are."""
     parser = argparse.ArgumentParser(
         description=what, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,6 +49,9 @@ def options(
             default="cpu",
             help="cpu: one run a worker, in-process; cuda: the cohort engine",
         )
+    if columns:
+        told = f"separated by commas (default: all): {columns}"
+        parser.add_argument("--columns", default=columns, help=told)
     if data:
         parser.add_argument("--data", default=data[0], choices=data)
     return parser.parse_args()

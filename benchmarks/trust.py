@@ -1,14 +1,14 @@
 """What a fleet with liars reaches, by merge: clean, and under every attack.
 
     python benchmarks/trust.py [--lines a,b] [--seeds 3] [--rounds 15] [--device cpu|cuda]
-        [--workers 2] [--cache FILE] [--write]
+        [--workers 2] [--columns mean,median] [--cache FILE] [--write]
 
 The embedded digits, 20 devices of the default kinds with 60 rows each of all classes, all of them
 in every round, 15 rounds of two epochs. A line is a method and an attack at a share of the fleet,
 "heterofl sign 20"; "heterofl clean" is nobody. Its columns are the merges, and the mean behind a
 gate where there is a global model; where there is none, clients' own models are measured. A start
 of a line's name stands for all that begin with it: "heterofl", "flexfl labels". `--write` puts the
-table into docs/trust.md.
+table into docs/trust.md, one of fewer columns beside that of all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ ROUNDS, GATE = 15, 2.0
 
 
 def main() -> None:
-    chosen = options(__doc__ or "", "trust.json", "starts of lines, e.g. heterofl sign", ROUNDS)
+    chosen = options(
+        __doc__ or "",
+        "trust.json",
+        "starts of lines, e.g. heterofl sign",
+        ROUNDS,
+        columns=",".join(MERGES),
+    )
+    merges = tuple(chosen.columns.split(","))
     asked = [start.strip() for start in chosen.lines.split(",")]
     lines = [
         line
@@ -41,12 +48,14 @@ def main() -> None:
         f"{line} | {merge} {seed}": (line, merge, seed, chosen.rounds, chosen.device)
         for line in lines
         for merge in merges_of(line)
+        if merge in merges
         for seed in range(chosen.seeds)
     }
-    text = table(lines, chosen.seeds, played(play, wanted, chosen))
+    text = table(lines, merges, chosen.seeds, played(play, wanted, chosen))
     print(text)
     if chosen.write:
-        write("trust table", text, "trust.md")
+        marker = "trust table" if merges == MERGES else "trust table, fewer columns"
+        write(marker, text, "trust.md")
 
 
 def can_be(line: str) -> bool:
@@ -85,9 +94,11 @@ def experiment(line: str, merge: str, seed: int, rounds: int = ROUNDS) -> Experi
     )
 
 
-def table(lines: list[str], seeds: int, found: dict[str, dict[str, Any]]) -> str:
+def table(
+    lines: list[str], merges: tuple[str, ...], seeds: int, found: dict[str, dict[str, Any]]
+) -> str:
     """One line a method and attack, one column a merge."""
-    head = [f"| | | {' | '.join(MERGES)} |", f"|---|---|{'---|' * len(MERGES)}"]
+    head = [f"| | | {' | '.join(merges)} |", f"|---|---|{'---|' * len(merges)}"]
     rows = []
     for line in lines:
         method, _, attack = line.partition(" ")
@@ -96,7 +107,7 @@ def table(lines: list[str], seeds: int, found: dict[str, dict[str, Any]]) -> str
             spread([found[f"{line} | {merge} {seed}"][kind] for seed in range(seeds)], unit="")
             if merge in merges_of(line)
             else "–"
-            for merge in MERGES
+            for merge in merges
         ]
         said = attack if attack == "clean" else f"{attack} %"
         rows.append(f"| {method_class(method).info.title} | {said} | {' | '.join(cells)} |")

@@ -134,7 +134,7 @@ class Robust:
         if self.rule not in WHOLES or len(steps) < ENOUGH:
             return [True] * len(steps)
         if self.rule == "aligned":
-            return agreeing(_along(torch.where(flags, values, 0.0), flags))
+            return agreeing(_along(torch.where(flags, values, 0.0), flags, _most_holders(flags)))
         apart = _mean_apart(*_apart(steps, flags.to(torch.float64)))
         return nearest(apart, _left_out(self.trim, len(apart)))
 
@@ -259,25 +259,37 @@ def distances(reference: Mapping[str, Tensor], given: Sequence[Contribution]) ->
 
 
 def alignment(reference: Mapping[str, Tensor], given: Sequence[Contribution]) -> Tensor:
-    """Of every reply the product of its step and the median one, over the entries that it and at
-    least two others hold."""
+    """Of every reply the product of its step and the median one, over the entries that it and the
+    most others hold: at least half as many as hold any entry of it, and three. Liars that are a
+    few among all may be most of those with the largest pieces, and would be the median there."""
     place = next((old.device for old in reference.values()), None)
-    along = torch.zeros(len(given), dtype=torch.float64, device=place)
+    most = torch.zeros(len(given), dtype=torch.float64, device=place)
+    along = torch.zeros_like(most)
+    kept = []
     for name, old in reference.items():
         own = [k for k, c in enumerate(given) if name in c.view.shapes]
         if own and old.is_floating_point():
             values, held = spread_out(name, old, [given[k] for k in own])
-            steps = torch.where(held, values - old, 0.0)
-            along[torch.tensor(own, device=place)] += _along(steps, held)
+            at = torch.tensor(own, device=place)
+            kept.append((at, torch.where(held, values - old, 0.0), held))
+            most[at] = torch.maximum(most[at], _most_holders(held))
+    for at, steps, held in kept:
+        along[at] += _along(steps, held, most[at])
     return along
 
 
-def _along(steps: Tensor, held: Tensor) -> Tensor:
-    """The product of every row and the median of those that hold an entry, where enough do. What a
-    row does not hold is zero."""
+def _most_holders(held: Tensor) -> Tensor:
+    """Of every row, how many hold the entry of it that the most hold."""
+    return (held * held.sum(0)).flatten(1).amax(1).to(torch.float64)
+
+
+def _along(steps: Tensor, held: Tensor, most: Tensor) -> Tensor:
+    """The product of every row and the median one, where at least half of `most` hold an entry,
+    and enough. What a row does not hold is zero."""
     holders = held.sum(0)
     way = torch.where(holders >= ENOUGH, middle(steps, held, (holders - 1).clamp(min=0) // 2), 0.0)
-    return (steps * way).flatten(1).sum(1)
+    judged = 2 * holders >= _rowwise(most, steps)
+    return torch.where(judged, steps * way, 0.0).flatten(1).sum(1)
 
 
 def agreeing(along: Tensor) -> list[bool]:

@@ -118,13 +118,23 @@ def aligned_by_loops(
 ) -> set[int]:
     if len(said) < 3:
         return set(range(len(said)))
-    products = [0.0] * len(said)
-    for place, was in before.items():
-        holders = [k for k, own in enumerate(said) if place in own]
-        if len(holders) >= 3 and place[0] in floats:
-            way = statistics.median(said[k][place] - was for k in holders)
-            for k in holders:
-                products[k] += way * (said[k][place] - was)
+    holders = {
+        place: [k for k, own in enumerate(said) if place in own]
+        for place in before
+        if place[0] in floats
+    }
+    products = []
+    for own in said:
+        mine = [place for place in own if place in holders]
+        most = max((len(holders[place]) for place in mine), default=0)
+        products.append(
+            sum(
+                (own[place] - before[place])
+                * statistics.median(said[j][place] - before[place] for j in holders[place])
+                for place in mine
+                if len(holders[place]) >= max(3, most / 2)
+            )
+        )
     return {k for k, product in enumerate(products) if product > 0} or set(range(len(said)))
 
 
