@@ -56,12 +56,13 @@ from nestling.fleet.care import certs
 from nestling.fleet.care.audit import BrokenChain, check
 from nestling.runfiles import lines_of
 from nestling.runs import checkpoint
+from nestling.runs.assemble import assemble
 from nestling.runs.federation import MOST_SHARE, MOST_STEP
 from tests.fleet.processes import Client, ProcessFleet, Running, fleet
 
 MANY = 100_000
 """Rounds that no hour is long enough for."""
-FLAT = 0.05
+FLAT, DIRECT = 0.05, "direct"
 PAUSE, REST = (2.0, 20.0), (3.0, 12.0)
 """How long somebody is stopped, and how long it is until the next fault."""
 
@@ -70,7 +71,7 @@ def told(behind: int, direct: int) -> Experiment:
     """Small devices behind gateways and larger ones of their own, all in every round, with the
     bounds that a fleet has by itself, so that the simulator has them too."""
     base = experiment(behind, MANY)
-    larger = Tier(name="direct", ratio=1.0, count=direct)
+    larger = Tier(name=DIRECT, ratio=1.0, count=direct)
     tiers = (*base.fleet.tiers, *([larger] if direct else []))
     return base.with_changes(
         fleet=FleetConfig(tiers=tiers),
@@ -85,8 +86,7 @@ class Load:
 
     made: ProcessFleet
     asked: Experiment
-    behind: list[list[str]]  # by gateway, its devices
-    direct: list[str]
+    direct: dict[str, int]  # the client that each device is which joins by itself
     seed: int
     serve: tuple[str, ...]
     server: Running | None = None
@@ -107,8 +107,8 @@ class Load:
         self.made.started.append(self.gateways[name])
 
     def start_device(self, name: str) -> None:
-        number = sum(map(len, self.behind)) + self.direct.index(name)
-        self.devices[name] = self.made.start_client(name, "direct", "--client", str(number))
+        number = str(self.direct[name])
+        self.devices[name] = self.made.start_client(name, DIRECT, "--client", number)
 
     def play(self, seconds: float, radios: Mapping[str, Any]) -> None:
         """Lets things happen for so long."""
@@ -153,12 +153,12 @@ class Load:
             line.close()  # it is noticed, and connects again
 
     def _kill_device(self, draw: random.Random) -> None:
-        name = draw.choice(self.direct)
+        name = draw.choice(list(self.direct))
         _kill(self.devices[name])
         self.start_device(name)
 
     def _stop(self, draw: random.Random) -> None:
-        tree = _tree(self.devices[draw.choice(self.direct)].pid)
+        tree = _tree(self.devices[draw.choice(list(self.direct))].pid)
         _signal(tree, signal.SIGSTOP)
         time.sleep(draw.uniform(*PAUSE))
         _signal(tree, signal.SIGCONT)
@@ -303,25 +303,27 @@ def main() -> int:
 
 def measured(root: Path, given: argparse.Namespace) -> int:
     asked = told(given.behind, given.direct)
-    names = [f"d{number}" for number in range(given.behind)]
-    groups = [names[k :: given.gateways] for k in range(given.gateways)]
-    direct = [f"c{number}" for number in range(given.direct)]
+    kinds = assemble(asked)[1].world.fleet
+    own = {c: kinds.tier_of(c).name == DIRECT for c in range(len(kinds))}
+    behind = {f"d{c}": c for c in own if not own[c]}
+    direct = {f"c{c}": c for c in own if own[c]}
+    groups = [list(behind)[k :: given.gateways] for k in range(given.gateways)]
     brokers = [_broker(root / f"broker{k}", group) for k, group in enumerate(groups)]
     of = {name: brokers[k] for k, group in enumerate(groups) for name in group}
-    flash = {f"d{c}": blob for c, blob in images(asked, range(given.behind)).items()}
+    flash = {f"d{c}": blob for c, blob in images(asked, list(behind.values())).items()}
     try:
         radio = devices_of(flash, lambda name: of[name].as_user(name))
         with radio as radios, fleet(root / "fleet") as made:
             made.root.mkdir()
             hubs = [f"gw{k}={len(group)}" for k, group in enumerate(groups)]
-            certs.issue(made.certs, hosts=["127.0.0.1"], devices=direct, gateways=hubs)
+            certs.issue(made.certs, hosts=["127.0.0.1"], devices=list(direct), gateways=hubs)
             made.secure = True
             words = ("--min-clients", "1", "--deadline", str(given.deadline), "--health", "off")
-            load = Load(made, asked, groups, direct, given.seed, words)
+            load = Load(made, asked, direct, given.seed, words)
             load.start_server()
             for k, group in enumerate(groups):
                 (made.root / f"gw{k}").mkdir()
-                clients = {name: names.index(name) for name in group}
+                clients = {name: behind[name] for name in group}
                 user = brokers[k].as_user("gateway")
                 gateway_file(made.root / f"gw{k}", user, clients, absence=5.0)
                 load.start_gateway(f"gw{k}")

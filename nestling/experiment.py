@@ -24,7 +24,7 @@ from nestling.data import (
     SplitConfig,
     digest_of,
     load,
-    prepare,
+    prepare_given,
     raw_rows,
 )
 from nestling.devices import FleetConfig, Tier, read_fleet
@@ -117,6 +117,7 @@ class Data:
         how = {one.name: getattr(self, one.name) for one in fields(Recipe) if one.name != "seed"}
         if self.name != GIVEN:
             return load(self.name, path=self.path, seed=seed, **how)
+        require(not self.path, "rows that are given have no path", "data.path", "leave it out")
         if self.own is None:
             raise InputError(
                 "the rows of this run were given as objects, which no file holds",
@@ -124,7 +125,7 @@ class Data:
                 fix="give them again: nestling.resume(FOLDER, data=nestling.Data.of(x, y, …)); "
                 "the command line needs data in a file",
             )
-        return prepare(self.name, self.own, Recipe(seed=seed, **how))
+        return prepare_given(self.name, self.own, Recipe(seed=seed, **how))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ __all__ = [
     "load",
     "make_split",
     "normalise",
-    "prepare",
+    "prepare_given",
     "raw_rows",
     "take_public",
 ]
@@ -107,6 +107,13 @@ def load(
     dataset = info.read(Request(name, path, data_folder(data_dir), recipe, download))
     dataset.check()
     return dataset
+
+
+def prepare_given(name: str, rows: RawRows, recipe: Recipe) -> Dataset:
+    """The data set of rows that were given as objects."""
+    recipe.check_only(*_ROWS, "transform", "options", reader="Data.of")
+    recipe.take_options(**log_mel.options_of(recipe))
+    return prepare(name, rows, recipe)
 
 
 def _own_options(recipe: Recipe) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def _confusion(by_class: Row, labels: Sequence[str]) -> Markup:
     counts = by_class.get("confusion")
     if not isinstance(counts, list) or not all(isinstance(row, list) for row in counts):
         return Markup("")
-    if not 0 < len(counts) <= _PICTURED_CLASSES:
+    if not 0 < len(counts) <= _PICTURED_CLASSES or {len(row) for row in counts} != {len(counts)}:
         return Markup("")
     figures = [[number(value) or 0.0 for value in row] for row in counts]
     names = [_label(labels, at) for at in range(len(figures))]

@@ -65,18 +65,19 @@ class Carried:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """One operation: what it read and made, the module in which it ran, and whether anything that
-    the network answers comes from it."""
+class TracedStep:
+    """One operation: what it read and made, the plain numbers it was given, the module in which it
+    ran, and whether anything that the network answers comes from it."""
 
     name: str
     path: str
     read: tuple[Carried, ...]
     made: tuple[Carried, ...]
+    scalars: tuple[float, ...]
     used: bool
 
 
-Steps = list[Step]
+Steps = list[TracedStep]
 
 
 class Uses(TorchDispatchMode):
@@ -108,7 +109,7 @@ class Uses(TorchDispatchMode):
         return found[::-1]
 
 
-class Recorder(TorchDispatchMode):
+class TieRecorder(TorchDispatchMode):
     """Draws the ties of every operation that runs inside the block and is used, and writes it
     down."""
 
@@ -131,7 +132,8 @@ class Recorder(TorchDispatchMode):
             apply_rule(self.ties, func, out, args, kwargs)
         made = tuple(_carried(self.ties, t) for t in tensors_in(out))
         path = self.path[-1] if self.path else ""
-        self.steps.append(Step(func.overloadpacket.__name__, path, read, made, used))
+        name, scalars = func.overloadpacket.__name__, scalars_of(func, args)
+        self.steps.append(TracedStep(name, path, read, made, scalars, used))
         self.ties.alive += inputs
         return out
 
@@ -143,6 +145,13 @@ def run_on_meta(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     if any(argument.name == "device" for argument in func._schema.arguments):
         kwargs = {**kwargs, "device": _META}
     return func(*args, **kwargs), args, kwargs
+
+
+def scalars_of(func: Any, args: Sequence[Any]) -> tuple[float, ...]:
+    """The numbers by which an element-wise operation computes: a scale, a power."""
+    if torch.Tag.pointwise not in func.tags:
+        return ()
+    return tuple(a for a in args if type(a) in (int, float))
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from nestling.errors import InputError
 from nestling.models.tied import tie_again, tied_names
 from nestling.views.axes import FREE, Axes, no_axes
 from nestling.views.rules import tensors_in
-from nestling.views.steps import Recorder, Steps, Uses, answer, following
+from nestling.views.steps import Steps, TieRecorder, Uses, answer, following
 from nestling.views.ties import Nodes, Ties
 from nestling.views.trial import Trial, mend
 
@@ -127,7 +127,7 @@ def _passed(
     with torch.no_grad():
         with Uses() as uses:
             out = answer(module, shape, dtype)
-        recorder = Recorder(ties, uses.used(out))
+        recorder = TieRecorder(ties, uses.used(out))
         with following(module, recorder.path), recorder:
             out = answer(module, shape, dtype)
     for tensor in tensors_in(out):

@@ -31,7 +31,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nestling.views.axes import FREE, Axes
 from nestling.views.rules import tensors_in
 from nestling.views.shrink import resize
-from nestling.views.steps import LAYING_OUT, Carried, Step, Steps, answer, following, run_on_meta
+from nestling.views.steps import (
+    LAYING_OUT,
+    Carried,
+    Steps,
+    TracedStep,
+    answer,
+    following,
+    run_on_meta,
+    scalars_of,
+)
 from nestling.views.ties import Ties
 from nestling.views.view import View
 
@@ -86,17 +95,18 @@ def mend(trial: Trial, ties: Ties, counts: dict[str, np.ndarray], notes: list[st
 
 
 def _probes(axes: Axes) -> Iterator[np.ndarray]:
-    """Flags of views that halve all axes, and some but not others: for any two axes there is a
-    view that halves only the first."""
+    """Flags of views that keep the first or the last half of all axes, and that halve some but not
+    others: for any two axes there is a view that halves only the first."""
     numbers = np.arange(len(axes.names))
     bits = range(max(1, math.ceil(math.log2(len(numbers) or 1))))
-    chosen = [numbers >= 0]
-    chosen += [(numbers >> bit & 1) == side for bit in bits for side in (0, 1)]
-    for halved in chosen:
+    some = [(numbers >> bit & 1) == side for bit in bits for side in (0, 1)]
+    for halved, last in [(numbers >= 0, False), (numbers >= 0, True), *((s, False) for s in some)]:
         keep = np.ones(axes.channels, dtype=bool)
         for number in np.flatnonzero(halved):
             start, size, grain = axes.offsets[number], axes.sizes[number], axes.grains[number]
-            keep[start + math.ceil(size / grain / 2) * grain : start + size] = False
+            half = math.ceil(size / grain / 2) * grain
+            gone = slice(start, start + size - half) if last else slice(start + half, start + size)
+            keep[gone] = False
         if not keep.all():
             yield keep
 
@@ -144,6 +154,8 @@ class _Watch(TorchDispatchMode):
             shapes = [tuple(t.shape) for t in tensors_in(out)]
             if step is None or step.name != name or len(shapes) != len(step.made):
                 raise _DiffersError(f"it runs {name} where the wide network does not")
+            if scalars_of(func, args) != step.scalars:
+                raise _DiffersError(f"{name} is given another number")
             for shape, made in zip(shapes, step.made, strict=True):
                 if step.used and not self._as_expected(shape, made):
                     raise _DiffersError(f"{name} makes {shape}")
@@ -170,13 +182,8 @@ def _recounted(
     """Attributes of the module that went wrong, read as numbers of channels so that it gets
     further."""
     path = _own_module(trial.module, failure.path)
-    choices = _choices(trial, path, counts)
-    names = list(choices)
     best, furthest = None, failure.right
-    for chosen in itertools.islice(itertools.product(*choices.values()), _MOST):
-        found = {n: line for n, line in zip(names, chosen, strict=True) if line is not None}
-        if not found:
-            continue
+    for found in itertools.islice(_readings(_choices(trial, path, counts)), _MOST):
         again = _tried(trial, failure.keep, {**counts, **found})
         if again is None:
             return found
@@ -185,11 +192,20 @@ def _recounted(
     return best
 
 
+def _readings(choices: Mapping[str, Sequence[np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+    """All ways to read some attributes as numbers of channels, of few attributes first: one that
+    happens to have the same value must stay."""
+    for number in range(1, len(choices) + 1):
+        for names in itertools.combinations(choices, number):
+            for lines in itertools.product(*(choices[name] for name in names)):
+                yield dict(zip(names, lines, strict=True))
+
+
 def _choices(
     trial: Trial, path: str, counts: Mapping[str, np.ndarray]
-) -> dict[str, list[np.ndarray | None]]:
+) -> dict[str, list[np.ndarray]]:
     """For every whole number among a module's attributes: the channels that it may be the number
-    of, beginning with None for a number that stays; one that was found out before stays so."""
+    of; one that was found out before stays so."""
     lines: dict[int, dict[bytes, np.ndarray]] = {}
     for step in trial.steps:
         if _inside(step.path, path):
@@ -197,11 +213,11 @@ def _choices(
                 channels = trial.channels[line]
                 if (channels != FREE).any():
                     lines.setdefault(len(line), {}).setdefault(channels.tobytes(), line)
-    found: dict[str, list[np.ndarray | None]] = {}
+    found: dict[str, list[np.ndarray]] = {}
     for name, value in vars(trial.module.get_submodule(path)).items():
         key = f"{path}.{name}" if path else name
         if type(value) is int and value in lines and key not in counts:
-            found[key] = [*lines[value].values(), None]
+            found[key] = list(lines[value].values())
     return found
 
 
@@ -252,7 +268,7 @@ def _suspects(trial: Trial, ties: Ties, failure: _Failure) -> Iterator[list[np.n
     yield [np.arange(len(trial.channels))]
 
 
-def _region(steps: Steps, right: int) -> Iterator[Step]:
+def _region(steps: Steps, right: int) -> Iterator[TracedStep]:
     """The step that came next after so many right ones, and those before it that only laid tensors
     out."""
     done = 0

@@ -44,6 +44,13 @@ def test_arrays_are_read_as_the_same_arrays_in_a_file(tmp_path: Path, kind: Any)
     same(Data.of(X, Y).load(3), read_npz(tmp_path / "f.npz", seed=3))
 
 
+@pytest.mark.parametrize("wrong", [{"label": "z"}, {"path": "f"}, {"options": {"rows": 3}}])
+def test_settings_that_objects_have_no_use_for_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        Data.of(X, Y, **wrong).load(0)
+    assert str(caught.value.field).startswith(f"data.{next(iter(wrong))}")
+
+
 def test_what_was_given_is_not_touched() -> None:
     x = X.astype(np.float64)
     x[0, 0] = np.nan

@@ -187,6 +187,25 @@ def test_where_the_width_is_divided_by_heads_they_are_cut_together() -> None:
     assert small.blocks[0].attention.heads == 2  # type: ignore[union-attr]
 
 
+class Tempered(OwnHeads):
+    """Has a number that happens to be that of its heads, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 3, 5)
+        self.temperature = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.temperature
+
+
+def test_a_number_that_only_looks_like_a_count_stays() -> None:
+    net = Transformer(Tempered())
+    axes = trace(net, (STEPS, INPUTS))
+    assert set(axes.counts) == {"blocks.0.attention.heads"} and axes.notes == ()
+    small = sub_module(net, by_index(axes, {"blocks.0.attention.q": [1]}))
+    assert (small.blocks[0].attention.heads, small.blocks[0].attention.temperature) == (1, 3)  # type: ignore[union-attr]
+
+
 def test_all_gates_of_a_recurrent_unit_are_one_channel() -> None:
     axes = trace(Recurrent(nn.LSTM(INPUTS, 7, batch_first=True)), (STEPS, INPUTS))
     assert sizes(axes) == {"layer": 7}

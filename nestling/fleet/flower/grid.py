@@ -47,6 +47,8 @@ class GridCourier:
         self._running: list[_Fetch] = []
         self._doubtful: set[str] = set()  # tickets of fetches that were stuck or failed
         self._slow: set[int] = set()  # nodes whose answers are fetched by themselves
+        # answers that came when somebody else asked for theirs: greeter and rounds share a courier
+        self._ready: OrderedDict[str, bytes | Failure] = OrderedDict()
         self._turn = self._failed = 0
 
     def nodes(self) -> Collection[int]:
@@ -75,21 +77,24 @@ class GridCourier:
         return sent
 
     def pull(self, tickets: Collection[str]) -> list[tuple[str, bytes | Failure]]:
-        """The answers that the grid has for letters sent from here, each given once."""
+        """The answers that the grid has for these letters sent from here, each given once. A fetch
+        that was stuck may bring those of others, which are kept for them."""
         new = [_Fetch(self.grid, *group) for group in self._groups(tickets)]
         began = time.monotonic()
         for fetch in new:
             until = began + (STUCK if fetch.node is None else SOON)
             fetch.join(max(0.0, until - time.monotonic()))
         fetches, self._running = [*self._running, *new], []
-        found: list[tuple[str, bytes | Failure]] = []
         for fetch in fetches:
             if fetch.is_alive():
                 self._running.append(fetch)
                 self._doubtful |= set(fetch.tickets)
             else:
-                found += self._answers(fetch)
+                self._ready.update(self._answers(fetch))
         self._doubtful &= self._sent.keys()
+        found = [(ticket, self._ready.pop(ticket)) for ticket in tickets if ticket in self._ready]
+        while len(self._ready) > KEPT:
+            self._ready.popitem(last=False)
         return found
 
     def _groups(self, tickets: Collection[str]) -> Iterator[tuple[int | None, list[str]]]:

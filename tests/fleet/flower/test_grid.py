@@ -3,6 +3,7 @@ node."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from nestling.fleet.flower import GridCourier, InProcessGrid
+from nestling.fleet.flower import grid as grid_module
 from nestling.fleet.flower.letters import ACTION, pack, unpack
 from nestling.fleet.protocol.courier import Failure
 from nestling.fleet.protocol.wire import Hello, Order
@@ -123,3 +125,34 @@ def test_an_answer_that_cannot_be_read_is_its_own_node_s_only() -> None:
         if attempt > 1:
             assert found[tickets[2]] == found[tickets[4]] == ORDER[::-1]
         assert isinstance(found[tickets[3]], Failure)
+
+
+class Stuck(InProcessGrid):
+    """Whoever fetches first waits until it is let go."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.go, self.first = threading.Event(), True
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        waits, self.first = self.first, False
+        if waits:
+            assert self.go.wait(60)
+        return super().pull_messages(message_ids)
+
+
+def test_an_answer_that_comes_late_is_given_to_whoever_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greeter and rounds share a courier: what one's stuck fetch brings is not the other's."""
+    monkeypatch.setattr(grid_module, "STUCK", 0.01)
+    grid = Stuck(app(), [{"partition-id": 0}] * 2)
+    courier = GridCourier(grid)
+    first, second = courier.push({2: ORDER})[2], courier.push({3: ORDER})[3]
+    assert courier.pull([first]) == []
+    grid.go.set()
+    courier._running[0].join(60)
+    monkeypatch.setattr(grid_module, "STUCK", 60.0)
+    assert courier.pull([second]) == [(second, ORDER[::-1])]
+    assert courier.pull([first]) == [(first, ORDER[::-1])]
+    assert courier.pull([first, second]) == []
