@@ -45,7 +45,7 @@ class Robust:
     rule: "clipped" (the mean of clipped replies), "median" (per entry), "trimmed" (per entry, the
           mean without the smallest and the largest values), "krum" (the mean of the replies that
           are nearest to the others; multi-krum), "aligned" (the mean of clipped replies without
-          those whose step points away from the median one).
+          those whose step does not point the way of the median one).
     trim: the share of clients that "trimmed" leaves out at each end and that "krum" leaves out:
           rounded down, but at least one, since to leave out nobody protects from nobody.
     """
@@ -105,7 +105,7 @@ class Robust:
             f"({out} of {replies} where all do); {few}",
             "aligned": "fewer than half of those that hold an entry may lie "
             f"({half} of {replies} where all do): no reply moves the weights further than the "
-            f"median one, and whose step points away from the median one is left out; {few}",
+            f"median one, and whose step does not point its way is left out; {few}",
             "krum": f"a share {self.trim:g} of the replies may lie, at least one ({out} of "
             f"{replies}, and more than twice as many and two must answer); {few}",
         }[self.rule]
@@ -134,7 +134,8 @@ class Robust:
         if self.rule not in WHOLES or len(steps) < ENOUGH:
             return [True] * len(steps)
         if self.rule == "aligned":
-            return agreeing(_along(torch.where(flags, values, 0.0), flags, _most_holders(flags)))
+            zeroed = torch.where(flags, values, 0.0)
+            return agreeing(_cosines(_products(zeroed, flags, _most_holders(flags))))
         apart = _mean_apart(*_apart(steps, flags.to(torch.float64)))
         return nearest(apart, _left_out(self.trim, len(apart)))
 
@@ -259,12 +260,12 @@ def distances(reference: Mapping[str, Tensor], given: Sequence[Contribution]) ->
 
 
 def alignment(reference: Mapping[str, Tensor], given: Sequence[Contribution]) -> Tensor:
-    """Of every reply the product of its step and the median one, over the entries that it and the
+    """The cosine between every reply's step and the median one, over the entries that it and the
     most others hold: at least half as many as hold any entry of it, and three. Liars that are a
     few among all may be most of those with the largest pieces, and would be the median there."""
     place = next((old.device for old in reference.values()), None)
     most = torch.zeros(len(given), dtype=torch.float64, device=place)
-    along = torch.zeros_like(most)
+    products = torch.zeros((3, len(given)), dtype=torch.float64, device=place)
     kept = []
     for name, old in reference.items():
         own = [k for k, c in enumerate(given) if name in c.view.shapes]
@@ -274,8 +275,8 @@ def alignment(reference: Mapping[str, Tensor], given: Sequence[Contribution]) ->
             kept.append((at, torch.where(held, values - old, 0.0), held))
             most[at] = torch.maximum(most[at], _most_holders(held))
     for at, steps, held in kept:
-        along[at] += _along(steps, held, most[at])
-    return along
+        products[:, at] += _products(steps, held, most[at])
+    return _cosines(products)
 
 
 def _most_holders(held: Tensor) -> Tensor:
@@ -283,18 +284,30 @@ def _most_holders(held: Tensor) -> Tensor:
     return (held * held.sum(0)).flatten(1).amax(1).to(torch.float64)
 
 
-def _along(steps: Tensor, held: Tensor, most: Tensor) -> Tensor:
-    """The product of every row and the median one, where at least half of `most` hold an entry,
-    and enough. What a row does not hold is zero."""
+def _products(steps: Tensor, held: Tensor, most: Tensor) -> Tensor:
+    """Of every row and the median one the product, and that of each with itself, where at least
+    half of `most` hold an entry, and enough. What a row does not hold is zero."""
     holders = held.sum(0)
     way = torch.where(holders >= ENOUGH, middle(steps, held, (holders - 1).clamp(min=0) // 2), 0.0)
-    judged = 2 * holders >= _rowwise(most, steps)
-    return torch.where(judged, steps * way, 0.0).flatten(1).sum(1)
+    judged = held & (2 * holders >= _rowwise(most, steps)) & (holders >= ENOUGH)
+    ways = way.expand_as(steps)
+    return torch.stack(
+        [
+            torch.where(judged, one * other, 0.0).flatten(1).sum(1)
+            for one, other in ((steps, ways), (steps, steps), (ways, ways))
+        ]
+    )
 
 
-def agreeing(along: Tensor) -> list[bool]:
-    """Which replies point the way of the median one; all of them if none does."""
-    stay = along > 0
+def _cosines(products: Tensor) -> Tensor:
+    both, own, way = products
+    return both / (own * way).sqrt().clamp(min=1e-300)
+
+
+def agreeing(cosines: Tensor) -> list[bool]:
+    """Which replies point the way of the median one, and by at least a third as much as half of
+    them do; all of them if none does."""
+    stay = cosines > (cosines.median() / 3).clamp(min=0)
     return (stay if bool(stay.any()) else torch.ones_like(stay)).tolist()
 
 

@@ -123,19 +123,22 @@ def aligned_by_loops(
         for place in before
         if place[0] in floats
     }
-    products = []
+    cosines = []
     for own in said:
         mine = [place for place in own if place in holders]
         most = max((len(holders[place]) for place in mine), default=0)
-        products.append(
-            sum(
-                (own[place] - before[place])
-                * statistics.median(said[j][place] - before[place] for j in holders[place])
-                for place in mine
-                if len(holders[place]) >= max(3, most / 2)
+        pairs = [
+            (
+                own[place] - before[place],
+                statistics.median(said[j][place] - before[place] for j in holders[place]),
             )
-        )
-    return {k for k, product in enumerate(products) if product > 0} or set(range(len(said)))
+            for place in mine
+            if len(holders[place]) >= max(3, most / 2)
+        ]
+        lengths = math.sqrt(sum(s * s for s, _ in pairs) * sum(w * w for _, w in pairs))
+        cosines.append(sum(s * w for s, w in pairs) / lengths if lengths else 0.0)
+    limit = max(0.0, statistics.median_low(cosines) / 3)
+    return {k for k, cosine in enumerate(cosines) if cosine > limit} or set(range(len(said)))
 
 
 def krum_by_loops(trim: float, said: Sequence[dict[Place, float]], floats: set[str]) -> set[int]:
