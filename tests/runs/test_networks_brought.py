@@ -19,6 +19,7 @@ from nestling.models.tied import tied_names
 from nestling.runs.assemble import assemble
 from nestling.views.cutting import cutting
 from tests.small import small
+from tests.test_bad_input import call
 from tests.views.modern import Block, FusedAttention
 
 SIDE = 28
@@ -182,3 +183,18 @@ def test_what_is_left_whole_is_said_with_the_share() -> None:
     ]
     _, usual = assemble(small("heterofl"))
     assert cutting(usual.world.main).lines() == []
+
+
+def partly(*, shape: tuple[int, ...], classes: int) -> nn.Module:
+    assert shape == (1, SIDE, SIDE) and classes == 10
+    return PartlySorting()
+
+
+def test_fit_says_it_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "tests.runs.test_networks_brought:partly"
+    assert call(["fit", name, "--device", "nrf52840"], monkeypatch) == 0
+    assert "of the network's parameters can be cut; left whole: sorting" in capsys.readouterr().out
+    assert call(["fit", "tinycnn", "--device", "nrf52840", "--json"], monkeypatch) == 0
+    assert json.loads(capsys.readouterr().out)[0]["cut"]["share"] > 0.95
