@@ -136,6 +136,7 @@ def test_no_function_imports_what_a_folder_names(
     for function in (
         lambda: nestling.resume(folder),
         lambda: opened(folder).__enter__(),
+        lambda: nestling.load(folder).model,
         lambda: export(folder, device="large"),
         lambda: analyse(folder),
         # a server goes on with a folder: its user named another experiment, or none
