@@ -173,7 +173,8 @@ def test_a_file_of_ones_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in DATASETS if name not in ("npz", "mnist12k", "mnist12k-8x8")]
+    "name",
+    [n for n, info in DATASETS.items() if info.shape and n not in ("mnist12k", "mnist12k-8x8")],
 )
 def test_absent_data_says_where_it_looked(tmp_path, monkeypatch, name):
     monkeypatch.setenv("NESTLING_DATA", str(tmp_path / "nowhere"))
@@ -198,6 +199,10 @@ def test_the_data_directory(monkeypatch):
     [
         ("mnits", {}, "data.name"),
         ("npz", {}, "data.path"),
+        ("csv", {}, "data.path"),
+        ("parquet", {}, "data.path"),
+        ("images", {}, "data.path"),
+        ("wavs", {}, "data.path"),
         ("mnist12k", {"path": "x.npz"}, "data.path"),
         ("mnist12k", {"missing": "drop"}, "data.missing"),
     ],
