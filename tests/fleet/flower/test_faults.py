@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
 
 from nestling import Experiment, FleetConfig
+from nestling.files import read_sealed
 from nestling.fleet.protocol.wire import Answer
 from nestling.runs import checkpoint
 from nestling.runs.assemble import assemble, site_of
@@ -38,7 +39,7 @@ def in_one_process(experiment: Experiment, missed: frozenset[tuple[int, int]]) -
 def worked_for(device: Path, client: int) -> int:
     """The round of the last result on a device's disk."""
     found = list(device.glob(f"worker/runs/*/{client}/result"))
-    return Answer.from_bytes(found[0].read_bytes()).round if found else 0
+    return Answer.from_bytes(read_sealed(found[0])).round if found else 0
 
 
 @pytest.mark.minutes
