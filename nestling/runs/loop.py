@@ -65,16 +65,9 @@ def send(federation: Federation, round: Round) -> None:
 
 def train(federation: Federation, round: Round) -> None:
     """Runs the work of all clients that do not vanish."""
-    store = federation.world.store
+    store, number = federation.world.store, round.number
     tasks = [
-        Task(
-            client,
-            round.number,
-            s.piece.reference.name,
-            s.piece.spec(),
-            s.message,
-            store.get(client),
-        )
+        Task(client, number, s.piece.reference.name, s.piece.spec(), s.message, store.get(client))
         for client, s in round.sent.items()
         if not s.dropped
     ]
