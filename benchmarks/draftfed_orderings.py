@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tables import engine_on, megabytes, options, played, spread, write
+from tables import engine_on, megabytes, options, played_by_seed, spread, write
 
 import nestling
 from nestling import (
@@ -101,18 +101,7 @@ COLUMNS = (
 def main() -> None:
     chosen = options(__doc__ or "", "draftfed_orderings.json", ", ".join(LINES), ROUNDS)
     names = chosen.lines.split(",") if chosen.lines else list(LINES)
-    wanted = {
-        f"{name} {seed}, {chosen.rounds} rounds": (name, seed, chosen.rounds, chosen.device)
-        for name in names
-        for seed in range(chosen.seeds)
-    }
-    rows = played(play, wanted, chosen)
-    text = table(
-        {
-            name: [rows[f"{name} {seed}, {chosen.rounds} rounds"] for seed in range(chosen.seeds)]
-            for name in names
-        }
-    )
+    text = table(played_by_seed(play, names, chosen))
     print(text)
     if chosen.write:
         write("draftfed", text)

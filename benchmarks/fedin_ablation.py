@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tables import engine_on, megabytes, options, played, spread, write
+from tables import engine_on, megabytes, options, played_by_seed, spread, write
 
 import nestling
 from nestling import (
@@ -49,18 +49,7 @@ LINES: dict[str, Named] = {
 def main() -> None:
     chosen = options(__doc__ or "", "fedin_ablation.json", ", ".join(LINES), ROUNDS)
     lines = chosen.lines.split(",") if chosen.lines else list(LINES)
-    wanted = {
-        f"{line} {seed}, {chosen.rounds} rounds": (line, seed, chosen.rounds, chosen.device)
-        for line in lines
-        for seed in range(chosen.seeds)
-    }
-    rows = played(play, wanted, chosen)
-    text = table(
-        {
-            line: [rows[f"{line} {seed}, {chosen.rounds} rounds"] for seed in range(chosen.seeds)]
-            for line in lines
-        }
-    )
+    text = table(played_by_seed(play, lines, chosen))
     print(text)
     if chosen.write:
         write("fedin", text)

@@ -90,6 +90,24 @@ def played(
     return {name: known[name] for name in wanted}
 
 
+def played_by_seed(
+    play: Callable[..., Row], lines: Iterable[str], chosen: argparse.Namespace
+) -> dict[str, list[Row]]:
+    """The rows of every line, seed by seed; `play` is called with the line, the seed, how many
+    rounds, and where."""
+    names = {
+        line: [f"{line} {seed}, {chosen.rounds} rounds" for seed in range(chosen.seeds)]
+        for line in lines
+    }
+    wanted: dict[str, tuple[Hashable, ...]] = {
+        name: (line, seed, chosen.rounds, chosen.device)
+        for line, own in names.items()
+        for seed, name in enumerate(own)
+    }
+    found = played(play, wanted, chosen)
+    return {line: [found[name] for name in own] for line, own in names.items()}
+
+
 def best_rates(
     play: Callable[..., Row],
     tries: Mapping[Hashable, Mapping[float, Mapping[str, tuple[Hashable, ...]]]],
