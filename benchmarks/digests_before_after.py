@@ -129,7 +129,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 def _digest(result: Any) -> str:
     """Of the server's tensors in the order of their own digests, and of every round's figures."""
     tensors = sorted(
-        hashlib.sha256(f"{t.dtype} {tuple(t.shape)}".encode() + t.cpu().numpy().tobytes()).digest()
+        hashlib.sha256(_content(t)).digest()
         for part in result.federation.state().values()
         for t in part.values()
     )
@@ -138,6 +138,13 @@ def _digest(result: Any) -> str:
     ]
     told = json.dumps(figures).encode()
     return hashlib.sha256(b"".join(tensors) + told).hexdigest()
+
+
+def _content(tensor: Any) -> bytes:
+    """Of a single number its value, whatever type a tree keeps its counters in."""
+    if tensor.dim() == 0:
+        return str(float(tensor)).encode()
+    return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.cpu().numpy().tobytes()
 
 
 if __name__ == "__main__":
