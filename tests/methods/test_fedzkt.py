@@ -351,7 +351,7 @@ def test_sequences_and_vectors_can_be_made_too(
     result = nestling.run(
         small(
             quick(),
-            data=Data("npz", path=str(tmp_path / "own.npz")),
+            data=Data("npz", path=str(tmp_path / "own.npz"), layout="lc" if shape[1:] else "f"),
             model=Named(model),
             fleet=FleetConfig(tiers=tiers),
             split=SplitConfig(kind="iid"),
