@@ -6,7 +6,8 @@ trees.
 
 BEFORE is the folder of another checkout. Both trees play three rounds of every row of
 `gpu_table.py` on a CPU: in this process with one batch per epoch, the same stopped after two rounds
-and resumed, and by the cohort engine in batches so small that equal clients are one stack. What is
+and resumed, by two worker processes, and by the cohort engine in batches so small that equal
+clients are one stack. What is
 compared is the server's state, tensor by tensor and whatever the tensors are called, the loss and
 the bytes of every round. `--share 0/2` plays every second method, so that two processes can share
 the work. Ends with 1 if anything differs.
@@ -89,6 +90,12 @@ def _inline(asked: Any) -> Any:
     return nestling.run(asked.with_changes(engine=nestling.EngineConfig("inline")))
 
 
+def _pool(asked: Any) -> Any:
+    import nestling
+
+    return nestling.run(asked.with_changes(engine=nestling.EngineConfig("pool", workers=2)))
+
+
 def _cohort(asked: Any) -> Any:
     """In batches so small that equal clients are one stack."""
     import nestling
@@ -121,6 +128,7 @@ def _resumed(asked: Any) -> Any:
 
 FORMS: dict[str, Callable[[Any], Any]] = {
     "in-process": _inline,
+    "pool": _pool,
     "cohort": _cohort,
     "resumed": _resumed,
 }

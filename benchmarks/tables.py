@@ -30,10 +30,12 @@ def options(
     data: Sequence[str] = (),
     seeds: int = 3,
     columns: str = "",
+    other_seeds: bool = False,
 ) -> argparse.Namespace:
     """--lines --seeds --workers --cache --write, and where a table has another length at will
     --rounds and --device, where it has several data sets --data, where columns can be chosen
-    --columns; `lines` and `columns` say what they are."""
+    --columns, where it can be played with seeds that nothing was chosen by --first; `lines` and
+    `columns` say what they are."""
     parser = argparse.ArgumentParser(
         description=what, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,6 +51,8 @@ def options(
             default="cpu",
             help="cpu: one run a worker, in-process; cuda: the cohort engine",
         )
+    if other_seeds:
+        parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
     if columns:
         told = f"separated by commas (default: all): {columns}"
         parser.add_argument("--columns", default=columns, help=told)

@@ -1,14 +1,14 @@
 """What a fleet with liars reaches, by merge: clean, and under every attack.
 
-    python benchmarks/trust.py [--lines a,b] [--seeds 3] [--rounds 15] [--device cpu|cuda]
-        [--workers 2] [--columns mean,median] [--cache FILE] [--write]
+    python benchmarks/trust.py [--lines a,b] [--seeds 3] [--first 0] [--rounds 15]
+        [--device cpu|cuda] [--workers 2] [--columns mean,median] [--cache FILE] [--write]
 
 The embedded digits, 20 devices of the default kinds with 60 rows each of all classes, all of them
 in every round, 15 rounds of two epochs. A line is a method and an attack at a share of the fleet,
 "heterofl sign 20"; "heterofl clean" is nobody. Its columns are the merges, and the mean behind a
 gate where there is a global model; where there is none, clients' own models are measured. A start
 of a line's name stands for all that begin with it: "heterofl", "flexfl labels". `--write` puts the
-table into docs/trust.md, one of fewer columns beside that of all.
+table into docs/trust.md, one of fewer columns or of other seeds beside that of all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def main() -> None:
         "starts of lines, e.g. heterofl sign",
         ROUNDS,
         columns=",".join(MERGES),
+        other_seeds=True,
     )
+    seeds = range(chosen.first, chosen.first + chosen.seeds)
     merges = tuple(chosen.columns.split(","))
     asked = [start.strip() for start in chosen.lines.split(",")]
     lines = [
@@ -49,12 +51,13 @@ def main() -> None:
         for line in lines
         for merge in merges_of(line)
         if merge in merges
-        for seed in range(chosen.seeds)
+        for seed in seeds
     }
-    text = table(lines, merges, chosen.seeds, played(play, wanted, chosen))
+    text = table(lines, merges, seeds, played(play, wanted, chosen))
     print(text)
     if chosen.write:
         marker = "trust table" if merges == MERGES else "trust table, fewer columns"
+        marker = "trust table, other seeds" if chosen.first else marker
         write(marker, text, "trust.md")
 
 
@@ -95,7 +98,7 @@ def experiment(line: str, merge: str, seed: int, rounds: int = ROUNDS) -> Experi
 
 
 def table(
-    lines: list[str], merges: tuple[str, ...], seeds: int, found: dict[str, dict[str, Any]]
+    lines: list[str], merges: tuple[str, ...], seeds: range, found: dict[str, dict[str, Any]]
 ) -> str:
     """One line a method and attack, one column a merge."""
     head = [f"| | | {' | '.join(merges)} |", f"|---|---|{'---|' * len(merges)}"]
@@ -104,7 +107,7 @@ def table(
         method, _, attack = line.partition(" ")
         kind = "global" if "gate" in merges_of(line) else "personal"
         cells = [
-            spread([found[f"{line} | {merge} {seed}"][kind] for seed in range(seeds)], unit="")
+            spread([found[f"{line} | {merge} {seed}"][kind] for seed in seeds], unit="")
             if merge in merges_of(line)
             else "–"
             for merge in merges
