@@ -95,8 +95,8 @@ class FleetConfig:
 
     path:      a TOML file with the fleet's other settings, in place of `tiers`.
     size:      how many devices there are.
-    tiers:     kinds of devices, each a table (`[[fleet.tiers]]`); left out, seven kinds from an
-               8 KB board to a GPU box.
+    tiers:     kinds of devices, each a table (`[[fleet.tiers]]`); left out, seven kinds from a
+               microcontroller of 64 KB to a GPU box.
     deadline:  the virtual seconds after which a reply is late and refused.
     catalogue: a file of devices of the user's own, beside the built-in ones.
     networks:  networks, each a table of name and options: a tier that names only a device trains
