@@ -60,6 +60,13 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
 
 
 @needs_mkdocs
+def test_a_list_below_a_line_of_text_is_a_list(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        text = re.sub(r"<pre.*?</pre>", "", path.read_text(), flags=re.DOTALL)
+        assert re.findall(r"<p>[^<]*\n- ", text) == [], path
+
+
+@needs_mkdocs
 def test_no_link_of_the_site_leads_out_of_it(site: Path) -> None:
     found = []
     for path in site.rglob("*.html"):
