@@ -6,6 +6,7 @@
 # make gpu   every method on the CUDA device of this machine, against this process, and a table of times (5 minutes on an H200)
 # make sbom  a bill of materials of what make run installs (dist/sbom.json), and known weaknesses in it, where their register can be reached
 # make lint  lint, types and import rules only
+# make docs  the pages of docs/ as a site, in site/
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ SLOW ?= part
 GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 8
 
-.PHONY: run test slow proof coverage gpu sbom lint setup setup-dev clean
+.PHONY: run test slow proof coverage gpu sbom lint docs setup setup-dev clean
 
 run: setup
 	$(BIN)/nestling run
@@ -55,6 +56,9 @@ lint: setup-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 setup: $(VENV)/.run
 setup-dev: $(VENV)/.dev
 
@@ -64,9 +68,13 @@ $(VENV)/.run: pyproject.toml
 	touch $@
 
 
+$(VENV)/.docs: pyproject.toml $(VENV)/.run
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
 $(VENV)/.dev: pyproject.toml $(VENV)/.run
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

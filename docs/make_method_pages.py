@@ -6,9 +6,7 @@ python docs/make_method_pages.py [FOLDER]
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 from nestling.fair import GROUPS
 from nestling.methods import METHODS, Method, method_class
 from nestling.methods.part import Part
-from nestling.settings import allowed
+from nestling.settings import allowed, default_words, told_of
 
 HERE = Path(__file__).resolve().parent / "methods"
 FIELDS = ("Idea:", "Loss:", "Travels:", "Merge:", "Differs")
@@ -48,7 +46,7 @@ def page(name: str, method: type[Method], row: dict[str, Any] | None, floors: li
         "compared with": f"group {info.group}: {GROUPS[info.group].title}" if info.group else "every group",
     }
     parts = [f"# {info.title}", "", *(f"- **{key}**: {value}" for key, value in facts.items()), ""]
-    told, meanings = _docstring(method)
+    told, meanings = told_of(method, FIELDS)
     parts += [told, "", "## Settings", "", *_settings(method, meanings), ""]
     parts += ["```sh", f"nestling run --set method.name={name}", "```", "", "## Measured", "", _measured(row, floors), ""]
     return "\n".join(parts)
@@ -90,44 +88,15 @@ def _cells(method: type[Method]) -> str:
     return " | ".join([info.family, info.heterogeneity, info.auxiliary, info.group or "all", info.evidence])
 
 
-def _docstring(method: type[Method]) -> tuple[str, dict[str, str]]:
-    """The docstring, a paragraph for each of its fields, and what it says of each setting."""
-    settings = {f.name for f in dataclasses.fields(method)}  # type: ignore[arg-type]
-    blocks: list[list[str]] = [[]]
-    meanings: dict[str, str] = {}
-    last: list[str] = []
-    for line in inspect.cleandoc(method.__doc__ or "").splitlines():
-        names = re.match(r"([a-z_0-9, ]+):\s", line)
-        found = [n.strip() for n in names[1].split(",")] if names else []
-        if names and set(found) <= settings:
-            last = found
-            meanings |= dict.fromkeys(found, line[names.end() :].strip())
-        elif last and line.startswith(" "):
-            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in last}
-        elif not line:
-            blocks.append([])
-            last = []
-        else:
-            if line.startswith(FIELDS) and blocks[-1]:
-                blocks.append([])
-            blocks[-1].append(line.strip())
-    return "\n\n".join(" ".join(block) for block in blocks if block), meanings
-
-
 def _settings(method: type[Method], meanings: dict[str, str]) -> list[str]:
     own = [f for f in dataclasses.fields(method) if f.init]  # type: ignore[arg-type]
     if not own:
         return ["None of its own."]
     rows = [
-        f"| `method.{f.name}` | `{_default(f)}` | {allowed(method, f.name)} | {meanings.get(f.name, '').replace('|', chr(92) + '|')} |"
+        f"| `method.{f.name}` | `{default_words(f)}` | {allowed(method, f.name)} | {meanings.get(f.name, '').replace('|', chr(92) + '|')} |"
         for f in own
     ]
     return ["| setting | default | allowed | |", "|---|---|---|---|", *rows]
-
-
-def _default(field: dataclasses.Field[object]) -> str:
-    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    return json.dumps(value) if not isinstance(value, tuple) else json.dumps(list(value))
 
 
 def _measured(row: dict[str, Any] | None, floors: list[dict[str, Any]]) -> str:

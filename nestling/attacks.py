@@ -49,7 +49,8 @@ class Attack:
             "prototypes" (tells of every class what is true of the next one that it holds, times the
             factor) and "logits" (gives every class the logit of the next one, times the factor).
     share:  of the fleet that lies, rounded, drawn from the seed.
-    factor: 0: 1 for "sign", "prototypes" and "logits", 10 for "scale", 1000 for "counts".
+    factor: how far a lie goes (0: 1 for "sign", "prototypes" and "logits", 10 for "scale", 1000 for
+            "counts").
     """
 
     kind: Literal[

@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tomli_w
 from torch import nn
 
 from nestling.attacks import Attack
 from nestling.data import (
+    DATASETS,
     Dataset,
     RawRows,
     Recipe,
@@ -27,14 +28,17 @@ from nestling.data import (
     prepare_given,
     raw_rows,
 )
+from nestling.data.recipe import LAYOUTS, MISSING, SCALES, TRANSFORMS
 from nestling.devices import FleetConfig, Tier, read_fleet
 from nestling.engines import DEVICES, ENGINES, PRECISIONS
-from nestling.errors import InputError, unknown
+from nestling.errors import InputError
 from nestling.files import parse_toml, read_toml
 from nestling.message import TRANSPORTS
-from nestling.methods import ALIASES, Method, method_class
+from nestling.methods import ALIASES, METHODS, Method, method_class
 from nestling.methods.server import Server
+from nestling.models import MODELS
 from nestling.schema import convert, from_table, require, to_table
+from nestling.settings import Bounds, Count, OneOf, Whole, check_settings
 from nestling.tasks.own_metric import name_of
 from nestling.training.phase import Train
 
@@ -43,7 +47,12 @@ DEFAULT_METHOD = "shared-average"
 
 @dataclass(frozen=True)
 class Named:
-    """A name and its options: a method or a model. In TOML the options stand beside the name."""
+    """A name and its options: a method or a model. In TOML the options stand beside the name.
+
+    name:    by which it is known.
+    options: everything else that can be said of it, each beside the name: a method's own settings
+             (`nestling config method.NAME` and its page), a network's own arguments.
+    """
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -55,30 +64,38 @@ GIVEN = "given"
 
 @dataclass(frozen=True)
 class Data:
-    """Which data: a data set by name, what reads a file of the user's at `path` (npz, csv, parquet,
-    images, wavs), "package.module:callable", or objects (`Data.of`). docs/data.md has all of it.
+    """Which data: a data set by name, a file or folder of the user's, code, or objects (`Data.of`).
+    docs/data.md has all of it.
 
-    missing:   what to do with NaN (refuse, mean, zero).
-    layout:    what the dimensions of a sample are (auto, f, tokens, lc, cl, hw, hwc, chw).
-    scale:     auto, standard, unit (0 to 1) or none.
+    name:      a public data set, what reads the file or folder at `path` (npz, csv, parquet,
+               images, wavs), or code of the user's own; "given" stands for objects.
+    path:      the user's file or folder; from a file of settings, also one that lies beside it.
+    missing:   what happens to values that are NaN.
+    layout:    what the dimensions of a sample are: features, tokens, or channels (c) beside length
+               (l) or height and width (h, w); auto goes by type and shape.
+    scale:     what is done to values: standard (by the training rows), unit (0 to 1), none; auto
+               divides the bytes of pictures by 255 and standardises the rest.
     client:    whose a row is: auto, none, or the name of the array or column; of folders, "folder"
                or "prefix".
-    label, features, test: the columns of the classes, the samples and the held-out rows.
-    transform: none or log-mel (sounds become pictures).
-    options:   of the reader, of the transform, or of the user's callable.
-    digest:    of rows that were given as objects, by which a resumed run knows them.
+    label:     the column of the classes (empty: `label`, `y`, `class` or `target`).
+    features:  the columns of the samples (empty: all others).
+    test:      the column that marks held-out rows (empty: `test`, where there is one).
+    transform: what becomes of a sample before all else; log-mel makes pictures of sounds.
+    options:   further settings of the reader, of the transform, or of the user's callable.
+    digest:    of rows that were given as objects, by which a resumed run knows them; never set by
+               hand.
     """
 
-    name: str = "mnist12k"
+    name: Annotated[str, OneOf(DATASETS, more="package.module:callable")] = "mnist12k"
     path: str = ""
-    missing: str = "refuse"
-    layout: str = "auto"
-    scale: str = "auto"
+    missing: Annotated[str, OneOf(MISSING)] = "refuse"
+    layout: Annotated[str, OneOf(LAYOUTS)] = "auto"
+    scale: Annotated[str, OneOf(SCALES)] = "auto"
     client: str = "auto"
     label: str = ""
     features: tuple[str, ...] = ()
     test: str = ""
-    transform: str = "none"
+    transform: Annotated[str, OneOf(TRANSFORMS)] = "none"
     options: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     own: RawRows | None = field(default=None, init=False, repr=False, compare=False)
@@ -132,12 +149,12 @@ class Data:
 class EngineConfig:
     """Where clients run.
 
-    name:      auto, inline (one after another), pool (processes), cohort (equal clients as one
-               stack), ray (`nestling[ray]`).
-    workers:   processes of pool, cohort on the CPU, and ray; 0 means one per core.
-    device:    auto, cpu or cuda. auto takes a GPU where there is one and the engine is auto or
+    name:      inline (one client after another), pool (processes), cohort (equal clients as one
+               stack), ray (`nestling[ray]`), or auto, which chooses.
+    workers:   how many processes pool, cohort on the CPU, and ray have.
+    device:    what is computed on; auto takes a GPU where there is one and the engine is auto or
                cohort.
-    precision: float32, tf32 or bf16, on a GPU; a CPU always computes in float32.
+    precision: of the arithmetic on a GPU; a CPU always computes in float32.
     compile:   whether torch.compile fuses the stacked step on a GPU: faster rounds after some ten
                seconds per kind of network.
     address:   the Ray cluster to join (empty: a local one).
@@ -147,32 +164,32 @@ class EngineConfig:
                (one scale per matrix).
     """
 
-    name: str = "auto"
-    workers: int = 0
-    device: str = "auto"
-    precision: str = "float32"
+    name: Annotated[str, OneOf(ENGINES, "engine")] = "auto"
+    workers: Annotated[int, Bounds(0, zero="one per core")] = 0
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
+    precision: Annotated[str, OneOf(PRECISIONS)] = "float32"
     compile: bool = False
     address: str = ""
     verify_boards: bool = True
-    transport: str = "float32"
+    transport: Annotated[str, OneOf(TRANSPORTS)] = "float32"
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """When and how models are tested.
 
-    every: rounds between tests (the last round is always tested). clients: at most that many
-           clients' personal accuracy.
-    batch: test batch, which matters for norm = "batch" only. calibration: training rows for the
-           statistics of norm = "sbn" (0: all).
-    metrics: the user's own, as "package.module:function" (in Python the functions themselves): of
-           the true and the found classes, and of the logits where they ask for them.
+    every:       rounds from one test to the next (the last round is always tested).
+    clients:     of how many clients, at most, the personal accuracy is measured.
+    batch:       how many rows are tested at once, which matters for norm = "batch" only.
+    calibration: how many training rows the statistics of norm = "sbn" are taken from.
+    metrics:     the user's own, as "package.module:function" (in Python the functions themselves):
+                 of the true and the found classes, and of the logits where they ask for them.
     """
 
-    every: int = 1
-    clients: int = 50
-    batch: int = 500
-    calibration: int = 0
+    every: Count = 1
+    clients: Count = 50
+    batch: Count = 500
+    calibration: Annotated[int, Bounds(0, zero="all of them")] = 0
     metrics: tuple[str, ...] = ()
     own: dict[str, Callable[..., Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -204,19 +221,35 @@ class Experiment:
     """One run. `Experiment()` is the default; `Experiment(method="heterofl", rounds=50)` changes
     what it names.
 
-    method and model may be a name or a `Named`; the API also takes a `Method` object and an
-    `nn.Module`. participants is the number of clients per round (0: all). time_budget is what a
-    device may compute per round in seconds (0: no limit), used by fit.
+    In Python method and model may be a name or a `Named`, a `Method` object and an `nn.Module`.
+
+    method:       what clients do and how the server merges it (`nestling methods`).
+    rounds:       how many rounds are played.
+    seed:         what everything random follows from.
+    participants: how many clients take part in a round.
+    time_budget:  the seconds that a device may compute in a round; what it trains is chosen so.
+    data, split:  which rows, and how clients divide them.
+    model:        the network (`nestling models`); left out, it follows from the data.
+    fleet:        who takes part.
+    train:        how clients train.
+    server:       what the server does with what it merged.
+    attack:       clients that lie.
+    engine:       where clients run.
+    evaluate:     when and how models are tested.
     """
 
-    method: Named = field(default_factory=lambda: Named(DEFAULT_METHOD))
-    rounds: int = 30
-    seed: int = 0
-    participants: int = 10
-    time_budget: float = 0.0
+    method: Annotated[Named, OneOf(METHODS, more="package.module:Class")] = field(
+        default_factory=lambda: Named(DEFAULT_METHOD)
+    )
+    rounds: Count = 30
+    seed: Whole = 0
+    participants: Annotated[int, Bounds(0, zero="every client")] = 10
+    time_budget: Annotated[float, Bounds(0, zero="no limit")] = 0.0
     data: Data = field(default_factory=Data)
     split: SplitConfig = field(default_factory=SplitConfig)
-    model: Named = field(default_factory=Named)
+    model: Annotated[Named, OneOf(MODELS, more="package.module:callable")] = field(
+        default_factory=Named
+    )
     fleet: FleetConfig = field(default_factory=FleetConfig)
     train: Train = field(default_factory=Train)
     server: Server = field(default_factory=Server)
@@ -251,30 +284,9 @@ class Experiment:
         """Expands shorthand and refuses values out of range, and settings of the server or of an
         attack that do not suit the method."""
         self._take_shorthand()
-        require(self.rounds >= 1, "must be at least 1", "rounds")
-        require(self.seed >= 0, "must not be negative", "seed")
-        require(self.participants >= 0, "must not be negative (0: every client)", "participants")
-        require(self.time_budget >= 0, "must not be negative (0: no limit)", "time_budget")
-        if self.engine.name not in ENGINES:
-            raise unknown("engine", self.engine.name, ENGINES, field="engine.name")
-        require(
-            self.engine.workers >= 0, "must not be negative (0: one per core)", "engine.workers"
-        )
-        for name, allowed in (
-            ("device", DEVICES),
-            ("precision", PRECISIONS),
-            ("transport", TRANSPORTS),
-        ):
-            if getattr(self.engine, name) not in allowed:
-                raise unknown(name, getattr(self.engine, name), allowed, field=f"engine.{name}")
-        require(self.evaluate.every >= 1, "must be at least 1", "evaluate.every")
-        require(self.evaluate.clients >= 1, "must be at least 1", "evaluate.clients")
-        require(self.evaluate.batch >= 1, "must be at least 1", "evaluate.batch")
-        require(
-            self.evaluate.calibration >= 0,
-            "must not be negative (0: all rows)",
-            "evaluate.calibration",
-        )
+        check_settings(self, "")
+        check_settings(self.engine, "engine")
+        check_settings(self.evaluate, "evaluate")
         self.train.over(self.rounds)  # refuses a warm-up as long as the run
         method = self.make_method()
         self.server.check(method)

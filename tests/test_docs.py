@@ -1,5 +1,5 @@
-"""The pages of the methods: one for each, as the generator makes them now; and what other pages
-name."""
+"""The pages of the methods: one for each, as the generator makes them now; the page of settings,
+likewise; and what other pages name."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ def test_the_page_is_what_the_docstring_says_now(name: str, fresh: Path) -> None
 
 def test_there_is_no_page_without_a_method() -> None:
     assert {page.stem for page in PAGES.glob("*.md")} == {"README", *METHODS}
+
+
+def test_the_page_of_settings_is_what_the_code_says_now(tmp_path: Path) -> None:
+    fresh = tmp_path / "settings.md"
+    script = ROOT / "docs" / "make_settings_page.py"
+    subprocess.run([sys.executable, str(script), str(fresh)], check=True, cwd=ROOT)
+    assert (ROOT / "docs" / "settings.md").read_text() == fresh.read_text(), (
+        "run python docs/make_settings_page.py"
+    )
 
 
 def test_every_test_that_the_threat_model_names_is_there() -> None:

@@ -22,7 +22,7 @@ from nestling import Experiment
 HOME = Path(__file__).parent.parent
 SHIPPED = (
     "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
-    "MANIFEST.in", "Makefile",
+    "MANIFEST.in", "Makefile", "mkdocs.yml",
     "pyproject.toml", "nestling", "tests", "benchmarks", "docs", "examples", "deploy",
 )  # fmt: skip
 GENERATED = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -15,6 +15,7 @@ from nestling.settings import (
     Bounds,
     Count,
     NonZeroShare,
+    OneOf,
     Positive,
     ShareBelowOne,
     allowed,
@@ -33,11 +34,14 @@ class Some:
     levels: tuple[NonZeroShare, ...] = (0.5, 1.0)
     warm: Annotated[float, Bounds(high=3.0)] = 0.0
     free: float = -5.0
+    gate: Annotated[float, Bounds(1, open_low=True, zero="no gate")] = 0.0
+    engine: Annotated[str, OneOf(("slow", "fast"), "engine")] = "slow"
+    own: Annotated[str, OneOf(("one", "two"), more="module:name")] = "one"
 
 
 def test_what_its_types_allow_is_allowed() -> None:
     check_settings(Some(), "some")
-    check_settings(Some(1e-9, 0.0, 7, "sum", (), -100.0), "some")
+    check_settings(Some(1e-9, 0.0, 7, "sum", (), -100.0, 0.0, 1.5, "fast", "mine:net"), "some")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,8 @@ def test_what_its_types_allow_is_allowed() -> None:
         ("levels", (0.5, 0.0), r"in \(0, 1\]"),
         ("warm", 3.1, "at most 3"),
         ("rate", float("nan"), "above 0"),
+        ("gate", 1.0, r"above 1 \(0: no gate\)"),
+        ("engine", "fats", "unknown engine 'fats' .*did you mean 'fast'"),
     ],
 )
 def test_what_they_do_not_is_refused_by_name(field: str, value: Any, said: str) -> None:
@@ -66,6 +72,9 @@ def test_it_can_be_read() -> None:
         "each in (0, 1]",
         "at most 3",
         "",
+        "above 1 (0: no gate)",
+        "slow, fast",
+        "one, two, module:name",
     ]
 
 

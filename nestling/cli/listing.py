@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from nestling.devices import Budget, FleetConfig, catalogue, device, fit, mark
 from nestling.devices.fleet import make_fleet
@@ -15,6 +16,7 @@ from nestling.experiment import fleet_of
 from nestling.methods import ALIASES, METHODS, method_class
 from nestling.models import MODELS
 from nestling.runs.assemble import reference_network
+from nestling.sections import Section
 from nestling.views.cutting import cutting
 from nestling.world import Plan, plan_tiers, ratio_cost
 
@@ -118,6 +120,24 @@ def model_table(rows: Rows) -> Table:
     table = Table("model", "what", "input", "default norm", "note")
     for r in rows:
         table.add_row(*(str(r[k]) for k in ("name", "title", "input", "norm", "note")))
+    return table
+
+
+def setting_rows(section: Section) -> Rows:
+    """Every setting of a section."""
+    return [{"section": section.name, **asdict(row)} for row in section.rows]
+
+
+def setting_table(section: Section) -> Table:
+    """The settings of a section as a table."""
+    # What is written in brackets is meant so: no cell is markup.
+    title = Text(f"{section.name}: {section.text.split(chr(10))[0]}")
+    columns = ("setting", "type", "allowed", "default", "meaning")
+    table = Table(*columns, title=title, title_justify="left", show_lines=True)
+    table.columns[0].no_wrap = True
+    for row in section.rows:
+        cells = (row.key, row.type, row.allowed, row.default, row.meaning)
+        table.add_row(*(Text(cell) for cell in cells))
     return table
 
 

@@ -34,6 +34,28 @@ def models(as_json: AsJson = False) -> None:
     show_rows(model_rows, model_table, as_json)
 
 
+def config(
+    section: Annotated[
+        str,
+        typer.Argument(
+            help="One section, e.g. split, or method.NAME for a method's own settings "
+            "(default: all but those)."
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the settings of an experiment: type, range or choices, default and meaning."""
+    from nestling.cli.listing import setting_rows, setting_table
+    from nestling.sections import section_of, sections
+
+    found = [section_of(section)] if section else list(sections().values())
+    if as_json:
+        print(json.dumps([row for one in found for row in setting_rows(one)], indent=1))
+        return
+    for one in found:
+        print_table(setting_table(one))
+
+
 def fit(
     model: Annotated[
         str,

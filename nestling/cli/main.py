@@ -37,6 +37,7 @@ COMMANDS = (
     lists.methods,
     lists.devices,
     lists.models,
+    lists.config,
     lists.fit,
     results.report,
     results.analyse,

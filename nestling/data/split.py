@@ -10,50 +10,50 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import torch
 
 from nestling.data import partition
 from nestling.data.dataset import Dataset
-from nestling.errors import InputError, unknown
+from nestling.errors import InputError
 from nestling.seeds import stream
+from nestling.settings import Bounds, Count, OneOf, Positive, ShareBelowOne, check_settings
 
 KINDS = ("iid", "dirichlet", "classes", "quantity", "natural")
 
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """How training rows are divided among the clients (`[split]` in an experiment's file)."""
+    """How training rows are divided among the clients (`[split]` in an experiment's file).
 
-    kind: str = "dirichlet"  # iid | dirichlet | classes | quantity | natural
-    alpha: float = 0.5  # Dirichlet concentration: over labels (dirichlet) or over sizes (quantity)
-    classes: int = 2  # classes a client holds (classes)
-    # fewest rows of a client, hold-out included; natural clients keep what they have
-    min_size: int = 10
-    # > 0: every client draws this many rows of its own (clients may overlap); 0: rows are divided
-    size: int = 0
-    holdout: float = 0.0  # share of each client's rows kept for its personal test
-    public: float = 0.01  # share of training rows the server takes before the split
+    kind:     "iid" (any rows to anybody), "dirichlet" (classes in unequal shares), "classes" (each
+              client holds a few of them), "quantity" (unequal numbers of rows), or "natural" (by
+              the clients that the rows name).
+    alpha:    how equal the shares are, the larger the more: of the classes ("dirichlet") or of the
+              numbers of rows ("quantity").
+    classes:  how many classes a client holds, with "classes".
+    min_size: the fewest rows of a client, those held out included; natural clients keep what they
+              have.
+    size:     how many rows every client draws for itself; clients may then share rows.
+    holdout:  the share of each client's rows that is kept for its personal test.
+    public:   the share of training rows that the server takes before the split: the public rows.
+    """
+
+    kind: Annotated[str, OneOf(KINDS, "kind of split")] = "dirichlet"
+    alpha: Positive = 0.5
+    classes: Count = 2
+    min_size: Count = 10
+    size: Annotated[int, Bounds(0, zero="the rows are divided")] = 0
+    holdout: ShareBelowOne = 0.0
+    public: ShareBelowOne = 0.01
 
     def check(self, classes: int | None = None) -> None:
         """Raise `InputError` for a field out of range; `classes` is the number of classes of the
         data, where it is known."""
-        if self.kind not in KINDS:
-            raise unknown("kind of split", self.kind, KINDS, field="split.kind")
-        _require(
-            math.isfinite(self.alpha) and self.alpha > 0, "alpha", self.alpha, "a positive number"
-        )
-        _require(self.classes >= 1, "classes", self.classes, "at least 1")
-        _require(self.min_size >= 1, "min_size", self.min_size, "at least 1")
-        _require(
-            self.size >= 0,
-            "size",
-            self.size,
-            "0 (divide the rows) or more (rows each client draws)",
-        )
-        _require(0 <= self.holdout < 1, "holdout", self.holdout, "a share from 0 to below 1")
-        _check_share(self.public)
+        check_settings(self, "split")
+        _require(math.isfinite(self.alpha), "alpha", self.alpha, "a positive number")
         if self.kind == "classes" and classes is not None:
             _require(
                 self.classes <= classes,

@@ -6,41 +6,58 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from nestling.devices.catalogue import Profile, catalogue, load_catalogue
 from nestling.errors import InputError, unknown
 from nestling.files import read_toml
 from nestling.schema import check_keys
+from nestling.settings import Bounds, NotNegative, OneOf, UnitShare, Whole, bounds_of
 
 DEFAULT_SIZE, LARGEST = 20, 10**9
+UNSAID_SIZE = f"the sum of the counts, the number of natural clients, or {DEFAULT_SIZE}"
 CUTS = ("width", "depth")
 
 
 @dataclass(frozen=True)
 class Tier:
     """Devices of one kind, which train what fits `device`, a part of the model of size `ratio`, or
-    a network of their own, `model`."""
+    a network of their own, `model`.
 
-    name: str = ""  # by default the device's or the board's name, "ratio-0.25", or the model's name
+    name:          by default the device's or the board's name, "ratio-0.25", or the model's name.
+    device:        one of the catalogue (`nestling devices`), or of `fleet.catalogue`.
+    ratio:         the part of the model that its devices train, if no device says what fits.
+    cut:           what `ratio` is of: the width of every layer, or the parameters, met by leaving
+                   out depth.
+    model:         a network of its own, by name or "package.module:callable".
+    model_options: the arguments of that network.
+    share:         of the fleet that is in this tier; all shares add up to 1.
+    count:         how many devices are in this tier, in place of a share.
+    memory_mean:   the memory that is free in a round is mean − |N(0, std)| percent of the device's
+                   RAM, or of the full model's size where the tier names no device; with a device at
+                   most 100.
+    memory_std:    that deviation, in percent; of several, each device has one.
+    availability:  the probability that a device can be reached in a round.
+    dropout:       the probability that a device vanishes in the middle of a round.
+    slow:          sigma of the log-normal slowdown of a round.
+    board:         where its devices train: empty for the simulation, "host" for the firmware's C
+                   compiled for this machine, or a board, of which every device of the tier is one
+                   (docs/microcontrollers.md).
+    """
+
+    name: str = ""
     device: str = ""
-    ratio: float = 0.0
-    # what `ratio` is of: the "width" of every layer, or the parameters, met by leaving out "depth"
-    cut: str = "width"
+    ratio: UnitShare = 0.0
+    cut: Annotated[str, OneOf(CUTS)] = "width"
     model: str = ""
     model_options: dict[str, Any] = field(default_factory=dict)
-    share: float = 0.0
-    count: int = 0
-    # Free memory this round is mean - |N(0, std)| percent, with one std of the tuple per device:
-    # percent of the device's RAM, or of the full model's size where the tier names no device.
-    memory_mean: float = 100.0
-    memory_std: tuple[float, ...] = (0.0,)
-    availability: float = 1.0  # probability of being reachable in a round
-    dropout: float = 0.0  # probability of vanishing in the middle of a round
-    slow: float = 0.0  # sigma of the log-normal slowdown of a round
-    # Where its devices train: "" in the simulation (PyTorch), "host" in the C runtime of the
-    # firmware compiled for this machine, or on a board (see `nestling.tiny.boards.table`), of which
-    # every device of the tier is one.
+    share: UnitShare = 0.0
+    count: Whole = 0
+    memory_mean: NotNegative = 100.0
+    memory_std: tuple[NotNegative, ...] = (0.0,)
+    availability: UnitShare = 1.0
+    dropout: UnitShare = 0.0
+    slow: NotNegative = 0.0
     board: str = ""
 
     def __post_init__(self) -> None:
@@ -74,15 +91,23 @@ DEFAULT_TIERS: tuple[Tier, ...] = (
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """A fleet as the user describes it: tiers here, or a file that holds them."""
+    """A fleet as the user describes it: tiers here, or a file that holds them.
+
+    path:      a TOML file with the fleet's other settings, in place of `tiers`.
+    size:      how many devices there are.
+    tiers:     kinds of devices, each a table (`[[fleet.tiers]]`); left out, seven kinds from a
+               microcontroller of 64 KB to a GPU box.
+    deadline:  the virtual seconds after which a reply is late and refused.
+    catalogue: a file of devices of the user's own, beside the built-in ones.
+    networks:  networks, each a table of name and options: a tier that names only a device trains
+               the largest that fits it, instead of a part of the model.
+    """
 
     path: str = ""
-    size: int = 0  # 0: the sum of the counts, the number of natural clients, or 20
-    tiers: tuple[Tier, ...] = ()  # empty: DEFAULT_TIERS
-    deadline: float = 0.0  # virtual seconds after which a reply is late and refused; 0: none
-    catalogue: str = ""  # a file of devices of the user's own, beside the built-in ones
-    # Networks, each a table of name and options: a tier that names only a device trains the largest
-    # that fits it, instead of a part of the model.
+    size: Annotated[int, Bounds(0, LARGEST, zero=UNSAID_SIZE)] = 0
+    tiers: tuple[Tier, ...] = ()
+    deadline: Annotated[float, Bounds(0, zero="none")] = 0.0
+    catalogue: str = ""
     networks: tuple[dict[str, Any], ...] = ()
 
 
@@ -121,8 +146,7 @@ def size_of(config: FleetConfig) -> int:
 
 def check_fleet(config: FleetConfig) -> None:
     """Refuse a configuration that cannot be built; the error names the field."""
-    _number(config.size, "fleet.size", most=LARGEST, whole=True)
-    _number(config.deadline, "fleet.deadline")
+    _check_numbers(config, "fleet")
     if not isinstance(config.catalogue, str):
         raise InputError(
             f"{config.catalogue!r} is not a path",
@@ -163,7 +187,7 @@ def _check_tier(tier: Tier, where: str, devices: dict[str, Profile]) -> None:
             field=f"{where}.model_options",
             fix="write { key = value }",
         )
-    _number(tier.ratio, f"{where}.ratio", most=1)
+    _check_numbers(tier, where)
     if tier.cut not in CUTS:
         raise unknown("cut", str(tier.cut), CUTS, field=f"{where}.cut")
     if tier.cut != "width" and not tier.ratio:
@@ -187,29 +211,28 @@ def _check_tier(tier: Tier, where: str, devices: dict[str, Profile]) -> None:
         )
     if tier.device and tier.device not in devices:
         raise unknown("device", tier.device, devices, field=f"{where}.device")
-    _number(tier.share, f"{where}.share", most=1)
-    _number(tier.count, f"{where}.count", whole=True)
-    for name in ("availability", "dropout"):
-        _number(getattr(tier, name), f"{where}.{name}", most=1)
-    _number(tier.slow, f"{where}.slow")
-    # More than all of a chip's RAM cannot be free; more than the full model's size can.
-    _number(tier.memory_mean, f"{where}.memory_mean", most=100 if tier.device else math.inf)
+    if tier.device:  # more than all of a chip's RAM cannot be free, more than a model's size can
+        _check_number(tier.memory_mean, f"{where}.memory_mean", False, Bounds(0, 100))
     if not tier.memory_std:
         raise InputError(
             "no value", field=f"{where}.memory_std", fix="give at least one, such as [0]"
         )
-    for std in tier.memory_std:
-        _number(std, f"{where}.memory_std")
 
 
-def _number(
-    value: object, where: str, *, least: float = 0, most: float = math.inf, whole: bool = False
-) -> None:
+def _check_numbers(config: Tier | FleetConfig, where: str) -> None:
+    """Holds every number against what its type allows. A fleet file's may be no numbers at all."""
+    for name, (whole, bounds) in bounds_of(type(config)).items():
+        value = getattr(config, name)
+        for each in value if isinstance(value, tuple) else (value,):
+            _check_number(each, f"{where}.{name}", whole, bounds)
+
+
+def _check_number(value: object, where: str, whole: bool, bounds: Bounds) -> None:
     kind = "a whole number" if whole else "a number"
-    span = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
     good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not good or not least <= value <= most or value == math.inf:  # type: ignore[operator]
-        raise InputError(f"{value!r} is not {kind} {span}", field=where, fix=f"give {kind} {span}")
+    if not good or not bounds.hold(value) or value == math.inf:  # type: ignore[arg-type]
+        wanted = f"{kind}, {bounds}"
+        raise InputError(f"{value!r} is not {wanted}", field=where, fix=f"give {wanted}")
 
 
 def _check_names(tiers: Sequence[Tier]) -> None:

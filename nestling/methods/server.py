@@ -12,6 +12,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from nestling.errors import InputError
 from nestling.methods import METHODS, method_class
 from nestling.methods.method import Method, Replies, Share
 from nestling.schema import require
+from nestling.settings import Bounds, NotNegative, OneOf, Positive, ShareBelowOne, UnitShare, Whole
 from nestling.trust.robust import RULES, Robust
 from nestling.views import State
 from nestling.views.flat import Layout, Packed, flat_of, layout_of
@@ -61,19 +63,19 @@ class Server:
     good:      how many of the last states that passed the gate are kept in the run folder, under `good/` (0: none).
     """
 
-    optimizer: str = "none"
-    lr: float = 0.0
-    momentum: float = 0.9
-    betas: tuple[float, float] = (0.9, 0.99)
-    tau: float = 1e-3
-    average: int = 0
-    merge: str = "mean"
-    trim: float = 0.2
-    most_rows: int = 0
-    gate: float = 0.0
-    most_share: float = 0.0
-    most_step: float = 0.0
-    good: int = 0
+    optimizer: Annotated[str, OneOf(("none", *RATES))] = "none"
+    lr: NotNegative = 0.0
+    momentum: ShareBelowOne = 0.9
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.99)
+    tau: Positive = 1e-3
+    average: Whole = 0
+    merge: Annotated[str, OneOf(("mean", *RULES))] = "mean"
+    trim: Annotated[float, Bounds(0, 0.5, open_low=True, open_high=True)] = 0.2
+    most_rows: Whole = 0
+    gate: Annotated[float, Bounds(1, open_low=True, zero="no gate")] = 0.0
+    most_share: UnitShare = 0.0
+    most_step: Annotated[float, Bounds(1, zero="any length, or the fleet's own bound")] = 0.0
+    good: Annotated[int, Bounds(0, zero="none")] = 0
 
     def __post_init__(self) -> None:
         """Refuses unknown optimisers and numbers out of range."""

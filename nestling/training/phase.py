@@ -6,12 +6,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 
 from nestling.errors import unknown
 from nestling.schema import require
+from nestling.settings import (
+    Bounds,
+    Count,
+    NonZeroShare,
+    NotNegative,
+    OneOf,
+    Positive,
+    ShareBelowOne,
+    Whole,
+)
 from nestling.training.augment import AUGMENTATIONS
 from nestling.training.objectives import Given, Objective, cross_entropy
 from nestling.training.optimisers import OPTIMISERS, Optim
@@ -71,35 +81,45 @@ class Phase:
 class Train:
     """How clients train, unless their method says otherwise.
 
+    epochs:    passes over a client's rows in a round.
+    batch:     rows a step.
     optimizer: "sgd" (with `momentum`), "adam", or "adamw" (whose `weight_decay` acts on the
                weights, not through the gradient).
+    lr:        the learning rate, before schedule and warm-up.
+    momentum:  of "sgd".
+    weight_decay: how much of a weight is added to its gradient, or with "adamw" taken off.
+    clip:      the largest norm that a step's whole gradient may have; longer ones are scaled down.
+    decay:     what the rate is multiplied by from round to round, with the schedule "decay".
+    milestones: the rounds after which `factor` counts once more, with the schedule "decay".
+    factor:    what the rate is multiplied by at a milestone.
+    drop_last: whether a last batch that is not full is left out.
     schedule:  how the learning rate falls: "decay" (by `decay` every round and by `factor` at every
                milestone, a round number) or "cosine" (half a wave from `lr` towards 0 over `span`
                rounds; `decay` and `factor` then say nothing).
     warmup:    over so many first rounds the rate climbs to its full height in equal steps; a cosine
                falls from there.
-    span:      the rounds of a cosine (0: those of the run).
+    span:      the rounds of a cosine.
     augment:   what happens to training images: "none", "shift" (moved by up to two pixels),
                "crop-flip" (widened by four pixels of zeros each way, cropped anywhere, mirrored
                half the time), "cutout" (a square of half their side set to zero), or
                "crop-flip-cutout".
     """
 
-    epochs: int = 2
-    batch: int = 20
-    optimizer: str = "sgd"
-    lr: float = 0.02
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    clip: float = 0.0
-    decay: float = 0.98
+    epochs: Count = 2
+    batch: Count = 20
+    optimizer: Annotated[str, OneOf(OPTIMISERS)] = "sgd"
+    lr: Positive = 0.02
+    momentum: ShareBelowOne = 0.9
+    weight_decay: NotNegative = 0.0
+    clip: Annotated[float, Bounds(0, zero="no clipping")] = 0.0
+    decay: NonZeroShare = 0.98
     milestones: tuple[int, ...] = ()
-    factor: float = 0.1
-    schedule: str = "decay"
-    warmup: int = 0
-    span: int = 0
+    factor: NonZeroShare = 0.1
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "decay"
+    warmup: Whole = 0
+    span: Annotated[int, Bounds(0, zero="the rounds of the run")] = 0
     drop_last: bool = False
-    augment: str = "shift"
+    augment: Annotated[str, OneOf(AUGMENTATIONS)] = "shift"
 
     def __post_init__(self) -> None:
         """Refuses unknown names, numbers out of range, and settings that contradict each other."""
