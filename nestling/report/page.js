@@ -112,6 +112,26 @@
     });
   };
 
+  // The charts' data, row by row: what is saved, and what the pointer is told where cells are many.
+  const tableOf = (svg) => svg.dataset.table.split("\n").map((row) => row.split("\t"));
+
+  const historyReadOut = (svg) => {
+    const [left, top, wide, tall] = svg.dataset.place.split(" ").map(Number);
+    const [names, ...rows] = tableOf(svg);
+    const sheet = sheetOver(svg);
+    sheet.addEventListener("pointermove", (event) => {
+      const frame = sheet.getBoundingClientRect();
+      const scale = svg.viewBox.baseVal.width / frame.width;
+      const row = rows[Math.floor(((event.clientY - frame.top) * scale - top) / tall)];
+      const column = Math.floor(((event.clientX - frame.left) * scale - left) / wide) + 1;
+      if (!row || column < 1 || !names[column]) { hideTip(); return; }
+      tip.box.replaceChildren();
+      make("strong", tip.box, "", `client ${row[0]}, round ${names[column]}`);
+      make("div", tip.box, "", row[column] || "not chosen");
+      showTip(event);
+    });
+  };
+
   document.addEventListener("DOMContentLoaded", () => {
     themeButton();
     tip.box = make("div", document.body, "tip");
@@ -119,7 +139,8 @@
     tip.box.setAttribute("aria-hidden", "true");
     document.querySelectorAll("table.sortable").forEach(sortable);
     document.querySelectorAll("svg[data-read-out]").forEach(lineReadOut);
-    document.querySelectorAll("svg.heat, svg.points").forEach(titleReadOut);
+    document.querySelectorAll("svg.heat:not(.history), svg.points, svg.bands").forEach(titleReadOut);
+    document.querySelectorAll("svg.history").forEach(historyReadOut);
     addEventListener("scroll", hideTip, { passive: true });
   });
 })();

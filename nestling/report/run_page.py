@@ -21,6 +21,7 @@ from nestling.report.folder import (
     summarise,
     traffic_totals,
 )
+from nestling.report.history_part import history_part
 from nestling.report.markup import (
     Cell,
     Column,
@@ -60,6 +61,7 @@ RUN_PARTS = [
     ("personal", "Personal"),
     ("metrics", "Metrics"),
     ("coverage", "Coverage"),
+    ("history", "Clients"),
     ("fit", "What fits"),
     ("boards", "Boards"),
     ("split", "Data split"),
@@ -100,6 +102,7 @@ def run_body(run: Run) -> Markup:
             _personal(run, rows),
             metrics_part(run, summary),
             coverage_part(run),
+            history_part(run, rows),
             fit_part(run, rows),
             boards_part(run),
             split_part(run, rows),
