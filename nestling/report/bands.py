@@ -37,7 +37,13 @@ def band_map(layers: Sequence[Layer], *, title: str, desc: str, ident: str) -> M
     body: list[Markup] = []
     for at, layer in enumerate(layers):
         body += _band(layer, at * _STEP)
-    return frame("bands", _WIDTH, _STEP * len(layers) - 4, title, desc, ident, body)
+    rows = [
+        [layer.name, layer.by, channel, count, share]
+        for layer in layers
+        for channel, (count, share) in enumerate(zip(layer.counts, layer.shares, strict=True))
+    ]
+    told = [["layer", "by", "channel", "replies", "share"], *rows]
+    return frame("bands", _WIDTH, _STEP * len(layers) - 4, title, desc, ident, body, told)
 
 
 def strength(share: float) -> float:

@@ -15,10 +15,12 @@ def frame(
     desc: str,
     ident: str,
     body: Sequence[Markup],
+    table: Sequence[Sequence[object]],
     /,
     **extra: str,
 ) -> Markup:
-    """A whole chart: its size, what it is called, what it shows in words, and what is in it."""
+    """A whole chart: its size, what it is called, what it shows in words, what is in it, and its
+    data as rows, which the page saves as a table."""
     told = [tag("title", title, id=f"{ident}-title"), tag("desc", desc, id=f"{ident}-desc")]
     said_by = {"role": "img", "aria_labelledby": f"{ident}-title {ident}-desc"}
     return tag(
@@ -29,7 +31,15 @@ def frame(
         viewBox=f"0 0 {width:.0f} {height:.0f}",
         **said_by,
         **extra,
+        data_table="\n".join("\t".join(map(_entry, row)) for row in table),
     )
+
+
+def _entry(value: object) -> str:
+    """A value of the data on one line: numbers as they are, words without tabs and breaks."""
+    if value is None:
+        return ""
+    return f"{value:.10g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 def box(

@@ -85,7 +85,7 @@ def history_map(
 ) -> Markup:
     """The picture. Cells of one shade are one path, and what they say is a table beside them: a
     thousand rounds of a hundred clients stay small."""
-    wide, tall = clamp(940 / len(names), 4.5, 24), clamp(620 / len(ids), 7, 18)
+    wide, tall = clamp(940 / len(names), 4.5, 40), clamp(620 / len(ids), 7, 18)
     left = 26 + 7.2 * max(len(str(client)) for client in ids)
     across, down = wide * len(names), tall * len(ids)
     body = [box(left, _TOP, across, down, class_="field")]
@@ -102,10 +102,10 @@ def history_map(
         desc,
         ident,
         body,
+        told,
         width=f"{left + across + 2:.0f}",
         height=f"{_TOP + down + 40:.0f}",
         data_place=f"{left:.1f} {_TOP:.1f} {wide:.3f} {tall:.3f}",
-        data_table="\n".join("\t".join(row) for row in told),
     )
 
 
@@ -144,7 +144,8 @@ def _mark(mark: str, x: float, y: float, w: float, h: float) -> str:
         return f"M{x + 0.7:.1f} {y + 0.7:.1f}h{w - 1.4:.1f}v{h - 1.4:.1f}h-{w - 1.4:.1f}z"
     if mark == "clipped":
         return f"M{x + w:.1f} {y:.1f}v{h * 0.7:.1f}l-{min(w, h) * 0.7:.1f} -{h * 0.7:.1f}z"
-    return f"M{x:.1f} {y + h:.1f}v-2h{w:.1f}v2z"
+    low = min(2.0, h / 6)
+    return f"M{x:.1f} {y + h:.1f}v-{low:.1f}h{w:.1f}v{low:.1f}z"
 
 
 def _key(mark: str) -> Markup:
@@ -201,7 +202,7 @@ def _span_name(first: int, last: int) -> str:
 
 def _table(cells: Sequence[Sequence[HistoryCell | None]], ids: Sequence[int]) -> list[list[str]]:
     return [
-        [str(client), *(" ".join(cell.text.split()) if cell else "" for cell in row)]
+        [str(client), *(cell.text if cell else "" for cell in row)]
         for client, row in zip(ids, cells, strict=True)
     ]
 

@@ -112,7 +112,8 @@ def line_chart(
         for s in drawn
     ]
     told = json.dumps(read_out, separators=(",", ":"))
-    return frame("lines", _WIDTH, _HEIGHT, title, desc, ident, body, data_read_out=told)
+    rows = _rows_of(drawn, x, y)
+    return frame("lines", _WIDTH, _HEIGHT, title, desc, ident, body, rows, data_read_out=told)
 
 
 def heat_map(
@@ -154,6 +155,7 @@ def heat_map(
         desc,
         ident,
         body,
+        [["", *columns], *([name, *row] for name, row in zip(rows, counts, strict=True))],
         width=f"{width:.0f}",
         height=f"{height:.0f}",
     )
@@ -203,6 +205,7 @@ def pair_map(
         desc,
         ident,
         body,
+        [["", *names], *([name, *row] for name, row in zip(names, values, strict=True))],
         width=f"{width:.0f}",
         height=f"{height:.0f}",
     )
@@ -235,7 +238,8 @@ def point_map(
     for x, y, text in labels:
         across, down = place(x, y)
         body.append(_label("label", across, down + 4, cut_short(text)))
-    return frame("points", width, height, title, desc, ident, body)
+    rows = [["x", "y", "what"], *([dot.x, dot.y, dot.note] for dot in dots)]
+    return frame("points", width, height, title, desc, ident, body, rows)
 
 
 def dot_key(colour: int, shape: int) -> Markup:
@@ -262,7 +266,8 @@ def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> Markup:
             state = "over" if row.share > 1 else "close" if row.share > 0.9 else "ok"
             size = {"width": f"{filled:.1f}", "height": 8, "rx": f"{min(4.0, filled / 2):.1f}"}
             body.append(tag("rect", class_=f"mark fill {state}", x=0, y=y + 23, **size))
-    return frame("bars", width, step * len(rows) - 8, title, desc, ident, body)
+    told = [["what", "share", "in words"], *([row.label, row.share, row.text] for row in rows)]
+    return frame("bars", width, step * len(rows) - 8, title, desc, ident, body, told)
 
 
 def swatch(style: int) -> Markup:
@@ -417,6 +422,17 @@ def _read_out(
         [round(across(at), 1), round(up(value), 1), x.tell(at), y.tell(value)]
         for at, value in thin(one.points)
     ]
+
+
+def _rows_of(drawn: Sequence[Series], x: Axis, y: Axis) -> list[list[object]]:
+    """The points that are drawn, as numbers."""
+    banded = any(one.band for one in drawn)
+    rows: list[list[object]] = [["series", x.label, y.label, *(["low", "high"] if banded else [])]]
+    for one in drawn:
+        edges = {at: pair for at, *pair in one.band}
+        for at, value in thin(one.points):
+            rows.append([one.label, at, value, *(edges.get(at, ["", ""]) if banded else [])])
+    return rows
 
 
 def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[Markup]:
