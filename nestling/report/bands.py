@@ -8,7 +8,7 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from nestling.report.drawing import box, frame, hover_text, tag, text_at
+from nestling.report.drawing import Rows, box, frame, hover_text, tag, text_at
 from nestling.report.words import percent, plural, whole
 
 _WIDTH, _STEP, _TALL, _BELOW = 520, 42, 14, 22
@@ -42,7 +42,7 @@ def band_map(layers: Sequence[Layer], *, title: str, desc: str, ident: str) -> M
         for layer in layers
         for channel, (count, share) in enumerate(zip(layer.counts, layer.shares, strict=True))
     ]
-    told = [["layer", "by", "channel", "replies", "share"], *rows]
+    told: Rows = [["layer", "by", "channel", "replies", "share"], *rows]
     return frame("bands", _WIDTH, _STEP * len(layers) - 4, title, desc, ident, body, told)
 
 

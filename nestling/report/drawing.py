@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
+Rows = Sequence[Sequence[object]]
+"""A chart's data: a line of headings, then the values."""
+
 
 def frame(
     kind: str,
@@ -15,7 +18,7 @@ def frame(
     desc: str,
     ident: str,
     body: Sequence[Markup],
-    table: Sequence[Sequence[object]],
+    table: Rows,
     /,
     **extra: str,
 ) -> Markup:

@@ -132,12 +132,13 @@
     });
   };
 
+  const { createObjectURL: linkTo, revokeObjectURL: forget } = URL;
   const download = (text, kind, name) => {
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([text], { type: kind }));
+    link.href = linkTo(new Blob([text], { type: kind }));
     link.download = name;
     link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    setTimeout(() => forget(link.href), 1000);
   };
 
   const csvOf = (svg) => {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from nestling.report.drawing import box, clamp, cut_short, frame, hover_text, tag, text_at
+from nestling.report.drawing import Rows, box, clamp, cut_short, frame, hover_text, tag, text_at
 
 COLOURS = 8
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "13 4")
@@ -238,7 +238,7 @@ def point_map(
     for x, y, text in labels:
         across, down = place(x, y)
         body.append(_label("label", across, down + 4, cut_short(text)))
-    rows = [["x", "y", "what"], *([dot.x, dot.y, dot.note] for dot in dots)]
+    rows: Rows = [["x", "y", "what"], *([dot.x, dot.y, dot.note] for dot in dots)]
     return frame("points", width, height, title, desc, ident, body, rows)
 
 
@@ -266,7 +266,10 @@ def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> Markup:
             state = "over" if row.share > 1 else "close" if row.share > 0.9 else "ok"
             size = {"width": f"{filled:.1f}", "height": 8, "rx": f"{min(4.0, filled / 2):.1f}"}
             body.append(tag("rect", class_=f"mark fill {state}", x=0, y=y + 23, **size))
-    told = [["what", "share", "in words"], *([row.label, row.share, row.text] for row in rows)]
+    told: Rows = [
+        ["what", "share", "in words"],
+        *([row.label, row.share, row.text] for row in rows),
+    ]
     return frame("bars", width, step * len(rows) - 8, title, desc, ident, body, told)
 
 

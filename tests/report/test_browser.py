@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import nestling
+from nestling.cli.live import showing
 from nestling.report.page import write_comparison, write_report
 from tests.report.made_up_run import write_run
 from tests.small import small
@@ -262,6 +263,38 @@ def test_the_grid_reads_out_who_trained_what(driver: Any, made: dict[str, Path])
     tip = driver.find_element("css selector", ".tip").text
     assert tip.startswith("client ")
     assert "of the model" in tip or "not chosen" in tip
+
+
+def test_a_watched_page_shows_a_later_round_without_a_reload(driver: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    folder = write_run(tmp_path / "live", rounds=6, done=2)
+    with showing(folder) as server:
+        driver.get(server.url)
+        driver.execute_script("window.same = true; document.querySelector('details').open = true")
+        assert "2 of 6 rounds" in driver.find_element("css selector", ".state").text
+        before = driver.find_element("css selector", "#split")
+        write_run(folder, rounds=6, done=3)
+        WebDriverWait(driver, 60).until(
+            lambda it: "3 of 6 rounds" in it.find_element("css selector", ".state").text
+        )
+        assert driver.execute_script("return window.same")
+        assert (
+            driver.execute_script("return performance.getEntriesByType('navigation').length") == 1
+        )
+        asked = driver.execute_script(
+            "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+        )
+        assert asked
+        assert all(name.startswith(f"{server.url}parts?") for name in asked)
+        assert before.is_displayed()  # what has not changed was not replaced
+        assert driver.execute_script("return document.querySelector('#rounds details').open")
+        hover(driver, driver.find_element("css selector", "svg.lines"))
+        assert driver.find_element("css selector", ".tip").text.startswith("round ")
+        assert len(driver.find_elements("css selector", ".saves")) == len(
+            driver.find_elements("css selector", "svg.chart")
+        )
+        assert driver.get_log("browser") == []
 
 
 def test_a_click_on_a_heading_sorts(driver: Any, made: dict[str, Path]) -> None:
