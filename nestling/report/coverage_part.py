@@ -14,7 +14,7 @@ from nestling.report.markup import fill, joined, section
 from nestling.report.words import number, percent, plural, whole
 
 _SHADES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
-_LEAD = (
+COVERAGE_LEAD = (
     "Every band is a layer of the global model, its channels from left to right. The stronger the "
     "colour, the larger the share of the merged replies that trained the channel; what nobody "
     "trains keeps its first value."
@@ -26,7 +26,9 @@ def coverage_part(run: Run) -> Markup:
     counted."""
     pictures = coverage_pictures(run)
     return (
-        section("coverage", "Who trained which channels", _LEAD, pictures) if pictures else pictures
+        section("coverage", "Who trained which channels", COVERAGE_LEAD, pictures)
+        if pictures
+        else pictures
     )
 
 

@@ -85,7 +85,7 @@ def history_map(
 ) -> Markup:
     """The picture. Cells of one shade are one path, and what they say is a table beside them: a
     thousand rounds of a hundred clients stay small."""
-    wide, tall = clamp(940 / len(names), 4.5, 40), clamp(620 / len(ids), 7, 18)
+    wide, tall = clamp(940 / len(names), 4.5, 32), clamp(620 / len(ids), 7, 18)
     left = 26 + 7.2 * max(len(str(client)) for client in ids)
     across, down = wide * len(names), tall * len(ids)
     body = [box(left, _TOP, across, down, class_="field")]

@@ -12,7 +12,7 @@ import pytest
 import nestling
 from nestling.report.bands import stretches
 from nestling.report.folder import read_run
-from nestling.report.page import write_report
+from nestling.report.page import write_comparison, write_report
 from nestling.report.run_page import run_body
 from nestling.runs.assemble import assemble
 from nestling.runs.coverage import Coverage
@@ -100,6 +100,20 @@ def test_the_picture_says_who_trained_what(tmp_path: Path) -> None:
         "not counted before round 2",
     ):
         assert words in page, words
+
+
+def test_a_comparison_shows_method_beside_method(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", method="x", title="Other")]
+    for at, folder in enumerate(runs):
+        layers = [{"name": "conv.weight", "by": "outputs", "counts": [4, 2 * at]}]
+        told = {"round": 2, "rounds": 2, "networks": {"main": {"client_rounds": 4}}}
+        told["networks"]["main"]["layers"] = layers  # type: ignore[index]
+        (folder / "coverage.json").write_text(json.dumps(told))
+    page = write_comparison(runs, tmp_path / "all.html").read_text()
+    assert "How often each channel was trained: HeteroFL" in page
+    assert "How often each channel was trained: Other" in page
+    assert "conv, output 1: 50.0%, 2 of 4 replies" in page
+    assert "1 of 2 channels" in page
 
 
 def test_nothing_odd_in_the_file_stops_the_page(tmp_path: Path) -> None:
