@@ -29,7 +29,7 @@ class Layer:
     @property
     def shares(self) -> list[float]:
         """The share of the replies that trained each channel."""
-        return [count / self.most if self.most else 0.0 for count in self.counts]
+        return [min(1.0, count / self.most) if self.most else 0.0 for count in self.counts]
 
 
 def band_map(layers: Sequence[Layer], *, title: str, desc: str, ident: str) -> Markup:

@@ -128,7 +128,7 @@ class Coverage:
                         self._network(references[name]).take(network)
                     self.rounds = int(found["rounds"])
                     self._saved = {k: v for k, v in found.items() if k != "before"}
-                except (KeyError, TypeError, ValueError, AttributeError):
+                except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                     self.rounds, self.networks = 0, {}  # a picture must not end a run
                 return
 
