@@ -281,8 +281,17 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Show how it is now, and end.")] = False,
     every: Annotated[float, typer.Option(metavar="S", help="Seconds between two looks.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print how it is now as JSON.")] = False,
+    port: Annotated[
+        int | None, typer.Option(help="Where on this machine the page of a simulation is shown.")
+    ] = None,
 ) -> None:
-    """Watch a fleet of real devices: who is there, how the round stands, what was refused."""
+    """Watch a run: a fleet of real devices on the terminal, a simulation as a page of this machine
+    that keeps up with it."""
+    from nestling.cli.live import is_simulation
+
+    if is_simulation(target) and not (once or as_json):
+        _show_page(Path(target), port)
+        return
     from rich.console import Console
 
     from nestling.fleet.care.watching import follow, status_reader, view
@@ -295,6 +304,18 @@ def watch(
         console.print(view(read()))
     else:
         follow(read, console, max(0.2, every))
+
+
+def _show_page(folder: Path, port: int | None) -> None:
+    """Shows the page of a simulation until ctrl-C."""
+    import threading
+    from contextlib import suppress
+
+    from nestling.cli.live import PORT, showing
+
+    with suppress(KeyboardInterrupt), showing(folder, PORT if port is None else port) as server:
+        print(f"{server.url} shows {folder} as it is; ctrl-C ends it", flush=True)
+        threading.Event().wait()
 
 
 def audit(

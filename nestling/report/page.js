@@ -1,4 +1,4 @@
-// Read-outs, table sorting and the theme button. The page is complete without any of it.
+// Read-outs, charts as files, table sorting, the theme button, and a run that goes on. The page is complete without any of it.
 (() => {
   "use strict";
   const root = document.documentElement;
@@ -112,14 +112,149 @@
     });
   };
 
+  // The charts' data, row by row: what is saved, and what the pointer is told where cells are many.
+  const tableOf = (svg) => svg.dataset.table.split("\n").map((row) => row.split("\t"));
+
+  const historyReadOut = (svg) => {
+    const [left, top, wide, tall] = svg.dataset.place.split(" ").map(Number);
+    const [names, ...rows] = tableOf(svg);
+    const sheet = sheetOver(svg);
+    sheet.addEventListener("pointermove", (event) => {
+      const frame = svg.getBoundingClientRect(); // the sheet is wider where there are few rounds
+      const scale = svg.viewBox.baseVal.width / frame.width;
+      const row = rows[Math.floor(((event.clientY - frame.top) * scale - top) / tall)];
+      const column = Math.floor(((event.clientX - frame.left) * scale - left) / wide) + 1;
+      if (!row || column < 1 || !names[column]) { hideTip(); return; }
+      tip.box.replaceChildren();
+      make("strong", tip.box, "", `client ${row[0]}, round ${names[column]}`);
+      make("div", tip.box, "", row[column] || "not chosen");
+      showTip(event);
+    });
+  };
+
+  const { createObjectURL: linkTo, revokeObjectURL: forget } = URL;
+  const download = (text, kind, name) => {
+    const link = document.createElement("a");
+    link.href = linkTo(new Blob([text], { type: kind }));
+    link.download = name;
+    link.click();
+    setTimeout(() => forget(link.href), 1000);
+  };
+
+  const csvOf = (svg) => {
+    // What begins like a formula would be one for a spreadsheet: numbers are numbers, words get a mark.
+    const plain = (value) => (/^[=+@\-\t]/.test(value) && Number.isNaN(Number(value)) ? `'${value}` : value);
+    const quoted = (value) => (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
+    return `${tableOf(svg).map((row) => row.map((value) => quoted(plain(value))).join(",")).join("\n")}\n`;
+  };
+
+  // The picture alone has no style sheet: what it says is written to every element.
+  const INKED = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-linejoin", "stroke-linecap", "font-family", "font-size", "font-weight", "paint-order"];
+  const svgOf = (svg) => {
+    const copy = svg.cloneNode(true);
+    const drawn = [svg, ...svg.querySelectorAll("*")];
+    [copy, ...copy.querySelectorAll("*")].forEach((element, at) => {
+      if (["title", "desc"].includes(element.tagName)) return;
+      const style = getComputedStyle(drawn[at]);
+      INKED.forEach((name) => element.setAttribute(name, style.getPropertyValue(name)));
+      element.removeAttribute("class");
+    });
+    const { width, height } = svg.viewBox.baseVal;
+    const back = document.createElementNS(svg.namespaceURI, "rect");
+    Object.entries({ width, height, fill: getComputedStyle(root).getPropertyValue("--card").trim() }).forEach(([name, value]) => back.setAttribute(name, value));
+    copy.querySelector("desc").after(back);
+    [...copy.attributes].filter((one) => one.name.startsWith("data-")).forEach((one) => copy.removeAttribute(one.name));
+    Object.entries({ width, height }).forEach(([name, value]) => copy.setAttribute(name, value));
+    return new XMLSerializer().serializeToString(copy);
+  };
+
+  const saves = (svg) => {
+    const plot = svg.closest(".plot") || svg.closest(".held") || svg;
+    const line = document.createElement("p");
+    line.className = "saves";
+    const name = svg.querySelector("title").textContent.replace(/[^\w]+/g, "-").toLowerCase();
+    const offer = (word, text, kind) => {
+      const button = make("button", line, "", word);
+      button.type = "button";
+      button.setAttribute("aria-label", `Save ${svg.querySelector("title").textContent} as ${word}`);
+      button.addEventListener("click", () => download(text(svg), kind, `${name}.${word.toLowerCase()}`));
+    };
+    make("span", line, "", "Save");
+    offer("CSV", csvOf, "text/csv");
+    offer("SVG", svgOf, "image/svg+xml");
+    plot.after(line);
+  };
+
+  // What scripts add to a part of the page.
+  const enliven = (part) => {
+    const each = (selector, what) => part.querySelectorAll(selector).forEach(what);
+    each("table.sortable", sortable);
+    each("svg[data-read-out]", lineReadOut);
+    each("svg.heat:not(.history), svg.points, svg.bands", titleReadOut);
+    each("svg.history", historyReadOut);
+    each("svg.chart[data-table]", saves);
+  };
+
+  // A page that its server brings up to date: what has changed is replaced, and nothing else moves.
+  const follow = (main) => {
+    let stamp = document.body.dataset.live;
+    let sources = [...main.children].map((child) => child.outerHTML);
+    const badge = make("span", document.querySelector(".brand"), "live", "live");
+    const keep = (from, to) => {
+      const pairs = (selector) => [...from.querySelectorAll(selector)].map((old, at) => [old, to.querySelectorAll(selector)[at]]).filter(([, now]) => now);
+      pairs("details").forEach(([old, now]) => { now.open = old.open; });
+      pairs(".scroll").forEach(([old, now]) => { now.scrollLeft = old.scrollLeft; });
+    };
+    const link = ([ident, name]) => {
+      const item = document.createElement("li");
+      make("a", item, "", name).href = `#${ident}`;
+      return item;
+    };
+    const show = (news) => {
+      const fresh = document.createElement("template");
+      fresh.innerHTML = news.body;
+      const parts = [...fresh.content.children];
+      const now = parts.map((part) => part.outerHTML);
+      if (now.length !== sources.length) {
+        main.replaceChildren(...parts);
+        parts.forEach(enliven);
+      } else {
+        parts.forEach((part, at) => {
+          if (now[at] === sources[at]) return;
+          const old = main.children[at];
+          old.replaceWith(part);
+          enliven(part);
+          keep(old, part);
+        });
+      }
+      hideTip();
+      sources = now;
+      stamp = news.stamp;
+      document.title = news.title;
+      document.querySelector(".bar nav ul").replaceChildren(...news.sections.map(link));
+    };
+    const ask = async () => {
+      try {
+        const answer = await fetch(`/parts?seen=${stamp}`, { cache: "no-store" });
+        if (answer.status === 200) show(await answer.json());
+        badge.textContent = "live";
+      } catch {
+        badge.textContent = "not watched any more";
+      }
+      setTimeout(ask, 2000);
+    };
+    setTimeout(ask, 1000);
+  };
+
   document.addEventListener("DOMContentLoaded", () => {
     themeButton();
     tip.box = make("div", document.body, "tip");
     tip.box.hidden = true;
     tip.box.setAttribute("aria-hidden", "true");
-    document.querySelectorAll("table.sortable").forEach(sortable);
-    document.querySelectorAll("svg[data-read-out]").forEach(lineReadOut);
-    document.querySelectorAll("svg.heat, svg.points").forEach(titleReadOut);
+    const main = document.querySelector("main");
+    // before anything is added: what the server sends is compared with what it sent
+    if (document.body.dataset.live !== undefined) follow(main);
+    enliven(main);
     addEventListener("scroll", hideTip, { passive: true });
   });
 })();

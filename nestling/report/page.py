@@ -6,8 +6,10 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -16,7 +18,7 @@ from nestling.files import write_atomic, writing
 from nestling.report.compare import Comparison, compare
 from nestling.report.comparison import COMPARISON_PARTS, comparison_body, comparison_title
 from nestling.report.folder import read_run
-from nestling.report.markup import fill
+from nestling.report.markup import empty, fill
 from nestling.report.run_page import RUN_PARTS, analysis_body, run_body, run_title
 
 _ICON = (
@@ -24,6 +26,36 @@ _ICON = (
     b'fill="#0b63b0"/>'
     b'<circle cx="8" cy="5" r="2.6" fill="#d98c00"/></svg>'
 )
+
+
+@dataclass(frozen=True)
+class PageParts:
+    """A page before it is one: its title, its sections as (id, name), and what is in it."""
+
+    title: str
+    sections: list[tuple[str, str]]
+    body: Markup
+
+    def told(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"title": self.title, "sections": self.sections, "body": str(self.body)}
+
+
+def page_parts(folder: Path) -> PageParts:
+    """The page of the run in `folder` as it is now; where the run cannot be read yet, the reason
+    in its place."""
+    try:
+        run = read_run(Path(folder))
+        title, body = run_title(run), run_body(run)
+    except InputError as error:
+        title, body = Path(folder).resolve().name, empty(str(error))
+    return PageParts(title, _linked(RUN_PARTS, body), body)
+
+
+def live_page(parts: PageParts, stamp: str) -> str:
+    """The page that brings itself up to date: it asks its server for what is not of this `stamp`
+    any more, and nobody else for anything."""
+    return _page(parts.title, parts.sections, parts.body, live=stamp)
 
 
 def write_report(folder: Path) -> Path:
@@ -58,14 +90,22 @@ def comparison_page(comparison: Comparison) -> str:
     return _page(comparison_title(comparison), COMPARISON_PARTS, body)
 
 
-def _page(title: str, parts: Sequence[tuple[str, str]], body: Markup) -> str:
+def _linked(parts: Sequence[tuple[str, str]], body: Markup) -> list[tuple[str, str]]:
+    """Those of the parts that `body` has."""
+    return [(ident, name) for ident, name in parts if f'<section id="{ident}"' in body]
+
+
+def _page(
+    title: str, parts: Sequence[tuple[str, str]], body: Markup, live: str | None = None
+) -> str:
     """The whole file; `parts` that `body` does not have are not linked to."""
     script = _asset("page.js")
     page = fill(
         "page.html",
         title=title,
-        parts=[(ident, name) for ident, name in parts if f'<section id="{ident}"' in body],
+        parts=_linked(parts, body),
         body=body,
+        live=live,
         style=_asset("page.css"),
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

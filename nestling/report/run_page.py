@@ -10,6 +10,7 @@ from markupsafe import Markup
 from nestling.report.analysis_part import analysis_part
 from nestling.report.boards_part import boards_part
 from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
+from nestling.report.coverage_part import coverage_part
 from nestling.report.fleet_parts import device_part, fit_part, split_part
 from nestling.report.folder import (
     Run,
@@ -20,6 +21,7 @@ from nestling.report.folder import (
     summarise,
     traffic_totals,
 )
+from nestling.report.history_part import history_part
 from nestling.report.markup import (
     Cell,
     Column,
@@ -58,6 +60,8 @@ RUN_PARTS = [
     ("accuracy", "Accuracy"),
     ("personal", "Personal"),
     ("metrics", "Metrics"),
+    ("coverage", "Coverage"),
+    ("history", "Clients"),
     ("fit", "What fits"),
     ("boards", "Boards"),
     ("split", "Data split"),
@@ -97,6 +101,8 @@ def run_body(run: Run) -> Markup:
             _accuracy(run, summary, rows),
             _personal(run, rows),
             metrics_part(run, summary),
+            coverage_part(run),
+            history_part(run, rows),
             fit_part(run, rows),
             boards_part(run),
             split_part(run, rows),

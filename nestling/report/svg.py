@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
+
+from nestling.report.drawing import Rows, box, clamp, cut_short, frame, hover_text, tag, text_at
 
 COLOURS = 8
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "13 4")
@@ -110,7 +112,8 @@ def line_chart(
         for s in drawn
     ]
     told = json.dumps(read_out, separators=(",", ":"))
-    return _frame("lines", _WIDTH, _HEIGHT, title, desc, ident, body, data_read_out=told)
+    rows = _rows_of(drawn, x, y)
+    return frame("lines", _WIDTH, _HEIGHT, title, desc, ident, body, rows, data_read_out=told)
 
 
 def heat_map(
@@ -125,24 +128,26 @@ def heat_map(
 ) -> Markup:
     """`counts[row][column]` as a map; `groups` marks runs of neighbouring columns. Shades go by the
     square root of a count."""
-    tall, wide = _clamp(560 / max(len(rows), 1), 7, 24), _clamp(980 / max(len(columns), 1), 9, 50)
-    left = 14 + 7.2 * max((len(_cut(name)) for name in rows), default=1)
+    tall, wide = clamp(560 / max(len(rows), 1), 7, 24), clamp(980 / max(len(columns), 1), 9, 50)
+    left = 14 + 7.2 * max((len(cut_short(name)) for name in rows), default=1)
     top = 14.0
     width, height = left + wide * len(columns) + 2, top + tall * len(rows) + 40
     most = max((value for row in counts for value in row), default=0)
     titled = sum(1 for row in counts for value in row if value) <= _MOST_TITLED_CELLS
-    body = [_box(left, top, wide * len(columns), tall * len(rows), class_="field")]
+    body = [box(left, top, wide * len(columns), tall * len(rows), class_="field")]
     body += _group_strips(groups, left, wide)
     for r, name in enumerate(rows):
         y = top + r * tall
         if r % math.ceil(13 / tall) == 0:
-            body.append(_text("tick", left - 7, y + tall / 2 + 4, _cut(name), text_anchor="end"))
+            body.append(
+                text_at("tick", left - 7, y + tall / 2 + 4, cut_short(name), text_anchor="end")
+            )
         for c, value in enumerate(counts[r]):
             if value > 0:
                 note = f"client {columns[c]}, class {name}: {value:,.0f}" if titled else ""
                 body.append(_heat_cell(left + c * wide, y, wide, tall, shade(value, most), note))
     body += _column_names(columns, left, wide, top + tall * len(rows))
-    return _frame(
+    return frame(
         "heat",
         width,
         height,
@@ -150,6 +155,7 @@ def heat_map(
         desc,
         ident,
         body,
+        [["", *columns], *([name, *row] for name, row in zip(rows, counts, strict=True))],
         width=f"{width:.0f}",
         height=f"{height:.0f}",
     )
@@ -167,29 +173,31 @@ def pair_map(
 ) -> Markup:
     """`values[row][column]`, from 0 to 1, of every two clients, written into the cells where there
     is room; None leaves a gap."""
-    size = _clamp(400 / max(len(names), 1), 10, 40)
-    left, top = 14 + 7.2 * max((len(_cut(name)) for name in names), default=1), 14.0
+    size = clamp(400 / max(len(names), 1), 10, 40)
+    left, top = 14 + 7.2 * max((len(cut_short(name)) for name in names), default=1), 14.0
     side = size * len(names)
     written = size >= _ROOM_FOR_A_NUMBER
     # Text in a cell stays readable on the strongest shade, light or dark.
     strongest = 0.55 if written else 1.0
-    body = [_box(left, top, side, side, class_="field")]
+    body = [box(left, top, side, side, class_="field")]
     body += _group_strips(groups, left, size)
     for r, name in enumerate(names):
         y = top + r * size
         if r % math.ceil(13 / size) == 0:
-            body.append(_text("tick", left - 7, y + size / 2 + 4, _cut(name), text_anchor="end"))
+            body.append(
+                text_at("tick", left - 7, y + size / 2 + 4, cut_short(name), text_anchor="end")
+            )
         for c, value in enumerate(values[r]):
             if value is None:
                 continue
             x = left + c * size
             note = f"clients {name} and {names[c]}: {tell(value)}"
-            body.append(_heat_cell(x, y, size, size, strongest * _clamp(value, 0, 1), note))
+            body.append(_heat_cell(x, y, size, size, strongest * clamp(value, 0, 1), note))
             if written:
                 body.append(_label("in", x + (size - 1) / 2, y + size / 2 + 3.5, f"{value:.2f}"))
     body += _column_names(names, left, size, top + side)
     width, height = left + side + 2, top + side + 40
-    return _frame(
+    return frame(
         "heat",
         width,
         height,
@@ -197,6 +205,7 @@ def pair_map(
         desc,
         ident,
         body,
+        [["", *names], *([name, *row] for name, row in zip(names, values, strict=True))],
         width=f"{width:.0f}",
         height=f"{height:.0f}",
     )
@@ -224,12 +233,13 @@ def point_map(
     def place(x: float, y: float) -> tuple[float, float]:
         return width / 2 + (x - middle[0]) / by, height / 2 - (y - middle[1]) / by
 
-    body = [_tag("rect", class_="field", x=0, y=0, width=width, height=height, rx=6)]
+    body = [tag("rect", class_="field", x=0, y=0, width=width, height=height, rx=6)]
     body += [_shape(*place(dot.x, dot.y), dot.shape, _colour(dot.colour), dot.note) for dot in dots]
     for x, y, text in labels:
         across, down = place(x, y)
-        body.append(_label("label", across, down + 4, _cut(text)))
-    return _frame("points", width, height, title, desc, ident, body)
+        body.append(_label("label", across, down + 4, cut_short(text)))
+    rows: Rows = [["x", "y", "what"], *([dot.x, dot.y, dot.note] for dot in dots)]
+    return frame("points", width, height, title, desc, ident, body, rows)
 
 
 def dot_key(colour: int, shape: int) -> Markup:
@@ -246,22 +256,26 @@ def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> Markup:
     for index, row in enumerate(rows):
         y = index * step
         body += [
-            _tag("text", row.label, class_="name", x=0, y=y + 15),
-            _tag("text", row.text, class_="value", x=width, y=y + 15, text_anchor="end"),
-            _tag("rect", class_="track", x=0, y=y + 23, width=width, height=8, rx=4),
+            tag("text", row.label, class_="name", x=0, y=y + 15),
+            tag("text", row.text, class_="value", x=width, y=y + 15, text_anchor="end"),
+            tag("rect", class_="track", x=0, y=y + 23, width=width, height=8, rx=4),
         ]
         if row.share:
             # A sliver stays visible: a GPU that uses a thousandth of its memory still uses some.
             filled = max(3.0, width * min(row.share, 1.0))
             state = "over" if row.share > 1 else "close" if row.share > 0.9 else "ok"
             size = {"width": f"{filled:.1f}", "height": 8, "rx": f"{min(4.0, filled / 2):.1f}"}
-            body.append(_tag("rect", class_=f"mark fill {state}", x=0, y=y + 23, **size))
-    return _frame("bars", width, step * len(rows) - 8, title, desc, ident, body)
+            body.append(tag("rect", class_=f"mark fill {state}", x=0, y=y + 23, **size))
+    told: Rows = [
+        ["what", "share", "in words"],
+        *([row.label, row.share, row.text] for row in rows),
+    ]
+    return frame("bars", width, step * len(rows) - 8, title, desc, ident, body, told)
 
 
 def swatch(style: int) -> Markup:
     """The legend's key for one style: a piece of the line with its marker."""
-    line = _tag(
+    line = tag(
         "path", class_=f"line {style_class(style)}", d="M1 7H33", stroke_dasharray=_dash(style)
     )
     return _key(34, line, _marker(17, 7, style))
@@ -342,9 +356,9 @@ def _grid(
     floor, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = []
     for tick in y_ticks:
-        parts.append(_tag("path", class_="grid", d=f"M{_LEFT} {up(tick):.1f}H{right}"))
+        parts.append(tag("path", class_="grid", d=f"M{_LEFT} {up(tick):.1f}H{right}"))
         parts.append(
-            _tag(
+            tag(
                 "text",
                 y.form(tick),
                 class_="tick",
@@ -356,9 +370,9 @@ def _grid(
     for tick in x_ticks:
         at = across(tick)
         place, anchor = (right + 10, "end") if at > right - 18 else (at, "middle")
-        parts.append(_tag("path", class_="grid", d=f"M{at:.1f} {floor}v5"))
+        parts.append(tag("path", class_="grid", d=f"M{at:.1f} {floor}v5"))
         parts.append(
-            _tag(
+            tag(
                 "text",
                 x.form(tick),
                 class_="tick",
@@ -370,8 +384,8 @@ def _grid(
     middle = f"{(_LEFT + right) / 2:.0f}"
     return [
         *parts,
-        _tag("path", class_="base", d=f"M{_LEFT} {floor}H{right}"),
-        _tag("text", x.label, class_="axis", x=middle, y=_HEIGHT - 8, text_anchor="middle"),
+        tag("path", class_="base", d=f"M{_LEFT} {floor}H{right}"),
+        tag("text", x.label, class_="axis", x=middle, y=_HEIGHT - 8, text_anchor="middle"),
     ]
 
 
@@ -380,7 +394,7 @@ def _line(
 ) -> list[Markup]:
     points = thin(one.points)
     path = "M" + "L".join(f"{across(at):.1f} {up(value):.1f}" for at, value in points)
-    line = _tag(
+    line = tag(
         "path",
         class_=f"mark line {style_class(one.style)}",
         d=path,
@@ -397,7 +411,7 @@ def _line(
 def _band(one: Series, across: Callable[[float], float], up: Callable[[float], float]) -> Markup:
     lows = [f"{across(at):.1f} {up(low):.1f}" for at, low, _ in one.band]
     highs = [f"{across(at):.1f} {up(high):.1f}" for at, _, high in one.band]
-    return _tag(
+    return tag(
         "path",
         class_=f"band {style_class(one.style)}",
         d=f"M{'L'.join([*highs, *reversed(lows)])}Z",
@@ -413,15 +427,26 @@ def _read_out(
     ]
 
 
+def _rows_of(drawn: Sequence[Series], x: Axis, y: Axis) -> list[list[object]]:
+    """The points that are drawn, as numbers."""
+    banded = any(one.band for one in drawn)
+    rows: list[list[object]] = [["series", x.label, y.label, *(["low", "high"] if banded else [])]]
+    for one in drawn:
+        edges = {at: pair for at, *pair in one.band}
+        for at, value in thin(one.points):
+            rows.append([one.label, at, value, *(edges.get(at, ["", ""]) if banded else [])])
+    return rows
+
+
 def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[Markup]:
     strips, at = [], left
     for group in groups:
         size = wide * group.columns
         kind, width = f"strip {style_class(group.style)}", f"{max(size - 1, 1):.1f}"
         strips.append(
-            _tag(
+            tag(
                 "rect",
-                _tag("title", group.label),
+                tag("title", group.label),
                 class_=kind,
                 x=f"{at:.1f}",
                 y=2,
@@ -438,16 +463,22 @@ def _column_names(columns: Sequence[str], left: float, wide: float, below: float
     """As many of the names as there is room for, and what they are."""
     every = math.ceil((10 + 7 * max((len(name) for name in columns), default=1)) / wide)
     names = [
-        _text("tick", left + (c + 0.5) * wide, below + 17, name, text_anchor="middle")
+        text_at("tick", left + (c + 0.5) * wide, below + 17, name, text_anchor="middle")
         for c, name in enumerate(columns)
         if c % every == 0
     ]
-    return [*names, _text("axis", left, below + 35, "client")]
+    return [*names, text_at("axis", left, below + 35, "client")]
 
 
 def _heat_cell(x: float, y: float, wide: float, tall: float, opacity: float, note: str) -> Markup:
-    return _box(
-        x, y, wide - 1, tall - 1, _title(note), class_="cell mark", fill_opacity=f"{opacity:.2f}"
+    return box(
+        x,
+        y,
+        wide - 1,
+        tall - 1,
+        hover_text(note),
+        class_="cell mark",
+        fill_opacity=f"{opacity:.2f}",
     )
 
 
@@ -471,7 +502,7 @@ def _shape(x: float, y: float, shape: int, kind: str, note: str = "") -> Markup:
         "cross": "m0 -1.7l2.4 -2.4l1.7 1.7l-2.4 2.4l2.4 2.4l-1.7 1.7l-2.4 -2.4l-2.4 2.4l-1.7 "
         "-1.7l2.4 -2.4l-2.4 -2.4l1.7 -1.7z",
     }[MARKERS[shape % len(MARKERS)]]
-    return _tag("path", _title(note), class_=f"mark dot {kind}", d=f"M{x:.1f} {y:.1f}{path}")
+    return tag("path", hover_text(note), class_=f"mark dot {kind}", d=f"M{x:.1f} {y:.1f}{path}")
 
 
 def _dash(style: int) -> str | None:
@@ -480,78 +511,11 @@ def _dash(style: int) -> str | None:
 
 def _key(width: int, *inside: Markup) -> Markup:
     box = f"0 0 {width} 14"
-    return _tag(
+    return tag(
         "svg", *inside, class_="swatch", viewBox=box, width=width, height=14, aria_hidden="true"
     )
 
 
-def _frame(
-    kind: str,
-    width: float,
-    height: float,
-    title: str,
-    desc: str,
-    ident: str,
-    body: Sequence[Markup],
-    /,
-    **extra: str,
-) -> Markup:
-    told = [_tag("title", title, id=f"{ident}-title"), _tag("desc", desc, id=f"{ident}-desc")]
-    said_by = {"role": "img", "aria_labelledby": f"{ident}-title {ident}-desc"}
-    return _tag(
-        "svg",
-        *told,
-        *body,
-        class_=f"chart {kind}",
-        viewBox=f"0 0 {width:.0f} {height:.0f}",
-        **said_by,
-        **extra,
-    )
-
-
-def _box(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    *inside: Markup,
-    class_: str,
-    fill_opacity: str | None = None,
-) -> Markup:
-    place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
-    return _tag("rect", *inside, class_=class_, **place, fill_opacity=fill_opacity)
-
-
-def _text(kind: str, x: float, y: float, text: str, **more: str) -> Markup:
-    return _tag("text", text, class_=kind, x=f"{x:.1f}", y=f"{y:.1f}", **more)
-
-
 def _label(kind: str, x: float, y: float, text: str) -> Markup:
     """Text inside a chart, which a screen reader finds elsewhere."""
-    return _text(kind, x, y, text, text_anchor="middle", aria_hidden="true")
-
-
-def _title(note: str) -> Markup:
-    """What the pointer is told."""
-    return _tag("title", note) if note else Markup("")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 16 else text[:15] + "…"
-
-
-def _clamp(value: float, low: float, high: float) -> float:
-    return max(low, min(high, value))
-
-
-def _tag(name: str, *inside: object, **attributes: object) -> Markup:
-    """An SVG element: the one place where text and attributes become part of a chart, and are
-    escaped unless they are Markup. `text_anchor` is `text-anchor`, `class_` is `class`; an
-    attribute that is None is left out."""
-    known = (
-        (key.rstrip("_").replace("_", "-"), value)
-        for key, value in attributes.items()
-        if value is not None
-    )
-    head = name + "".join(f' {key}="{escape(value)}"' for key, value in known)
-    return Markup(f"<{head}>{''.join(map(escape, inside))}</{name}>" if inside else f"<{head}/>")
+    return text_at(kind, x, y, text, text_anchor="middle", aria_hidden="true")

@@ -3,7 +3,10 @@ without JavaScript."""
 
 from __future__ import annotations
 
+import csv
+import io
 import shutil
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 import nestling
+from nestling.cli.live import showing
 from nestling.report.page import write_comparison, write_report
 from tests.report.made_up_run import write_run
 from tests.small import small
@@ -207,6 +211,90 @@ def test_hovering_reads_out_the_values(driver: Any, made: dict[str, Path]) -> No
     assert tip.count("%") == 5
     hover(driver, driver.find_element("css selector", "svg.heat rect.cell"))
     assert driver.find_element("css selector", ".tip").text.startswith("client ")
+
+
+def saved(driver: Any, section: str, word: str, folder: Path) -> str:
+    """What the first link `word` of a section saves."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    folder.mkdir()
+    driver.execute_cdp_cmd(
+        "Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)}
+    )
+    buttons = driver.find_elements("css selector", f"{section} .saves button")
+    button = next(one for one in buttons if one.text == word)
+    bring_into_view(driver, button)
+    button.click()
+
+    def done(_: Any) -> list[Path]:
+        return [path for path in folder.iterdir() if path.suffix == f".{word.lower()}"]
+
+    return WebDriverWait(driver, 60).until(done)[0].read_text(encoding="utf-8")
+
+
+def test_every_chart_can_be_saved(page: Any) -> None:
+    charts = page.find_elements("css selector", "svg.chart")
+    assert len(page.find_elements("css selector", ".saves")) == len(charts) >= 4
+
+
+def test_a_chart_is_saved_as_a_table_and_as_a_picture(
+    driver: Any, made: dict[str, Path], tmp_path: Path
+) -> None:
+    show(driver, made["real"])
+    rows = list(csv.reader(io.StringIO(saved(driver, "#coverage", "CSV", tmp_path / "a"))))
+    assert rows[0] == ["layer", "by", "channel", "replies", "share"]
+    assert {row[0] for row in rows[1:]} >= {"stages.0.conv", "head"}
+    assert all(0 <= float(row[4]) <= 1 for row in rows[1:])
+    lines = list(csv.reader(io.StringIO(saved(driver, "#accuracy", "CSV", tmp_path / "b"))))
+    assert lines[0] == ["series", "round", "accuracy"]
+    assert {row[1] for row in lines[1:]} == {"1", "2"}
+    text = saved(driver, "#coverage", "SVG", tmp_path / "c")
+    picture = ET.fromstring(text)
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    assert not any("class" in one.attrib or "data-table" in one.attrib for one in picture.iter())
+    filled = [one.get("fill") for one in picture.iter() if one.tag.endswith("rect")]
+    assert len(filled) > 4
+    assert all(str(fill).startswith(("rgb", "#")) for fill in filled)
+
+
+def test_the_grid_reads_out_who_trained_what(driver: Any, made: dict[str, Path]) -> None:
+    show(driver, made["real"])
+    hover(driver, driver.find_element("css selector", "svg.history"))
+    tip = driver.find_element("css selector", ".tip").text
+    assert tip.startswith("client ")
+    assert "of the model" in tip or "not chosen" in tip
+
+
+def test_a_watched_page_shows_a_later_round_without_a_reload(driver: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    folder = write_run(tmp_path / "live", rounds=6, done=2)
+    with showing(folder) as server:
+        driver.get(server.url)
+        driver.execute_script("window.same = true; document.querySelector('details').open = true")
+        assert "2 of 6 rounds" in driver.find_element("css selector", ".state").text
+        before = driver.find_element("css selector", "#split")
+        write_run(folder, rounds=6, done=3)
+        WebDriverWait(driver, 60).until(
+            lambda it: "3 of 6 rounds" in it.find_element("css selector", ".state").text
+        )
+        assert driver.execute_script("return window.same")
+        assert (
+            driver.execute_script("return performance.getEntriesByType('navigation').length") == 1
+        )
+        asked = driver.execute_script(
+            "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+        )
+        assert asked
+        assert all(name.startswith(f"{server.url}parts?") for name in asked)
+        assert before.is_displayed()  # what has not changed was not replaced
+        assert driver.execute_script("return document.querySelector('#rounds details').open")
+        hover(driver, driver.find_element("css selector", "svg.lines"))
+        assert driver.find_element("css selector", ".tip").text.startswith("round ")
+        assert len(driver.find_elements("css selector", ".saves")) == len(
+            driver.find_elements("css selector", "svg.chart")
+        )
+        assert driver.get_log("browser") == []
 
 
 def test_a_click_on_a_heading_sorts(driver: Any, made: dict[str, Path]) -> None:

@@ -123,7 +123,11 @@ def test_no_command_imports_what_a_folder_names(
         assert call(monkeypatch, *arguments) == 2, arguments
         said = capsys.readouterr().err
         assert f"{MODULE}:" in said and "--trust" in said and len(said.splitlines()) == 1, said
-    for arguments in (("report", folder), ("compare", folder, str(honest)), ("watch", folder)):
+    for arguments in (
+        ("report", folder),
+        ("compare", folder, str(honest)),
+        ("watch", folder, "--once"),
+    ):
         assert call(monkeypatch, *arguments) == 0, arguments  # these need no network
     assert not ran.exists() and MODULE not in sys.modules
 
