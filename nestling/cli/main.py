@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nestling.cli import fleet, lists, results, runs
+from nestling.cli import fleet, lists, results, runs, starting
 from nestling.cli.shared import complain
 from nestling.errors import InputError
 
@@ -34,6 +34,7 @@ COMMANDS = (
     runs.run,
     runs.sweep,
     runs.reproduce,
+    starting.new,
     lists.methods,
     lists.devices,
     lists.models,
