@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +52,30 @@ class Shell:
         )
         assert done.returncode == code, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done
+
+    def kill(self, line: str, when: Callable[[], bool], seconds: float = 600) -> None:
+        """Types a line, and kills all that it started as soon as `when` answers; it must not have
+        ended by itself before."""
+        with (self.folder.parent / "killed.log").open("wb") as said:
+            started = subprocess.Popen(
+                line,
+                shell=True,
+                cwd=self.folder,
+                env=self.env,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its children can be killed with it
+            )
+        try:
+            end = time.monotonic() + seconds
+            while not when():
+                assert started.poll() is None and time.monotonic() < end, line
+                time.sleep(0.02)
+            assert started.poll() is None, f"{line} ended before it could be killed"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
 
 
 def _program(path: Path, text: str) -> None:
