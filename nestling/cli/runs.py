@@ -43,6 +43,10 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON line a round, then the summary.")
     ] = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(help="Also log every round to mlflow or wandb; repeatable."),
+    ] = None,
     trust: Trusted = None,
 ) -> None:
     """Run an experiment and write its run folder."""
@@ -64,6 +68,7 @@ def run(
     from nestling.experiment import Experiment
     from nestling.runs import checkpoint
     from nestling.runs import run as running
+    from nestling.runs.logged import logged
 
     overrides = tuple(set_ or ())
     choose = quiet_watcher if quiet else json_watcher if as_json else terminal_watcher
@@ -71,8 +76,12 @@ def run(
     folder = resume or out or new_folder(experiment.method.name if experiment else "")
     stop = GentleStop()
     try:
-        with stop.listening(), choose() as chosen:
-            watcher = _starting(chosen, stop, None if quiet or as_json else folder)
+        with (
+            stop.listening(),
+            choose() as chosen,
+            logged(chosen, log or (), folder) as told,
+        ):
+            watcher = _starting(told, stop, None if quiet or as_json else folder)
             result = (
                 running.run(experiment, out=folder, watcher=watcher)
                 if experiment is not None

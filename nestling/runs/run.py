@@ -27,7 +27,7 @@ from nestling.methods import Method
 from nestling.named_code import only
 from nestling.report.folder import read_run
 from nestling.report.folder import summarise as summary_of
-from nestling.report.notebook import frame_of, plot_of, result_html
+from nestling.report.notebook import frame_of, plot_of, png_of, result_html
 from nestling.report.page import write_report
 from nestling.runfiles import (
     EXPERIMENT,
@@ -369,7 +369,7 @@ def play_rounds(
                     break
             summary = summarise(experiment, federation, metrics)
             if home:
-                _finish(home, federation, summary)
+                _finish(home, federation, summary, metrics)
     except BaseException:
         if home and fresh and not checkpoint.exists(home.path):
             home.remove()
@@ -451,7 +451,9 @@ class _Saver:
             self.last, self.due = time.monotonic(), False
 
 
-def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:
+def _finish(
+    home: RunFolder, federation: Federation, summary: dict[str, Any], metrics: list[Metrics]
+) -> None:
     model = federation.shown.global_model()
     if model is not None:
         home.write(
@@ -460,6 +462,10 @@ def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) ->
         )
     home.write(SUMMARY, json.dumps(summary, indent=1))
     write_report(home.path)
+    if summary["global_accuracy"]["last"] is not None:
+        picture = png_of(metrics, summary["title"])
+        if picture is not None:
+            home.show("accuracy", picture, summary["rounds_done"])
 
 
 def summarise(
