@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -11,24 +10,21 @@ from pathlib import Path
 import pytest
 
 from nestling.cli.main import main
+from tests.shell import ROOT, blocks
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "comparing.md"
-
-
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
+PAGE = ROOT / "docs" / "comparing.md"
 
 
 def test_every_command_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for text in (*blocks("python"), *blocks("toml")):
+    for text in (*blocks(PAGE, "python"), *blocks(PAGE, "toml")):
         name = text.splitlines()[0].removeprefix("# ")
         Path(name).write_text(text.replace("rounds = 20", "rounds = 2"))
     Path("one.toml").write_text(Path("readings.toml").read_text().partition("[sweep]")[0])
     subprocess.run([sys.executable, "readings.py"], check=True)
-    commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
+    commands = [shlex.split(line) for block in blocks(PAGE, "sh") for line in block.splitlines()]
     assert len(commands) == 6
     said = []
     for command in commands:

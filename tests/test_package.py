@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from nestling import Experiment
+from tests.shell import Shell, blocks
 
 HOME = Path(__file__).parent.parent
 SHIPPED = (
@@ -25,6 +26,7 @@ SHIPPED = (
     "MANIFEST.in", "Makefile", "mkdocs.yml",
     "pyproject.toml", "nestling", "tests", "benchmarks", "docs", "examples", "deploy",
 )  # fmt: skip
+TABLE_ROWS = ["FedAvg", "HeteroFL", "FedRolex", "Shared-average"]
 GENERATED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -141,3 +143,39 @@ def test_what_callers_may_write_names_every_field() -> None:
     assert said is not None
     names: list[Any] = re.findall(r"^ +(\w+): ", said[1], re.MULTILINE)
     assert names == [one.name for one in fields(Experiment) if one.init]
+
+
+@pytest.mark.minutes
+def test_the_first_table_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """Every command of the page, one after the other, with nothing but the wheel. The first sweep
+    is killed when it has a finished run; the second goes on with it."""
+    page = HOME / "docs" / "first_table.md"
+    (tmp_path / "work").mkdir()
+    shell = Shell(tmp_path / "work", tmp_path / "programs", home=installed)
+    for text in (*blocks(page, "python"), *blocks(page, "toml")):
+        (shell.folder / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    commands = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    assert len(commands) == 10
+    killed = commands.index("nestling sweep table.toml")
+    said = []
+    for number, command in enumerate(commands):
+        if number == killed:
+            shell.kill(command, when=lambda: any(shell.folder.rglob("runs/*-seed*/summary.json")))
+            finished = {
+                path: path.read_bytes() for path in shell.folder.rglob("runs/*-seed*/summary.json")
+            }
+            said.append("")
+        else:
+            said.append(shell.type(command).stdout)
+    assert "run folder: runs/first" in said[1] and "data npz: 1,200 rows" in said[1]
+    done = re.search(r"12 runs, (\d+) of them done", said[killed + 1])
+    assert done is not None and 1 <= int(done[1]) < 12
+    assert all(path.read_bytes() == summary for path, summary in finished.items())
+    table = (shell.folder / "table.tex").read_text()
+    rows = table.partition("\\midrule")[2].partition("\\bottomrule")[0].strip().splitlines()
+    assert [row.partition(" & ")[0] for row in rows] == TABLE_ROWS
+    assert all(" & 3 & " in row for row in rows)
+    for row in TABLE_ROWS:
+        assert row in said[5] and row in (shell.folder / "difference.html").read_text()
+    assert (shell.folder / "runs/sweep-table/runs/heterofl-seed0/report.html").is_file()
+    assert "differs" in said[9]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nestling.cli.completing import complete_device
 from nestling.cli.shared import Overrides, complain, need_something_merged
 from nestling.errors import InputError
 
@@ -100,7 +101,8 @@ def join(
     device: Annotated[
         str,
         typer.Option(
-            help="What this device is: a tier of the experiment, or a device of the catalogue."
+            help="What this device is: a tier of the experiment, or a device of the catalogue.",
+            autocompletion=complete_device,
         ),
     ],
     data: Annotated[

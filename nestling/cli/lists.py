@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from nestling.cli.completing import complete_device
 from nestling.cli.shared import AsJson, print_table, show_rows
 from nestling.errors import InputError
 from nestling.version import __version__
@@ -63,7 +64,10 @@ def fit(
             help="A network by name (see `nestling models`) or package.module:callable."
         ),
     ],
-    device: Annotated[str | None, typer.Option(help="A device of the catalogue.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="A device of the catalogue.", autocompletion=complete_device),
+    ] = None,
     fleet: Annotated[Path | None, typer.Option(help="A fleet's TOML file.")] = None,
     shape: Annotated[str, typer.Option(help="The shape of one input, e.g. 3,32,32.")] = "1,28,28",
     classes: Annotated[int, typer.Option(help="How many classes.")] = 10,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nestling.cli import fleet, lists, results, runs
+from nestling.cli import fleet, lists, results, runs, starting
 from nestling.cli.shared import complain
 from nestling.errors import InputError
 
@@ -18,7 +18,6 @@ app = typer.Typer(
     name="nestling",
     help="Federated learning for fleets in which no two devices are alike.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -34,6 +33,7 @@ COMMANDS = (
     runs.run,
     runs.sweep,
     runs.reproduce,
+    starting.new,
     lists.methods,
     lists.devices,
     lists.models,

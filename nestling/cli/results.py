@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nestling.cli.completing import complete_device
 from nestling.cli.shared import (
     AsJson,
     Columns,
@@ -96,7 +97,12 @@ def compare(
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    device: Annotated[str, typer.Option(help="Whose model: a tier of the run, or its device.")],
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Whose model: a tier of the run, or its device.", autocompletion=complete_device
+        ),
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write (default: RUN/export-TIER).")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nestling.cli.completing import complete_method
 from nestling.cli.shared import (
     Form,
     GentleStop,
@@ -43,6 +45,13 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON line a round, then the summary.")
     ] = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also log every round to mlflow or wandb; repeatable.",
+            autocompletion=lambda: ["mlflow", "wandb"],
+        ),
+    ] = None,
     trust: Trusted = None,
 ) -> None:
     """Run an experiment and write its run folder."""
@@ -64,15 +73,21 @@ def run(
     from nestling.experiment import Experiment
     from nestling.runs import checkpoint
     from nestling.runs import run as running
+    from nestling.runs.logged import logged
 
     overrides = tuple(set_ or ())
     choose = quiet_watcher if quiet else json_watcher if as_json else terminal_watcher
     experiment = Experiment.read(file, overrides) if resume is None else None
     folder = resume or out or new_folder(experiment.method.name if experiment else "")
+    own = experiment.named_code() if experiment is not None else trust or ()
     stop = GentleStop()
     try:
-        with stop.listening(), choose() as chosen:
-            watcher = _starting(chosen, stop, None if quiet or as_json else folder)
+        with (
+            stop.listening(),
+            choose() as chosen,
+            logged(chosen, log or (), folder) as told,
+        ):
+            watcher = _starting(told, stop, None if quiet or as_json else folder)
             result = (
                 running.run(experiment, out=folder, watcher=watcher)
                 if experiment is not None
@@ -81,14 +96,14 @@ def run(
     except KeyboardInterrupt:
         if not checkpoint.exists(folder):
             raise
-        complain(f"stopped at once; {_go_on(folder)}")
+        complain(f"stopped at once; {_go_on(folder, own)}")
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(result.summary))
     elif not quiet:
         show_result(result)
     if result.summary["rounds_done"] < result.summary["rounds"]:
-        complain(f"stopped after round {result.summary['rounds_done']}; {_go_on(folder)}")
+        complain(f"stopped after round {result.summary['rounds_done']}; {_go_on(folder, own)}")
         raise typer.Exit(130)
     need_something_merged(result.summary)
 
@@ -105,10 +120,12 @@ def _starting(watcher: Watcher, stop: GentleStop, folder: Path | None) -> Watche
     return replace(watcher, started=started, stop=stop)
 
 
-def _go_on(folder: Path) -> str:
+def _go_on(folder: Path, own: Iterable[str]) -> str:
+    """What to type next; `own` is the user's code that a folder alone may not import."""
     from nestling.runfiles import how_to_go_on
 
-    return f"go on with: {how_to_go_on(folder)}"
+    trusted = "".join(f" --trust {name}" for name in sorted(own))
+    return f"go on with: {how_to_go_on(folder)}{trusted}"
 
 
 def sweep(
@@ -116,7 +133,10 @@ def sweep(
         Path | None,
         typer.Argument(help="An experiment's TOML file, which may have a table [sweep]."),
     ] = None,
-    methods: Annotated[str, typer.Option(help="Methods by name, with commas.")] = "",
+    methods: Annotated[
+        str,
+        typer.Option(help="Methods by name, with commas.", autocompletion=complete_method),
+    ] = "",
     seeds: Annotated[
         str, typer.Option(help="How many seeds, or a list with commas: 0,5,7 (default: 3).")
     ] = "",

@@ -71,7 +71,7 @@ class RunFolder:
         """Adds a round."""
         append_whole(self.path / METRICS, json.dumps(metrics) + "\n")
         assert self._events is not None
-        self._events.scalars(dict(_scalars(metrics)), step=metrics["round"])
+        self._events.scalars(dict(scalars_of(metrics)), step=metrics["round"])
 
     def log_boards(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds what boards did; a run without boards has no such file."""
@@ -153,7 +153,8 @@ def reopen(path: Path, field: str = "--resume") -> RunFolder:
     return RunFolder(path)
 
 
-def _scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def scalars_of(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """What a round says in single numbers, by name, as TensorBoard and other loggers take it."""
     for name, value in metrics.items():
         if isinstance(value, (int, float)) and name != "round":
             yield name, float(value)
