@@ -24,7 +24,6 @@ from nestling.report.page import PageParts, live_page, page_parts
 from nestling.runfiles import (
     ANALYSIS,
     BOARDS,
-    COVERAGE,
     EXPERIMENT,
     FEDERATION,
     METRICS,
@@ -33,7 +32,7 @@ from nestling.runfiles import (
 )
 
 HOST, PORT = "127.0.0.1", 8445
-_READ = (EXPERIMENT, FEDERATION, METRICS, BOARDS, SUMMARY, ANALYSIS, COVERAGE)
+_READ = (EXPERIMENT, FEDERATION, METRICS, BOARDS, SUMMARY, ANALYSIS)
 _SECONDS = 10.0
 """For one request: who trickles does not keep a thread."""
 

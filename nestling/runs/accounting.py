@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from nestling.harmless import harmless
 from nestling.runs.admission import Round
 from nestling.runs.federation import Federation, Metrics
 from nestling.training.client import Outcome
-from nestling.world import Piece
 
 MOST_SAID, MOST_LETTERS = 100, 300
 """How many refusals stand in a round's line by client, and how much of each: who is refused can
@@ -37,8 +34,6 @@ def account_for(federation: Federation, round: Round) -> Metrics:
     totals.dropped += counts["dropped"]
     totals.clock_seconds += round.seconds
     totals.energy_joules += round.joules
-    if federation.method.shares_weights:
-        federation.coverage.add(round.trained.values())
     tested = dict(
         round.tested
         or {
@@ -55,7 +50,6 @@ def account_for(federation: Federation, round: Round) -> Metrics:
     return {
         "round": round.number,
         "clients": list(round.sent),
-        "trained": _sizes(federation, round),
         "missed": [client for client in round.sent if client not in outcomes],
         "merged": round.merged,
         "loss": _weighted_loss(list(outcomes.values()), losses),
@@ -77,23 +71,11 @@ def account_for(federation: Federation, round: Round) -> Metrics:
     }
 
 
-def _sizes(federation: Federation, round: Round) -> list[int]:
-    """How many parameters each chosen client trained, or would have."""
-    pieces = (round.trained.get(client, sent.piece) for client, sent in round.sent.items())
-    return [federation.world.cost(piece).params - _left_out(piece) for piece in pieces]
-
-
-def _left_out(piece: Piece) -> int:
-    """How many parameters a piece's masks leave out."""
-    masks = [mask for name in piece.view.masks if (mask := piece.view.mask(name)) is not None]
-    return int(torch.stack([(~mask).sum() for mask in masks]).sum()) if masks else 0
-
-
 def _latecomers(round: Round) -> dict[str, list[int]]:
     """Whose replies came after the deadline; nothing where none did."""
-    refused = {told.client for told in round.refusals}
-    late = sorted(round.void - refused) if round.late else []
-    return {"late_clients": late} if late else {}
+    if not round.late:
+        return {}
+    return {"late_clients": sorted(round.void - {told.client for told in round.refusals})}
 
 
 def said_of(round: Round) -> dict[str, list[dict[str, Any]]]:

@@ -55,8 +55,6 @@ class Round:
     boards: list[Mapping[str, Any]] = field(default_factory=list)
     clipped: dict[int, list[str]] = field(default_factory=dict)  # whose replies count for less, why
     rows: dict[int, int] = field(default_factory=dict)  # as how many rows those that count do
-    # what those trained whose replies count, which may be less than they were sent
-    trained: dict[int, Piece] = field(default_factory=dict)
     merged: int = 0
     late: int = 0
     seconds: float = 0.0
@@ -137,7 +135,6 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
         if reason:
             round.refuse(client, reason)
         else:
-            round.trained[client] = piece
             replies.append(Reply(sent.device, piece, sent.message, outcome.reply, most))
     if deadline and round.dropped:
         round.seconds = deadline  # the server waited for those that never answered

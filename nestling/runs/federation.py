@@ -12,7 +12,6 @@ from nestling.engines import Engine
 from nestling.errors import InputError
 from nestling.methods import Method
 from nestling.methods.server import KEPT, Kept, Server, shown
-from nestling.runs.coverage import Coverage
 from nestling.runs.evaluation import Bench
 from nestling.training.client import Outcome
 from nestling.views import State
@@ -60,8 +59,6 @@ class Federation:
     attackers: frozenset[int] = frozenset()  # who lies
     kept: Kept = field(default_factory=dict)  # what the server's own optimiser and mean go by
     totals: Totals = field(default_factory=Totals)
-    # who trained which channel; not counted where no weights are shared
-    coverage: Coverage = field(default_factory=Coverage)
     on_client: Callable[[int, int], None] = lambda *_: None
     on_refusal: Callable[[int, int, str], None] = lambda *_: None
     on_clipped: Callable[[int, int, str], None] = lambda *_: None

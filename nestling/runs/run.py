@@ -30,7 +30,6 @@ from nestling.report.folder import summarise as summary_of
 from nestling.report.notebook import frame_of, plot_of, result_html
 from nestling.report.page import write_report
 from nestling.runfiles import (
-    COVERAGE,
     EXPERIMENT,
     FEDERATION,
     METRICS,
@@ -336,9 +335,6 @@ def play_rounds(
                 home.start(done)
                 metrics = home.metrics()
                 federation.notes += _lost_rounds(metrics, done)
-                federation.coverage.restore(
-                    object_in(home.path / COVERAGE), done, federation.world.references
-                )
             watcher.started(experiment, {**description, "engine": account(federation.engine)}, done)
             for note in federation.notes:
                 watcher.note(note)
@@ -448,9 +444,6 @@ class _Saver:
         self.due = last or time.monotonic() - self.last >= self.every
         if self.due and not federation.ahead and self.home is not None:
             federation.world.store.sync()
-            if federation.coverage.networks:
-                told = federation.coverage.told(totals.round)
-                self.home.write(COVERAGE, json.dumps(told))
             checkpoint.save(self.home.path, federation.state(), totals)
             federation.world.store.covered(totals.round)
             if passed and federation.server.good:

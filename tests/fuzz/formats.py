@@ -22,7 +22,6 @@ import h11
 import numpy as np
 import tomli_w
 import torch
-from torch import nn
 
 from nestling.data import cifar, idx, npz
 from nestling.devices import read_fleet
@@ -38,9 +37,7 @@ from nestling.named_code import only
 from nestling.report.compare import compare
 from nestling.report.folder import read_run
 from nestling.report.page import write_report
-from nestling.runfiles import object_in
 from nestling.runs import checkpoint
-from nestling.runs.coverage import Coverage
 from nestling.runs.federation import Totals
 from nestling.runs.folder import RunFolder
 from nestling.store import ClientStore
@@ -49,8 +46,6 @@ from nestling.tiny.link.journal import JournalEntry
 from nestling.tiny.link.orders import orders_from, orders_of
 from nestling.tiny.link.session import State
 from nestling.tiny.runtime.job import Done
-from nestling.views import Reference, prefix
-from nestling.world import Piece
 from tests.data.conftest import cifar_bytes, idx_bytes
 from tests.fleet import test_roster, test_wire
 from tests.fuzz.mutate import MOST, bent, bent_tree, text_of
@@ -458,27 +453,6 @@ def _without_none(tree: Any) -> Any:
     return [_without_none(v) for v in tree if v is not None] if isinstance(tree, list) else tree
 
 
-def _coverage() -> bytes:
-    """What a run counted in two rounds, as of its last two checkpoints."""
-    counted = Coverage()
-    for round in (1, 2):
-        counted.add([Piece(_reference(), prefix(_reference().axes, 0.5))])
-        told = counted.told(round)
-    return json.dumps(told).encode()
-
-
-def _read_coverage(path: Path) -> None:
-    found = Coverage()
-    found.restore(object_in(path), 2, {"main": _reference()})
-    found.add([Piece(_reference(), _reference().full)])
-    json.dumps(found.told(3))
-
-
-@cache
-def _reference() -> Reference:
-    return Reference("main", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (4,))
-
-
 def _boards() -> bytes:
     timing = {"answer": 0.05, "patience": 10.0}
     return json.dumps({"a": {"transport": "unix:/x", "every": 5, "timing": timing}}).encode()
@@ -524,7 +498,6 @@ def files() -> dict[str, Format]:
         "journal": Format(journal, _file("journal/b.job", _read_journal), _remade_bundle),
         "losses": Format((losses,), _file("losses/b.losses", _read_journal)),
         "roster": Format((roster,), _file("roster.json", _read_roster), _remade_json),
-        "coverage": Format((_coverage(),), _file("coverage.json", _read_coverage), _remade_json),
         "boards": Format((_boards(),), _file("boards.json", gateway.read_config), _remade_json),
         "npz": Format(_npz_samples(), _file("a.npz", npz.read_npz), _remade_npz),
         "rows": Format(_npz_samples()[1:], _file("b.npz", _read_rows), _remade_npz),
@@ -542,9 +515,7 @@ def files() -> dict[str, Format]:
 def reports() -> dict[str, Format]:
     """The files of a run folder, as whoever writes its report reads them."""
     folder = write_run(home() / "report", rounds=3)
-    (folder / "coverage.json").write_bytes(_coverage())
     remakes = {
-        "coverage.json": _remade_json,
         "summary.json": _remade_json,
         "federation.json": _remade_json,
         "metrics.jsonl": _remade_lines,
