@@ -51,8 +51,8 @@ sbom: setup
 	$(VENV)/audit/bin/pip-audit --progress-spinner off --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 lint: setup-dev
-	$(BIN)/ruff check nestling tests benchmarks examples
-	$(BIN)/ruff format --check nestling tests benchmarks examples
+	$(BIN)/ruff check nestling tests benchmarks examples docs/*.py
+	$(BIN)/ruff format --check nestling tests benchmarks examples docs/*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -33,7 +33,9 @@ def chapter(section: Section) -> str:
     """The part of the page that one section has."""
     rows = [_row(row) for row in section.rows]
     head = ["| setting | type | allowed | default | meaning |", "|---|---|---|---|---|"]
-    return "\n".join([f"## {_title(section.name)}", "", _linked(section.text), "", *head, *rows, ""])
+    return "\n".join(
+        [f"## {_title(section.name)}", "", _linked(section.text), "", *head, *rows, ""]
+    )
 
 
 def _title(name: str) -> str:
