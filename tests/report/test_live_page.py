@@ -115,7 +115,12 @@ def test_the_command_ends_with_ctrl_c(folder: Path) -> None:
     command = [sys.executable, "-m", "nestling", "watch", str(folder), "--port", "0"]
     root = str(Path(nestling.__file__).parent.parent)
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        # Tests that run in the background have inherited that ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None

@@ -71,23 +71,6 @@ def test_tensorboard_reads_along(tmp_path: Path) -> None:
     assert "small/personal_accuracy" in reader.Tags()["scalars"]
 
 
-def test_tensorboard_shows_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture at the end of the run, and none where matplotlib is not installed."""
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    pytest.importorskip("matplotlib")
-    nestling.run(small(), out=tmp_path / "run")
-    reader = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    reader.Reload()
-    (shown,) = reader.Images("accuracy")
-    assert shown.step == 2 and (shown.width, shown.height) == (640, 480)
-    assert shown.encoded_image_string.startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    nestling.run(small(), out=tmp_path / "without")
-    reader = events.EventAccumulator(str(tmp_path / "without" / "tensorboard"))
-    reader.Reload()
-    assert reader.Tags()["images"] == [] and "global_accuracy" in reader.Tags()["scalars"]
-
-
 def test_json_mode_prints_rounds_and_then_the_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
