@@ -1,6 +1,7 @@
 """A day of load in an hour: a fleet of real processes under random faults, and what must hold.
 
     python benchmarks/fleet_load.py [--minutes 60] [--behind 100] [--gateways 2] [--direct 20]
+                                    [--folder KEPT]
 
 `nestling serve` with TLS and keys, gateways behind which devices hang on a real MQTT broker, and
 devices that join directly, each some processes of its own. Every few seconds something happens to
@@ -8,20 +9,23 @@ somebody: a device is killed and started again, is stopped for a while, a radio 
 line, a gateway is killed and started again, so is the server. After so many minutes the server is
 stopped, and it is looked at
 
-- whether memory stayed flat: of the server and of each gateway, the median of the last quarter of
-  the time against that of the second quarter, to 5 %;
+- whether memory stayed flat: of the server and of each gateway, in its longest life between two
+  kills, the median of the last quarter against that of the second quarter, to 5 %. Counted is what
+  its lasting processes have for themselves: files that all map are no leak, and Flower's process
+  for each letter is there or not as it happens;
 - whether any reply was lost or counted twice: in every round that stands, those who were asked and
   are not said to be missing were accepted, each once (by the audit log, which must be whole);
 - whether the result is that of the simulator in which the same clients missed the same rounds, bit
   for bit.
 
 Needs mosquitto and `pip install nestling[fleet,mqtt]`, about half a gigabyte a direct device, and
-longer than a round to say anything of memory. Exit code 1 where anything did not hold.
+half an hour to say anything of memory. Exit code 1 where anything did not hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -65,6 +69,8 @@ MANY = 100_000
 FLAT, DIRECT = 0.05, "direct"
 PAUSE, REST = (2.0, 20.0), (3.0, 12.0)
 """How long somebody is stopped, and how long it is until the next fault."""
+PASSING = ("flwr-clientapp",)
+"""What Flower starts for every letter, and what is gone with it."""
 
 
 def told(behind: int, direct: int) -> Experiment:
@@ -80,6 +86,10 @@ def told(behind: int, direct: int) -> Experiment:
     )
 
 
+Point = tuple[float, float]
+"""Seconds since the beginning, megabytes."""
+
+
 @dataclass
 class Load:
     """The fleet, what can happen to it, and what was seen."""
@@ -92,7 +102,7 @@ class Load:
     server: Running | None = None
     gateways: dict[str, Client] = field(default_factory=dict)
     devices: dict[str, Client] = field(default_factory=dict)
-    megabytes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    megabytes: dict[str, dict[int, list[Point]]] = field(default_factory=dict)
     happened: Counter[str] = field(default_factory=Counter)
 
     def start_server(self) -> None:
@@ -113,7 +123,7 @@ class Load:
     def play(self, seconds: float, radios: Mapping[str, Any]) -> None:
         """Lets things happen for so long."""
         draw, begun = random.Random(self.seed), time.monotonic()
-        following, looked = begun + draw.uniform(*REST), begun
+        following, looked, said = begun + draw.uniform(*REST), begun, begun
         while time.monotonic() - begun < seconds:
             self.tend()
             if time.monotonic() >= following:
@@ -122,6 +132,9 @@ class Load:
             if time.monotonic() >= looked:
                 self.look(time.monotonic() - begun)
                 looked = time.monotonic() + 2.0
+            if time.monotonic() >= said:
+                self.say(time.monotonic() - begun)
+                said = time.monotonic() + 60.0
             time.sleep(0.2)
 
     def tend(self) -> None:
@@ -137,11 +150,12 @@ class Load:
     def fault(self, draw: random.Random, radios: Mapping[str, Any]) -> None:
         """Something happens to somebody."""
         kinds: list[tuple[str, int, Callable[[], None]]] = [
-            ("a radio device lost its line", 6 * bool(radios), lambda: self._cut(draw, radios)),
-            ("a device was killed", 4 * bool(self.direct), lambda: self._kill_device(draw)),
-            ("a device was stopped a while", 3 * bool(self.direct), lambda: self._stop(draw)),
-            ("a gateway was killed", 1 * bool(self.gateways), lambda: self._kill_gateway(draw)),
-            ("the server was killed", 1, self._kill_server),
+            ("a radio device lost its line", 60 * bool(radios), lambda: self._cut(draw, radios)),
+            ("a device was killed", 40 * bool(self.direct), lambda: self._kill_device(draw)),
+            ("a device was stopped a while", 30 * bool(self.direct), lambda: self._stop(draw)),
+            # rarely enough that a life is long enough to see memory grow in it
+            ("a gateway was killed", 3 * bool(self.gateways), lambda: self._kill_gateway(draw)),
+            ("the server was killed", 2, self._kill_server),
         ]
         name, _, act = draw.choices(kinds, [weight for _, weight, _ in kinds])[0]
         self.happened[name] += 1
@@ -177,7 +191,22 @@ class Load:
         """Notes what the server and the gateways hold."""
         assert self.server is not None
         for name, one in {"server": self.server, **self.gateways}.items():
-            self.megabytes.setdefault(name, []).append((now, _resident(_tree(one.pid))))
+            lives = self.megabytes.setdefault(name, {})
+            lives.setdefault(one.pid, []).append((now, _own_memory(_tree(one.pid))))
+
+    def say(self, now: float) -> None:
+        """How far it is, for whoever waits."""
+        rows = lines_of(self.made.root / "run" / "metrics.jsonl")
+        heard = sum(len(row["clients"]) - len(row["missed"]) for row in rows)
+        held = ", ".join(
+            f"{name} {lives[max(lives, key=lambda pid: lives[pid][-1][0])][-1][1]:.0f} MB"
+            for name, lives in self.megabytes.items()
+        )
+        faults = sum(self.happened.values())
+        print(
+            f"minute {now / 60:.0f}: {len(rows)} rounds, {heard} replies, {faults} faults; {held}",
+            flush=True,
+        )
 
 
 def _tree(pid: int) -> list[int]:
@@ -209,22 +238,31 @@ def _kill(one: Running) -> None:
     one.process.wait(60)
 
 
-def _resident(pids: list[int]) -> float:
-    """Megabytes; what processes share counts in parts."""
+def _own_memory(pids: list[int]) -> float:
+    """Megabytes that lasting processes have for themselves: not files, which many map."""
     total = 0
     for pid in pids:
         try:
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            words = (Path("/proc") / str(pid) / "cmdline").read_bytes().decode().split("\0")
+            text = Path(f"/proc/{pid}/status").read_text()
         except OSError:
             continue
-        total += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+        if not any(Path(word).name in PASSING for word in words):
+            anonymous = [line for line in text.splitlines() if line.startswith("RssAnon:")]
+            total += sum(int(line.split()[1]) for line in anonymous)
     return total / 1024
 
 
 # -- what must hold --------------------------------------------------------------------------------
 
 
-def growth(points: list[tuple[float, float]]) -> float:
+def longest(lives: dict[int, list[Point]]) -> list[Point]:
+    """What was seen in the longest life, from its beginning."""
+    points = max(lives.values(), key=lambda seen: seen[-1][0] - seen[0][0])
+    return [(at - points[0][0], megabytes) for at, megabytes in points]
+
+
+def growth(points: list[Point]) -> float:
     """By what share the median of the last quarter of the time is above that of the second."""
     last = max(at for at, _ in points)
     quarters = [
@@ -290,10 +328,14 @@ def main() -> int:
     parser.add_argument("--direct", type=int, default=20, help="devices that join directly")
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds a round")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="a new one, which stays; or else none stays")
     given = parser.parse_args()
     if not where():
         raise SystemExit("mosquitto is not installed: apt-get install mosquitto")
     torch.set_num_threads(1)
+    if given.folder:
+        given.folder.mkdir()
+        return measured(given.folder.absolute(), given)
     root = Path(tempfile.mkdtemp(prefix="nst"))
     try:
         return measured(root, given)
@@ -333,6 +375,7 @@ def measured(root: Path, given: argparse.Namespace) -> int:
             load.play(60 * given.minutes, radios)
             assert load.server is not None
             load.server.stop()
+            (root / "memory.json").write_text(json.dumps(load.megabytes))
             return verdict(load, made.root / "run", asked)
     finally:
         for broker in brokers:
@@ -356,10 +399,14 @@ def _until_a_round(run: Path) -> None:
 def verdict(load: Load, run: Path, asked: Experiment) -> int:
     for what, times in load.happened.most_common():
         print(f"{times} times {what}")
-    grown = {name: growth(points) for name, points in load.megabytes.items()}
-    for name, points in load.megabytes.items():
-        middle = statistics.median(m for _, m in points)
-        print(f"memory of {name}: {middle:.0f} MB in the middle, {grown[name]:+.1%} at the end")
+    seen = {name: longest(lives) for name, lives in load.megabytes.items()}
+    grown = {name: growth(points) for name, points in seen.items()}
+    for name, points in seen.items():
+        middle, minutes = statistics.median(m for _, m in points), points[-1][0] / 60
+        print(
+            f"memory of {name}: {middle:.0f} MB in the middle of its longest life of "
+            f"{minutes:.0f} minutes, {grown[name]:+.1%} at the end"
+        )
     total, wrong = replies(run)
     rounds = len(lines_of(run / "metrics.jsonl"))
     print(f"{rounds} rounds, {total} replies, {len(wrong)} rounds with lost or doubled ones")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -494,7 +495,8 @@ def _paths_beside(folder: Path, table: dict[str, Any]) -> None:
         inner = table.get(section)
         if isinstance(inner, dict) and isinstance(path := inner.get("path"), str) and path:
             beside = folder / path
-            if not Path(path).exists() and beside.exists():
+            # os.path, for which a name that no file can have is that of no file
+            if not os.path.exists(path) and os.path.exists(beside):
                 inner["path"] = str(beside)
 
 

@@ -57,6 +57,12 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Neither TLS nor keys: this machine only.")
     ] = False,
+    enclose: Annotated[
+        bool,
+        typer.Option(
+            help="Keep Flower's own processes, and the run, in a network of their own (Linux)."
+        ),
+    ] = True,
     set_: Overrides = None,
 ) -> None:
     """Serve an experiment to a fleet of real devices; the same command again goes on where the run
@@ -85,6 +91,7 @@ def serve(
         quorum=quorum,
         health=health,
         disk_floor=disk_floor,
+        enclose=enclose,
     )
     summary = serve(options)["summary"]
     accuracy = summary["global_accuracy"]["last"]

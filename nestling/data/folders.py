@@ -21,6 +21,9 @@ from nestling.errors import InputError, unknown
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 SOUNDS = (".wav",)
+SMALL, DENSE = 2**22, 100
+"""Points that any picture may have, and points for each of its bytes: no photograph has more, and
+what has many more is a file that is to fill the memory."""
 _CLIENTS = (AUTO, NONE, "folder", "prefix")
 
 
@@ -69,6 +72,9 @@ def _picture(file: Path, size: Sequence[int]) -> np.ndarray:
 
     try:
         with Image.open(file) as picture:
+            wide, high = picture.size
+            if wide * high > max(SMALL, DENSE * file.stat().st_size):
+                raise ValueError(f"{wide}×{high} points in {file.stat().st_size} bytes")
             whole = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
             return np.asarray(whole.resize((size[1], size[0])) if size else whole)
     except Exception as error:  # a damaged file may raise nearly anything
@@ -169,7 +175,7 @@ def _signal(file: Path) -> tuple[np.ndarray, int]:
         found = _samples(data[: len(data) // (width * channels) * width * channels], width)
         if not len(found):
             raise ValueError("it is empty")
-    except (OSError, EOFError, ValueError, wave.Error) as error:
+    except Exception as error:  # a damaged file may raise nearly anything
         raise _bad(file, f"cannot be read: {error}", "give a PCM .wav file") from error
     return found.reshape(-1, channels).mean(1), rate
 

@@ -17,7 +17,7 @@ from nestling.settings import check_settings
 from nestling.training.client import Client
 from nestling.training.phase import Phase
 from nestling.trust.robust import Robust
-from nestling.trust.weighing import merge_within
+from nestling.trust.weighing import Lowered, merge_within
 from nestling.views import Contribution, State, Tensors, merge
 from nestling.world import Device, Model, Piece, World
 
@@ -74,6 +74,7 @@ class Method:
     robust: Robust | None = None  # how weights are merged where the server does not take their mean
     most_share: float = 0.0  # of an entry's weight that one reply may have in a mean (0 or 1: any)
     most_of_class: float = 0.0  # the same of what is said of a class
+    lowered: dict[int, Lowered] | None = None  # whose weight that brought down in this round; None: nobody asks
     world: World
     _made: tuple[int, dict[Any, Any]] = (-1, {})
 
@@ -190,7 +191,9 @@ class Method:
 
     def mean(self, weights: Tensors, given: Iterable[Contribution]) -> State:
         """The weighted mean over views; no reply has more than the server's `most_share` of an entry's weight."""
-        return merge_within(weights, given, self.most_share) if 0 < self.most_share < 1 else merge(weights, given)
+        if not 0 < self.most_share < 1:
+            return merge(weights, given)
+        return merge_within(weights, given, self.most_share, self.lowered)
 
     def shares(self, replies: Replies) -> Mapping[str, Share]:
         """By group (most methods have one), the shared weights that a merge of these replies would change."""
@@ -281,7 +284,7 @@ class SharedWeights(Method):
 
     def contribution(self, reply: Reply) -> Contribution:
         """How much a reply counts: by its number of samples, unless the method decides otherwise."""
-        return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
+        return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples), client=reply.device.id)
 
     def shares(self, replies: Replies) -> Mapping[str, Share]:
         """The global weights as the only group, with what every reply gives to their mean."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,8 @@ def _below(folder: Path) -> list[Path]:
     """The run folders in a folder: a sweep's in its order, else by name."""
     listed = _names(object_in(folder / SWEEP), "cells")
     known = [folder / "runs" / Path(name).name for name in listed] or sorted(folder.iterdir())
-    return [path for path in known if (path / METRICS).is_file()]
+    # os.path, for which a name that no file can have is that of no file
+    return [path for path in known if os.path.isfile(path / METRICS)]
 
 
 def _names(sweep: Record, key: str) -> list[str]:

@@ -42,9 +42,21 @@ def hold(federation: Federation, round: Round, replies: Sequence[Reply]) -> None
     federation.method.most_of_class = federation.server.most_share
     if math.isfinite(federation.most_step):
         _hold_steps(federation, round, replies)
+    federation.method.lowered = {} if federation.most_share < 1 else None
     if federation.most_share < 1:
         _hold_rows(federation.most_share, round, replies)
     round.rows = {reply.device.id: reply.samples for reply in replies}
+
+
+def note_lowered(federation: Federation, round: Round) -> None:
+    """After the merge, writes down whose weight it brought down in single entries."""
+    for client, found in (federation.method.lowered or {}).items():
+        round.clip(
+            client,
+            f"its weight was brought down in {found.entries} entries, to {found.least:.2g} of what "
+            f"it says at the least: nobody has more than "
+            f"{federation.most_share:.0%} of an entry (server.most_share)",
+        )
 
 
 def _hold_rows(most: float, round: Round, replies: Sequence[Reply]) -> None:

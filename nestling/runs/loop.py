@@ -13,7 +13,7 @@ from nestling.runs.accounting import account_for
 from nestling.runs.admission import Round, Sent, admit
 from nestling.runs.ahead import rounds_that_stand
 from nestling.runs.attacked import attack
-from nestling.runs.bounds import hold
+from nestling.runs.bounds import hold, note_lowered
 from nestling.runs.evaluation import evaluate
 from nestling.runs.federation import Federation, Metrics
 from nestling.training.client import Outcome, Task
@@ -45,6 +45,7 @@ def carry_out(federation: Federation, round: Round) -> None:
     federation.kept = merge_round(
         federation.server, federation.method, replies, round.number, federation.kept
     )
+    note_lowered(federation, round)
     if federation.server.gate:
         round.gate = gate.guard(federation)
     if federation.doubts:

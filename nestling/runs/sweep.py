@@ -31,6 +31,8 @@ from nestling.schema import require, to_table
 
 TABLE = "table"
 """The name of the files that hold the table, without what says their format."""
+MOST_SEEDS = 10_000
+"""More of them are no sweep but a slip, or a file that is to fill the memory."""
 _NOT_VARIED = ("seed", "rounds", "engine")
 
 
@@ -112,13 +114,19 @@ def read_sweep(
         tuple(map(_method, methods or _listed(own, "methods"))),
         tuple(seeds) or seeds_of(own.get("seeds", 3), base.seed),
         {**varied, **(vary or {})},
-        target if target is not None else None if found is None else float(found),
+        target if target is not None else _accuracy(found),
     )
+
+
+def _accuracy(found: object) -> float | None:
+    if found is None or (isinstance(found, float) and 0 < found < 1):
+        return found
+    raise InputError(f"{found!r} is no accuracy", field="sweep.target", fix="a share, e.g. 0.9")
 
 
 def seeds_of(given: object, first: int = 0) -> tuple[int, ...]:
     """Seeds from a number of them or a list."""
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+    if isinstance(given, int) and not isinstance(given, bool) and 0 < given <= MOST_SEEDS:
         return tuple(range(first, first + given))
     if isinstance(given, (list, tuple)) and given and all(isinstance(s, int) for s in given):
         return tuple(given)

@@ -10,6 +10,7 @@ third) those who do count alike.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,25 +51,46 @@ def fair_caps(weights: Tensor, most: float) -> Tensor:
     return caps
 
 
+@dataclass
+class Lowered:
+    """In how many entries a client's weight was brought down in a mean, and to what part of what it
+    says at the least."""
+
+    entries: int = 0
+    least: float = 1.0
+
+    def add(self, entries: int, least: float) -> None:
+        """A further tensor."""
+        self.entries, self.least = self.entries + entries, min(self.least, least)
+
+
 def merge_within(
-    reference: Mapping[str, Tensor], contributions: Iterable[Contribution], most: float
+    reference: Mapping[str, Tensor],
+    contributions: Iterable[Contribution],
+    most: float,
+    lowered: dict[int, Lowered] | None = None,
 ) -> State:
     """The mean over views, in which nobody has more than the share `most` of an entry's weight.
-    Where nobody would have, it is that of `merge`, bit for bit."""
+    Where nobody would have, it is that of `merge`, bit for bit. Clients whose weight was brought
+    down are noted in `lowered`."""
     given = [c for c in contributions if c.weight > 0]
     merged = merge(reference, given)
     if len({c.weight for c in given}) < 2:
         return merged
     for name, old in reference.items():
         own = [c for c in given if name in c.view.shapes]
-        caps = _caps_by_entry(name, old, own, most) if own else None
+        caps = _caps_by_entry(name, old, own, most, lowered) if own else None
         if caps is not None:
             merged[name].copy_(merge_tensor(name, old, own, caps))
     return merged
 
 
 def _caps_by_entry(
-    name: str, old: Tensor, own: Sequence[Contribution], most: float
+    name: str,
+    old: Tensor,
+    own: Sequence[Contribution],
+    most: float,
+    lowered: dict[int, Lowered] | None,
 ) -> Tensor | None:
     """The most that anybody may weigh in each entry of a tensor; None where nobody weighs more.
     Many entries have the same holders, for whom it is found out once."""
@@ -83,12 +105,36 @@ def _caps_by_entry(
                 words.append(torch.zeros(old.shape, dtype=torch.int64, device=old.device))
             words[-1] += _held(name, old, c, flags).to(torch.int64) << bit % _BITS
         member.append(groups[key])
-    kinds, which = torch.stack([w.flatten() for w in words], 1).unique(dim=0, return_inverse=True)
+    kinds, which, many = torch.stack([w.flatten() for w in words], 1).unique(
+        dim=0, return_inverse=True, return_counts=True
+    )
     bits = torch.arange(_BITS, device=old.device)
     holds = ((kinds[:, :, None] >> bits) & 1).flatten(1)[:, member].to(torch.float64)
     weights = torch.tensor([c.weight for c in own], dtype=torch.float64, device=old.device)
     caps = fair_caps((holds * weights).T, most)
-    return caps[which.flatten()].reshape(old.shape) if bool(caps.isfinite().any()) else None
+    if not bool(caps.isfinite().any()):
+        return None
+    if lowered is not None:
+        _note(lowered, own, holds, weights, caps, many)
+    return caps[which.flatten()].reshape(old.shape)
+
+
+def _note(
+    lowered: dict[int, Lowered],
+    own: Sequence[Contribution],
+    holds: Tensor,
+    weights: Tensor,
+    caps: Tensor,
+    many: Tensor,
+) -> None:
+    """Writes down whose weight is above the cap, in how many entries. There are few kinds of
+    holders, so that this costs little where it is needed, and nothing where no cap binds."""
+    over = (holds > 0) & (weights > caps[:, None] * _SLACK)
+    least = torch.where(over, caps[:, None] / weights, 1.0).amin(0)
+    found = torch.stack([(over * many[:, None]).sum(0).to(least), least])
+    for c, entries, part in zip(own, *found.tolist(), strict=True):
+        if c.client is not None and entries:
+            lowered.setdefault(c.client, Lowered()).add(int(entries), part)
 
 
 def _held(name: str, old: Tensor, c: Contribution, flags: Tensor | None) -> Tensor:

@@ -37,12 +37,14 @@ class Contribution:
     present: per tensor name, flags in the view's shape of the entries that count (HeteroFL: the
              classifier rows of the classes a
     client holds); entries not flagged are left to others.
+    client:  whose it is, where it is one client's and its weight is what that client says.
     """
 
     view: View
     state: Mapping[str, Tensor]
     weight: float = 1.0
     present: Mapping[str, Tensor] = field(default_factory=dict)
+    client: int | None = None
 
 
 def merge(reference: Mapping[str, Tensor], contributions: Iterable[Contribution]) -> State:

@@ -30,6 +30,8 @@ from tests.fleet.loop import (
     workers_of,
 )
 
+STUCK = 3.0
+"""Seconds of a look for an answer that was announced and does not come (`flower/grid.py`)."""
 PATIENCE = Patience(deadline=100.0, most=1000.0, resend=10.0, poll=1.0, refresh=2.0)
 
 
@@ -340,3 +342,46 @@ def test_inline_is_what_it_is_compared_with() -> None:
     assert not same(
         state_of(inline(six("shared-average", seed=1))[0]), state_of(plain("shared-average")[0])
     )
+
+
+class Stalling(LoopCourier):
+    """Two nodes that have announced an answer and do not send it, one to an order and one to its
+    welcome: each look for such an answer takes as long as Flower's grid is waited for."""
+
+    def __init__(self, workers: Mapping[int, Worker], time: Time) -> None:
+        super().__init__({**{n: w.handle for n, w in workers.items()}, 200: lambda _: b""})
+        self.time, self.stalled = time, set[str]()
+
+    def push(self, letters: Mapping[int, bytes]) -> dict[int, str]:
+        tickets = super().push(letters)
+        orders = {node for node, letter in letters.items() if kind_of(letter) == "order"}
+        for node in letters:
+            if node == 200 or (node == 101 and node in orders):
+                self.stalled.add(tickets[node])
+                self._answers.pop(tickets[node])
+        return tickets
+
+    def pull(self, tickets: Collection[str]) -> list[tuple[str, bytes | Failure]]:
+        self.time.sleep(STUCK if self.stalled & set(tickets) else 0.0)
+        return super().pull(tickets)
+
+
+@pytest.mark.parametrize("deadline", [20.0, 20.7, 21.4, 22.1, 22.8, 23.5, 24.2, 24.9])
+def test_nobody_holds_a_round_beyond_its_deadline_and_five_seconds(
+    deadline: float, tmp_path: Path
+) -> None:
+    """By a clock that counts what is waited for: wherever in its looks the deadline finds the
+    server. (Over the real wire: `flower/test_greedy.py`.)"""
+    time, ends = Time(), list[float]()
+    courier = Stalling({100 + c: w for c, w in workers_of(tmp_path).items()}, time)
+    patience = Patience(deadline=deadline, resend=1000.0)
+    _, federation = live(
+        six(rounds=1), courier, patience, clock=time.clock, sleep=time.sleep, watch=lambda: None
+    )
+    engine = federation.engine
+    assert isinstance(engine, FleetEngine)
+    began = time.now
+    engine.watch = lambda: ends.append(time.now - began)
+    (row,) = list(play(federation))
+    assert row["merged"] == 5 and row["missed"] == [1]
+    assert deadline <= ends[-1] <= deadline + 5.0

@@ -9,6 +9,7 @@ import io
 import json
 import struct
 import tempfile
+import wave
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -22,8 +23,9 @@ import h11
 import numpy as np
 import tomli_w
 import torch
+from PIL import Image
 
-from nestling.data import cifar, idx, npz
+from nestling.data import cifar, idx, load, npz
 from nestling.devices import read_fleet
 from nestling.errors import InputError
 from nestling.experiment import Experiment
@@ -40,6 +42,7 @@ from nestling.report.page import write_report
 from nestling.runs import checkpoint
 from nestling.runs.federation import Totals
 from nestling.runs.folder import RunFolder
+from nestling.runs.sweep import Sweep, _write_head, read_sweep
 from nestling.store import ClientStore
 from nestling.tiny.link import bundle, frames, gateway
 from nestling.tiny.link.journal import JournalEntry
@@ -435,6 +438,115 @@ def _read_images(path: Path) -> None:
     idx.read_images(path, labels)
 
 
+def _csv() -> bytes:
+    rows = [
+        f"{k}.5,{k * k},{('cat', 'dog')[k % 2]},{k % 3},{('train', 'test')[k > 8]}"
+        for k in range(12)
+    ]
+    return "\n".join(["a,b,label,client,test", *rows, ""]).encode()
+
+
+def _remade_csv(draw: Random, data: bytes) -> bytes:
+    """One cell with something else in it."""
+    rows = [line.split(",") for line in data.decode().splitlines()]
+    odd = (
+        "",
+        "nan",
+        "inf",
+        "-1",
+        "1e999",
+        "9" * 400,
+        "0x10",
+        "1_0",
+        "\u0661",
+        "\0",
+        "true",
+        "test",
+    )
+    rows[draw.randrange(len(rows))][draw.randrange(5)] = draw.choice(odd)
+    return "\n".join(",".join(row) for row in rows).encode()
+
+
+def _sound(width: int = 2, channels: int = 1) -> bytes:
+    found = io.BytesIO()
+    with wave.open(found, "wb") as sound:
+        sound.setparams((channels, width, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(range(240)))
+    return found.getvalue()
+
+
+def _remade_sound(draw: Random, data: bytes) -> bytes:
+    """One field of the header with another number; the rest is right."""
+    at, size = draw.choice(
+        [(4, 4), (16, 4), (20, 2), (22, 2), (24, 4), (28, 4), (32, 2), (34, 2), (40, 4)]
+    )
+    value = draw.choice([0, 1, 3, 8, 255, 2**15, 2**31, 2**32 - 1, draw.getrandbits(32)])
+    return data[:at] + (value % 2 ** (8 * size)).to_bytes(size, "little") + data[at + size :]
+
+
+def _pictures() -> tuple[bytes, ...]:
+    grey = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(6, 8))
+    kinds = {"PNG": grey, "BMP": grey.convert("RGB"), "GIF": grey, "JPEG": grey, "TIFF": grey}
+    return tuple(_zipped(lambda to, k=k, p=p: p.save(to, k)) for k, p in kinds.items())
+
+
+def _remade_picture(draw: Random, data: bytes) -> bytes:
+    """A .png of another size than its rows, whose checksums are right."""
+    if not data.startswith(b"\x89PNG"):
+        return bent(draw, data, data)
+    sides = [draw.choice([0, 1, 8, 2**10, 2**14, 2**20, 2**31 - 1]) for _ in "wh"]
+    head = (
+        b"IHDR"
+        + struct.pack(">II", *sides)
+        + bytes([draw.choice([1, 2, 8, 16]), draw.randrange(7), 0, 0, 0])
+    )
+    return data[:12] + head + struct.pack(">I", zlib.crc32(head)) + data[33:]
+
+
+def _by_class(name: str, ending: str, good: bytes) -> Callable[[bytes], None]:
+    """Reads a folder of good files with this one among them."""
+
+    def read(path: Path) -> None:
+        for place in ("a/1", "a/2", "a/3", "a/4", "b/2", "b/3", "b/4"):
+            (path.parents[1] / place).parent.mkdir(exist_ok=True)
+            (path.parents[1] / f"{place}{ending}").write_bytes(good)
+        load(name, path=str(path.parents[1]))
+
+    return _file(f"{name}/b/1{ending}", read)
+
+
+def _sweep_folder() -> Format:
+    """The head of a sweep's folder, and its table made again."""
+    out = home() / "sweep"
+    write_run(out / "runs" / "a", rounds=3)
+    write_run(out / "runs" / "b", rounds=3)
+    head = {"studied": ["method"], "target": 0.5, "cells": ["a", "b"]}
+
+    def read(path: Path) -> None:
+        _write_head(Sweep(), [], path.parent)
+        compare(path.parent).to_json()
+
+    reads = _file("sweep/sweep.json", read)
+
+    return Format((json.dumps(head).encode(),), reads, _remade_json)
+
+
+def _sweep_file() -> bytes:
+    asked = {
+        "methods": ["fedavg", "heterofl"],
+        "seeds": 2,
+        "target": 0.5,
+        "vary": {"train.lr": [0.1, 0.2]},
+    }
+    table = parse_toml(small().to_toml(), "sample")
+    return tomli_w.dumps({**table, "sweep": asked}).encode()
+
+
+def _read_sweep(path: Path) -> None:
+    with only([]):
+        read_sweep(path).cells()
+
+
 def _experiment(text: bytes) -> None:
     with only([]):
         Experiment.from_table(parse_toml(text.decode(errors="replace"), "fuzz"))
@@ -504,6 +616,15 @@ def files() -> dict[str, Format]:
         "blob": Format(_npz_samples()[:1], _file("c.npz", mqtt_device.read_blob), _remade_npz),
         "idx": Format((pictures, gzip.compress(pictures, mtime=0)), _file("images", _read_images)),
         "cifar": Format((batch,), _file("batch", cifar.read_batch)),
+        "csv": Format((_csv(),), _file("a.csv", lambda p: load("csv", path=str(p))), _remade_csv),
+        "wav": Format(
+            (_sound(), _sound(1, 2), _sound(3)), _by_class("wavs", ".wav", _sound()), _remade_sound
+        ),
+        "picture": Format(
+            _pictures(), _by_class("images", ".png", _pictures()[0]), _remade_picture
+        ),
+        "sweep": _sweep_folder(),
+        "sweep file": Format((_sweep_file(),), _file("sweep.toml", _read_sweep), _remade_toml),
         "experiment": Format((small().to_toml().encode(),), _experiment, _remade_toml),
         "fleet": Format(
             (tomli_w.dumps(tiers).encode(),), _file("fleet.toml", read_fleet), _remade_toml

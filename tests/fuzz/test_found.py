@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import io
 import json
+import struct
+import wave
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from nestling.data import load
 from nestling.data.cifar import read_batch
 from nestling.data.npz import read_npz
 from nestling.errors import InputError
@@ -22,9 +26,11 @@ from nestling.fleet.node.own_data import read_rows
 from nestling.fleet.protocol.wire import Answer, Parcel, Welcome
 from nestling.fleet.server.roster import Roster
 from nestling.message import Message
+from nestling.report.compare import compare
 from nestling.runfiles import lines_of
 from nestling.runs import checkpoint
 from nestling.runs.folder import RunFolder
+from nestling.runs.sweep import read_sweep, seeds_of
 from nestling.schema import convert
 from nestling.tiny.link import bundle
 from nestling.tiny.link.gateway import read_config
@@ -199,3 +205,49 @@ def test_toml_too_deep_or_too_long(text: str) -> None:
 def test_a_whole_number_too_large_for_a_float() -> None:
     with pytest.raises(InputError, match="finite number"):
         convert(float, HUGE, "time_budget")
+
+
+def test_a_picture_that_is_to_fill_the_memory(tmp_path: Path) -> None:
+    """A hundred bytes that say they are 16384 by 16384 points."""
+    image = pytest.importorskip("PIL.Image")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        image.new("L", (8, 8)).save(tmp_path / name / "1.png")
+    data = (tmp_path / "b/1.png").read_bytes()
+    head = b"IHDR" + struct.pack(">II", 2**14, 2**13) + data[24:29]
+    bomb = data[:12] + head + struct.pack(">I", zlib.crc32(head)) + data[33:]
+    (tmp_path / "b/1.png").write_bytes(bomb)
+    with pytest.raises(InputError, match="16384×8192 points in"):
+        load("images", path=str(tmp_path))
+
+
+def test_a_sound_whose_reader_fails_in_its_own_way(tmp_path: Path) -> None:
+    with wave.open(str(tmp_path / "good"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(64))
+    data = (tmp_path / "good").read_bytes()
+    (tmp_path / "a").mkdir()
+    for size in (0, 2**31, 2**32 - 1):  # of the part that says what the samples are
+        (tmp_path / "a/1.wav").write_bytes(data[:16] + size.to_bytes(4, "little") + data[20:])
+        with pytest.raises(InputError, match="cannot be read"):
+            load("wavs", path=str(tmp_path))
+
+
+@pytest.mark.parametrize("target", ['"a"', "[0.5]", "1" * 400, "true", "7"])
+def test_a_sweep_s_target_that_is_no_accuracy(target: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f"[sweep]\ntarget = {target}\n")
+    with pytest.raises(InputError, match=r"sweep\.target"):
+        read_sweep(tmp_path / "a.toml")
+
+
+def test_seeds_that_are_to_fill_the_memory() -> None:
+    with pytest.raises(InputError, match="are no seeds"):
+        seeds_of(10**12)
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps({"cells": ["x" * 5000]}))
+    with pytest.raises(InputError, match="metrics"):
+        compare(tmp_path)
+    (tmp_path / "a.toml").write_text(f'[fleet]\npath = "{"x" * 5000}"\n')
+    assert read_sweep(tmp_path / "a.toml").base.fleet.path == "x" * 5000  # refused when it is read

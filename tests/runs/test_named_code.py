@@ -211,3 +211,24 @@ def test_methods_of_ours_given_as_objects_need_no_trust(tmp_path: Path) -> None:
 
 def test_trust_is_for_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(monkeypatch, "run", "--trust", NETWORK) == 2
+
+
+def test_a_network_that_would_be_fetched_from_elsewhere_is_refused(
+    honest: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`torch.hub:load` is code of torch that runs code of anybody's."""
+    called: list[object] = []
+    monkeypatch.setattr("torch.hub.load", lambda *words, **_: called.append(words))
+    model = {"name": "torch.hub:load", "options": {"repo_or_dir": "mallory/net", "model": "net"}}
+    folder = str(hostile(honest, tmp_path / "run", lambda table: table.update(model=model)))
+    for words in (
+        ("run", "--resume", folder),
+        ("analyse", folder),
+        ("export", folder, "--device", "large"),
+    ):
+        assert call(monkeypatch, *words) == 2
+        assert "torch.hub:load" in capsys.readouterr().err
+    assert not called

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import nestling
 from nestling import InputError, Server, SplitConfig
-from nestling.trust.weighing import fair_cap, fair_caps, merge_within
+from nestling.trust.weighing import Lowered, fair_cap, fair_caps, merge_within
 from nestling.views import Contribution, full, merge, prefix, trace
 from tests.methods.test_server import equal_groups
 from tests.small import small
@@ -129,3 +129,31 @@ def test_who_is_brought_down_is_said() -> None:
 def test_a_share_is_a_share() -> None:
     with pytest.raises(InputError, match=r"server.most_share: must be in \[0, 1\]"):
         Server(most_share=1.5)
+
+
+def test_whose_weight_was_brought_down_in_single_entries_is_said_by_name() -> None:
+    """Two of four hold the last channels: who has more rows there counts as the other does, though
+    it has no more of the round's rows than it may."""
+    bounded = Server(most_share=0.5)
+    asked = small("shared-average", rounds=1, split=UNEQUAL, participants=4)
+    (row,) = nestling.run(asked.with_changes(server=bounded)).metrics
+    said = {one["client"]: one["reason"] for one in row["clipped"]}
+    assert said and set(said) <= set(row["clients"])
+    assert all("its weight was brought down in" in reason for reason in said.values())
+    (free,) = nestling.run(asked).metrics
+    assert "clipped" not in free
+
+
+def test_only_what_was_brought_down_is_counted() -> None:
+    """40 of 100 rows are no more than half of what all hold, and four times the 10 of the other who
+    holds the rest."""
+    whole, given = contributions([40, 10, 20, 30])
+    for number, one in enumerate(given):
+        one.client = number
+    lowered: dict[int, Lowered] = {}
+    merge_within(whole, given, 0.5, lowered)
+    (alone,) = [lowered.pop(0)]
+    rest = sum(math.prod(t.shape) for t in whole.values()) - sum(
+        math.prod(shape) for shape in given[2].view.shapes.values()
+    )
+    assert not lowered and alone.entries == rest and alone.least == pytest.approx(0.25)

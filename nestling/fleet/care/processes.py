@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from nestling.errors import InputError
+from nestling.fleet.care.enclosure import ENTER, NOWHERE, Enclosure
 from nestling.fleet.care.logs import Discreet, PlainLines, facts_of_line
 
 log = logging.getLogger("nestling.fleet")
@@ -41,9 +42,9 @@ FLOWER = (1, 40)
 """The first version whose nodes speak HTTP, which the proxy understands."""
 
 # The kernel ends the child with the thread that started it (Linux; elsewhere it outlives a keeper
-# that was killed).
-TETHER = """
-import ctypes, os, signal, sys
+# that was killed). It enters a network first: who changes what it may do is untied.
+TETHER = f"""{ENTER}
+import signal
 try: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 except Exception: pass
 if os.getppid() != int(sys.argv[1]): sys.exit("the keeper is gone")
@@ -65,6 +66,10 @@ class Program:
     """What the last lines before its end mean, in words."""
     sick: Callable[[str], bool] = lambda _: False
     """After which line of its output it is of no use any more, though it may not end by itself."""
+    network: Enclosure = NOWHERE
+    """Where it runs."""
+    hands: Sequence[int] = ()
+    """Descriptors that it inherits beside."""
 
 
 class KeptProcess:
@@ -102,6 +107,7 @@ class KeptProcess:
             "-S",
             "-c",
             TETHER,
+            self.program.network.words,
             str(os.getpid()),
             *self.program.command,
         ]
@@ -111,6 +117,7 @@ class KeptProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            pass_fds=(*self.program.network.descriptors, *self.program.hands),
             start_new_session=True,  # ctrl-C is for the keeper, which ends the others in order
         )
         assert self._process.stdout is not None  # noqa: S101 (a pipe was asked for)

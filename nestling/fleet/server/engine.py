@@ -30,6 +30,9 @@ KEPT_TICKETS = 4096
 not left lying."""
 
 KEPT_REFUSALS = 2**16
+CLOSE = 5.0
+"""Seconds before a deadline in which nobody is greeted: a look for nodes may take as long as one
+for answers (3 s, where somebody stalls), and both together would hold a round for too long."""
 HEADER = 2**18
 """Bytes of what an answer says of one client besides its tensors, at most."""
 
@@ -162,7 +165,8 @@ class FleetEngine(Engine):
                     f"round {self._round}: {self._done} clients answered within "
                     f"{now - start:.0f} s, {needed} are needed"
                 )
-            if self.greeter is not None and now - looked >= self.patience.refresh:
+            due = now - looked >= self.patience.refresh and self._has_time(now - start)
+            if self.greeter is not None and due:
                 self.greeter.refresh()
                 looked = now
             self.sleep(self.patience.poll)
@@ -178,6 +182,12 @@ class FleetEngine(Engine):
         self._wanted, self._chosen = {}, ()
         self.roster.save()  # before a checkpoint can rely on whose results counted
         self.watch()
+
+    def _has_time(self, spent: float) -> bool:
+        """Whether there is time for others than those who are asked: not just before the
+        deadline."""
+        left = self.patience.deadline - spent
+        return not 0 < left < min(CLOSE, self.patience.deadline / 2)
 
     def discard(self, client: int, round: int) -> None:
         """What a client answered was refused when it was looked at: its device goes on from what it

@@ -24,6 +24,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import ssl
 import sys
 import time
@@ -37,6 +38,7 @@ import h11
 
 from nestling.fleet.care import certs
 from nestling.fleet.care.disk import Room
+from nestling.fleet.care.enclosure import Enclosure
 from nestling.fleet.care.status import CLONED
 from nestling.fleet.server.http1 import (
     CHUNK,
@@ -103,6 +105,7 @@ class Config:
     host: str
     port: int
     upstream: int  # the SuperLink's port on 127.0.0.1
+    network: tuple[int, ...] = ()  # descriptors of the network in which that is
     certificate: str = ""
     key: str = ""
     upstream_ca: str = ""  # empty: no TLS to the SuperLink
@@ -227,7 +230,7 @@ class Proxy:
         patience = {"ssl_handshake_timeout": HEAD_SECONDS} if context else {}
         return await asyncio.start_server(
             self._guarded,
-            self.config.host,
+            _numbers(self.config.host),
             self.config.port,
             ssl=context,
             limit=HEAD_LIMIT,
@@ -499,10 +502,19 @@ def _client_context(ca: str) -> ssl.SSLContext | None:
     return ssl.create_default_context(cafile=ca) if ca else None
 
 
+def _numbers(host: str) -> list[str]:
+    """A host's addresses; asked for here, since asyncio would ask in a thread, and a process that
+    has had one cannot enter a network."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return sorted({str(info[4][0]) for info in found})
+
+
 async def serve(config: Config) -> None:
     """Runs until it is cancelled."""
     proxy = Proxy(config)
     server = await proxy.start()
+    # It listens where others are, and goes on to where the SuperLink is.
+    Enclosure(tuple(config.network)).enter()
     kind = "TLS and keys" if proxy.keys else "neither TLS nor keys: this machine only"
     log.info("listening on %s:%d (%s)", config.host, config.port, kind)
     async with server:

@@ -4,22 +4,20 @@
     RUN.server     what only the server itself reads (0700): Flower's database, an inner
                    certificate, a secret, logs
 
-A SuperLink (bound to loopback, since some of its interfaces ask nobody who they are), a SuperExec
-that it trusts by a shared secret, the proxy, which is all that others can reach, and the run: a
-ServerApp, started through Flower and started again from our checkpoint when it dies. Running the
-same command again goes on where the run stands.
+A SuperLink (on the loop of a network of its own, where the system allows one, since some of its
+interfaces ask nobody who they are), a SuperExec that it trusts by a shared secret, the proxy, which
+is all that others can reach, and the run: a ServerApp, started through Flower and started again
+from our checkpoint when it dies. Running the same command again goes on where the run stands.
 """
 
 from __future__ import annotations
 
 import fcntl
-import http.client
 import json
 import logging
 import os
 import secrets
 import signal
-import ssl
 import subprocess
 import sys
 import time
@@ -33,6 +31,7 @@ from nestling.errors import InputError
 from nestling.files import writing
 from nestling.fleet.care import certs, logs
 from nestling.fleet.care.disk import FLOOR, MEGA, Room, is_full
+from nestling.fleet.care.enclosure import NOWHERE, Enclosure, enclosure
 from nestling.fleet.care.expiry import ending_soon
 from nestling.fleet.care.health import telling
 from nestling.fleet.care.processes import (
@@ -60,6 +59,16 @@ GIVE_UP = 5
 """So many failures in a row, without a round between them, end the server."""
 SETTINGS, PROCESS, OUTCOME, RUN_LOG = "serve.json", "process.json", "outcome.json", "run.log"
 REGISTERED = "registered.json"
+HEALTHY = """
+import http.client, ssl, sys
+where, ca = ("127.0.0.1", int(sys.argv[1])), sys.argv[2]
+trust = ssl.create_default_context(cafile=ca) if ca else None
+kind = http.client.HTTPSConnection if ca else http.client.HTTPConnection
+line = kind(*where, timeout=5, **({"context": trust} if ca else {}))
+line.request("GET", "/health")
+sys.exit(line.getresponse().status != 200)
+"""
+"""Asks the SuperLink whether it is there, where it is."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class ServeOptions:
     quorum: int = 0
     health: str = "off"  # HOST:PORT to tell at how the run is
     disk_floor: int = FLOOR  # megabytes that must be free
+    enclose: bool = True  # Flower's processes in a network of their own, where that can be had
 
 
 def home_of(out: Path) -> Path:
@@ -97,8 +107,14 @@ def serve(options: ServeOptions) -> dict[str, Any]:
         home = certs.private_folder(home_of(options.out.absolute()))
     out = options.out.absolute()
     lines = logs.written_to(out / logs.SERVER_LOG, needs=out / EXPERIMENT)
-    with _alone(home), lines, Keeper() as keeper, stopped_by_signals():
-        server = _Server(options, home, files, keeper)
+    with (
+        _alone(home),
+        lines,
+        _network(options.enclose) as network,
+        Keeper() as keeper,
+        stopped_by_signals(),
+    ):
+        server = _Server(options, home, files, keeper, network)
         with telling(out, options.health, server.parts):
             return server.run()
 
@@ -107,9 +123,15 @@ class _Server:
     """The parts of a running server."""
 
     def __init__(
-        self, options: ServeOptions, home: Path, files: certs.ServerFiles | None, keeper: Keeper
+        self,
+        options: ServeOptions,
+        home: Path,
+        files: certs.ServerFiles | None,
+        keeper: Keeper,
+        network: Enclosure,
     ) -> None:
         self.options, self.home, self.files, self.keeper = options, home, files, keeper
+        self.network = network
         self.inner, self.env = free_port(), flower_env(certs.private_folder(home / "flower"))
         self.logs = certs.private_folder(home / "log")
         self.secret, self.pair = home / "secret", home / "inner"
@@ -207,7 +229,12 @@ class _Server:
         certs.write_private(self.home / name, text.encode())
 
     def _proxy_config(self) -> Config:
-        place = {"host": self.options.host, "port": self.options.port, "upstream": self.inner}
+        place = {
+            "host": self.options.host,
+            "port": self.options.port,
+            "upstream": self.inner,
+            "network": self.network.descriptors,
+        }
         if self.files is None:
             return Config(**place)  # type: ignore[arg-type]
         return Config(
@@ -246,7 +273,7 @@ class _Server:
             command += ["--ssl-keyfile", str(self.pair / "server.key"), "--enable-supernode-auth"]
         else:
             command += ["--insecure"]
-        self.keeper.add(Program("superlink", command, self.logs / "superlink.log", self.env))
+        self.keeper.add(self._inner_program("superlink", command))
         self._wait_healthy()
 
     def _superexec(self) -> Program:
@@ -259,7 +286,10 @@ class _Server:
         command += (
             ["--root-certificates", str(self.pair / "ca.crt")] if self.files else ["--insecure"]
         )
-        return Program("superexec", command, self.logs / "superexec.log", self.env)
+        return self._inner_program("superexec", command)
+
+    def _inner_program(self, name: str, command: Sequence[str]) -> Program:
+        return Program(name, command, self.logs / f"{name}.log", self.env, network=self.network)
 
     def _proxy(self) -> Program:
         command = [
@@ -275,6 +305,7 @@ class _Server:
             self.env,
             show=self._hear_proxy,
             advice=_port_taken,
+            hands=self.network.descriptors,  # it enters when it has its port
         )
 
     def _hear_proxy(self, line: str) -> bool:
@@ -300,22 +331,9 @@ class _Server:
             time.sleep(TICK)
 
     def _healthy(self) -> bool:
-        context = (
-            ssl.create_default_context(cafile=str(self.pair / "ca.crt")) if self.files else None
-        )
-        where = ("127.0.0.1", self.inner)
-        connection = (
-            http.client.HTTPSConnection(*where, timeout=5, context=context)
-            if context
-            else http.client.HTTPConnection(*where, timeout=5)
-        )
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        ca = str(self.pair / "ca.crt") if self.files else ""
+        ask = [sys.executable, "-I", "-S", "-c", HEALTHY, str(self.inner), ca]
+        return self.network.run(ask, capture_output=True).returncode == 0
 
     def _start_over(self) -> None:
         """Flower's database knows keys that we cannot name: a new one. Nothing of the run is in
@@ -333,11 +351,10 @@ class _Server:
     def _flwr(self, calls: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Runs Flower's command line with each list of arguments, in one process; what each said,
         in order."""
-        made = subprocess.run(
+        made = self.network.run(
             [sys.executable, "-m", "nestling.fleet.flower.commands"],
             input=json.dumps([list(one) for one in calls]),
             capture_output=True,
-            text=True,
             env=self.env,
             timeout=COMMAND_SECONDS + 5 * len(calls),
         )
@@ -566,6 +583,24 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _port_taken(tail: str) -> str | None:
     return "its port is taken, or not allowed" if "Errno 98" in tail or "Errno 13" in tail else None
+
+
+@contextmanager
+def _network(wanted: bool) -> Iterator[Enclosure]:
+    """Where Flower's own processes are; who else reaches them is said."""
+    open_ = "every user of this machine reaches Flower's own interfaces on 127.0.0.1"
+    made = NOWHERE
+    try:
+        made = enclosure() if wanted else NOWHERE
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("%s: no network of their own can be made for them (%s)", open_, error)
+    else:
+        if not wanted:
+            log.warning("%s (--no-enclose)", open_)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @contextmanager

@@ -116,7 +116,7 @@ class Averaged(Method):
 
     def contribution(self, reply: Reply, part: str = "weights") -> Contribution:
         """A reply's part of the mean."""
-        return Contribution(reply.piece.view, reply.message[part], self.weight(reply))
+        return Contribution(reply.piece.view, reply.message[part], self.weight(reply), client=reply.device.id)
 
     def weight(self, reply: Reply) -> float:
         """How much a reply counts."""

@@ -102,7 +102,8 @@ class Decoupled(Method):
         for level, own in by_level.items():
             piece = self._plans[level].piece
             whole = piece.view.scatter(piece.reference.initial, self.weights[level])
-            merged = self.mean(whole, [Contribution(piece.view, r.message["weights"], float(r.samples)) for r in own])
+            given = [Contribution(piece.view, r.message["weights"], float(r.samples), client=r.device.id) for r in own]
+            merged = self.mean(whole, given)
             self.weights[level] = piece.view.extract(merged)
 
     def model_for(self, device: Device) -> Model:

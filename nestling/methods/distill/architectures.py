@@ -54,7 +54,7 @@ class PerArchitecture(Method):
         """Every architecture after merging its own replies; one that nobody sent stays as it is."""
         given: dict[str, list[Contribution]] = defaultdict(list)
         for reply in replies:
-            own = Contribution(reply.piece.view, reply.message["weights"], self.weight(reply))
+            own = Contribution(reply.piece.view, reply.message["weights"], self.weight(reply), client=reply.device.id)
             given[reply.piece.reference.name].append(own)
         return {name: self.mean(state, given[name]) for name, state in self.weights.items()}
 

@@ -139,9 +139,8 @@ class FedGen(Personal):
         if not replies:
             return
         if self.full:
-            self.weights = self.mean(
-                self.weights, [Contribution(r.piece.view, r.message["weights"], float(r.samples)) for r in replies]
-            )
+            given = [Contribution(r.piece.view, r.message["weights"], float(r.samples), client=r.device.id) for r in replies]
+            self.weights = self.mean(self.weights, given)
         else:
             self.weights = mean_classifier([r.message["head"] for r in replies], [r.samples for r in replies])
         counts = counts_of(replies, self.most_of_class).to(self.world.place)

@@ -149,7 +149,7 @@ class FedHKD(ByClass):
         for some in [[reply] for reply in replies] if self.compat == "code" else [replies]:
             self.table = self.table.after(some, robust=self.robust, most=self.most_of_class)
         if self.merges:
-            own = [Contribution(r.piece.view, r.message["weights"], float(r.samples)) for r in replies]
+            own = [Contribution(r.piece.view, r.message["weights"], float(r.samples), client=r.device.id) for r in replies]
             self.weights = self.fuse(self.weights, own)
 
     def model_for(self, device: Device) -> Model:

@@ -101,9 +101,8 @@ class HAFLGHN(Method):
         """The mean of φ, weighted by samples."""
         # φ is the same for everybody, so that any of its views stands for all.
         view = next(iter(self.pieces.values())).view
-        self.weights = pack(
-            self.mean(self.weights, [Contribution(view, r.message["weights"], float(r.samples)) for r in replies])
-        )
+        given = [Contribution(view, r.message["weights"], float(r.samples), client=r.device.id) for r in replies]
+        self.weights = pack(self.mean(self.weights, given))
 
     def model_for(self, device: Device) -> Model:
         """The device's network with the weights that it fine-tuned, or else with those that φ makes."""

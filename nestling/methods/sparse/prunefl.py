@@ -130,7 +130,8 @@ class PruneFL(SharedWeights):
 
     def contribution(self, reply: Reply) -> Contribution:
         """The reply's weights back in their places, weighted by samples."""
-        return Contribution(reply.piece.view, restored(reply.piece.view, reply.message["weights"]), float(reply.samples))
+        whole = restored(reply.piece.view, reply.message["weights"])
+        return Contribution(reply.piece.view, whole, float(reply.samples), client=reply.device.id)
 
     def _adjust(self, squares: Tensors, round: int) -> None:
         rho = self.rho * 0.5 ** (round / self.half_life)

@@ -73,7 +73,7 @@ class InclusiveFL(ByDepth):
 
     def contribution(self, reply: Reply) -> Contribution:
         """The reply's weights, by samples."""
-        return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples))
+        return Contribution(reply.piece.view, reply.message["weights"], float(reply.samples), client=reply.device.id)
 
     def merge(self, replies: Replies, round: int) -> None:
         """Momentum distillation from each group to the next shallower one, then the mean over groups and within each."""

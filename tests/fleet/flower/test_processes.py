@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import ssl
 import subprocess
@@ -30,6 +31,7 @@ from nestling.cli import app
 from nestling.errors import InputError
 from nestling.fleet.care import certs, logs
 from nestling.fleet.care.audit import audit
+from nestling.fleet.care.enclosure import NOWHERE, Enclosure
 from nestling.fleet.care.health import fetch
 from nestling.fleet.care.processes import flower_command, flower_env, free_port
 from nestling.fleet.node import joining
@@ -55,17 +57,20 @@ class Story:
     def inner(self) -> int:
         return int(json.loads((self.server.home / "proxy.json").read_text())["upstream"])
 
-    def flwr(self, *calls: list[str]) -> list[dict[str, Any]]:
+    def inside(self) -> Enclosure:
+        """The network that Flower's processes are in, which root and the same user can enter."""
+        superlink = self.server.children()["flower-superlink"]
+        kinds = ("user", "net") if own(superlink, "user") else ("net",)
+        return Enclosure(
+            tuple(os.open(f"/proc/{superlink}/ns/{kind}", os.O_RDONLY) for kind in kinds)
+        )
+
+    def flwr(self, *calls: list[str], where: Enclosure = NOWHERE) -> list[dict[str, Any]]:
         """What the outsider hears from Flower's own commands."""
         env = flower_env(self.outsider / "flower")
         command = [sys.executable, "-m", "nestling.fleet.flower.commands"]
-        made = subprocess.run(
-            command,
-            input=json.dumps(calls),
-            capture_output=True,
-            text=True,
-            env=env,
-            timeout=SECONDS,
+        made = where.run(
+            command, input=json.dumps(calls), capture_output=True, env=env, timeout=SECONDS
         )
         return [json.loads(line) for line in made.stdout.splitlines()]
 
@@ -127,6 +132,17 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         yield told
 
 
+def own(pid: int, kind: str) -> bool:
+    """Whether a process is in a namespace of another kind than this process."""
+    return os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+
+
+def task_of(home: Path) -> int:
+    """The process of the run; 0 where there is none yet."""
+    path = home / serving.PROCESS
+    return int(json.loads(path.read_text())["pid"]) if path.exists() else 0
+
+
 def own_log(folder: Path) -> str:
     """What a device's owner reads."""
     rows = logs.read(folder / "log" / logs.DEVICE_LOG)
@@ -142,24 +158,47 @@ def test_with_the_authority_s_certificate_alone_there_is_nothing_to_be_had(story
         ["run", str(app)],
         ["supernode", "list"],
     ]
-    said = story.flwr(
-        *([*words, "public"] for words in attack),
-        ["list", "inner"],
-        ["supernode", "register", str(public), "inner"],
-    )
-    assert len(said) == 6
-    for one in said[:4]:
+    said = story.flwr(*([*words, "public"] for words in attack))
+    assert len(said) == 4
+    for one in said:
         assert not one["success"] and "is not for devices" in str(one), one
     # The same commands get through where the proxy is not in the way: what is refused is what would
     # otherwise work.
-    assert said[4]["success"] and said[5]["success"], said[4:]
+    with story.inside() as inside:
+        told = story.flwr(*([*words, "inner"] for words in attack[:2]), where=inside)
+    assert len(told) == 2 and all(one["success"] for one in told), told
 
     for path in ("/v1/runtime/acquire-task", "/v1/control/list-runs", "/docs"):
         assert story.post(story.fleet.port, story.outsider / "ca.crt", path) == 403
-    inner = story.server.home / "inner/ca.crt"
-    # and behind the proxy a secret is asked for
-    assert story.post(story.inner, inner, "/v1/runtime/acquire-task") == 401
     story.server.wait_for("'/v1/runtime/acquire-task' is not for devices")
+
+
+def test_who_has_an_account_on_the_server_s_machine_cannot_reach_flower_either(
+    story: Story,
+) -> None:
+    """Another process of this machine, with the inner certificate, the port and the task's token:
+    on its 127.0.0.1 nobody listens."""
+    superlink = story.server.children()["flower-superlink"]
+    if not own(superlink, "net"):
+        pytest.skip("no network of their own can be made here")
+    inner = story.server.home / "inner/ca.crt"
+    with pytest.raises(ConnectionRefusedError):
+        story.post(story.inner, inner, "/v1/control/list-runs")
+    assert not any(
+        one["success"] for one in story.flwr(["list", "inner"], ["supernode", "list", "inner"])
+    )
+    until(lambda: task_of(story.server.home), what="Flower's task")
+    assert own(task_of(story.server.home), "net")  # whose token everybody sees, and nobody can use
+    ask = f"""
+import http.client, ssl
+context = ssl.create_default_context(cafile={str(inner)!r})
+line = http.client.HTTPSConnection("127.0.0.1", {story.inner}, context=context, timeout=60)
+line.request("POST", "/v1/runtime/acquire-task", b"", {{"Content-Type": "application/protobuf"}})
+print(line.getresponse().status)
+"""
+    with story.inside() as inside:  # and there a secret is asked for
+        said = inside.run([sys.executable, "-c", ask], capture_output=True, timeout=SECONDS)
+    assert said.stdout == "401\n", said.stderr
 
 
 def test_the_server_listens_for_others_at_the_proxy_only(story: Story) -> None:
