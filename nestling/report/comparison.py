@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from nestling.report.charts import ACCURACY, BYTES, ROUNDS, chart
+from nestling.report.coverage_part import COVERAGE_LEAD, coverage_pictures, masked_note
 from nestling.report.folder import Run, last_best, traffic_totals
 from nestling.report.grouping import ComparedRun, Setting
 from nestling.report.markup import Cell, Column, fill, joined, note, section, side_by_side, table
@@ -23,10 +24,12 @@ from nestling.runfiles import tier_block
 if TYPE_CHECKING:
     from nestling.report.compare import Comparison
 
+_MOST_COVERED = 8
 COMPARISON_PARTS = [
     ("results", "Results"),
     ("curves", "Curves"),
     ("tiers", "By tier"),
+    ("coverage", "Coverage"),
     ("runs", "Runs"),
 ]
 
@@ -45,6 +48,7 @@ def comparison_body(comparison: Comparison) -> Markup:
             _results(comparison),
             _curves(settings),
             _tiers(settings),
+            _coverage(settings),
             _runs(entries, settings),
         ]
     )
@@ -216,6 +220,18 @@ def _tier_cell(setting: Setting, tier: str, kind: str) -> Cell:
             for entry in setting.entries
         ]
     )
+
+
+def _coverage(settings: Sequence[Setting]) -> Markup:
+    """How often each channel was trained, method beside method; of seeds the first."""
+    shown = [(setting.entries[0].run, setting.label) for setting in settings[:_MOST_COVERED]]
+    found = [coverage_pictures(*one, f"c-coverage-{at}") for at, one in enumerate(shown)]
+    drawn = [pictures for pictures in found if pictures]
+    if not drawn:
+        return Markup("")
+    lead = COVERAGE_LEAD + (" Of several seeds the first." if _several_seeds(settings) else "")
+    body = side_by_side(drawn) + joined(masked_note(*one) for one in shown)
+    return section("coverage", "Who trained which channels", lead, body)
 
 
 def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup:

@@ -10,6 +10,7 @@ from markupsafe import Markup
 from nestling.report.analysis_part import analysis_part
 from nestling.report.boards_part import boards_part
 from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
+from nestling.report.coverage_part import coverage_part
 from nestling.report.fleet_parts import device_part, fit_part, split_part
 from nestling.report.folder import (
     Run,
@@ -59,6 +60,7 @@ RUN_PARTS = [
     ("accuracy", "Accuracy"),
     ("personal", "Personal"),
     ("metrics", "Metrics"),
+    ("coverage", "Coverage"),
     ("history", "Clients"),
     ("fit", "What fits"),
     ("boards", "Boards"),
@@ -99,6 +101,7 @@ def run_body(run: Run) -> Markup:
             _accuracy(run, summary, rows),
             _personal(run, rows),
             metrics_part(run, summary),
+            coverage_part(run),
             history_part(run, rows),
             fit_part(run, rows),
             boards_part(run),
