@@ -107,6 +107,17 @@ def traffic_totals(run: Run) -> list[float]:
     return totals
 
 
+def running_totals(run: Run, key: str) -> list[float]:
+    """A total since the start, one figure per round; a round that does not say it is taken to have
+    added nothing."""
+    totals, last = [], 0.0
+    for record in run.metrics:
+        found = number(record.get(key))
+        last = last if found is None else found
+        totals.append(last)
+    return totals
+
+
 def tier_names(run: Run) -> list[str]:
     """Every tier the run speaks of: the federation's in its order, then any that only the metrics
     know."""
