@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from nestling.cli.completing import complete_device
-from nestling.cli.shared import Overrides, complain, need_something_merged
+from nestling.cli.shared import Loggers, Overrides, complain, need_something_merged
 from nestling.errors import InputError
 
 
@@ -57,6 +57,7 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Neither TLS nor keys: this machine only.")
     ] = False,
+    log: Loggers = None,
     set_: Overrides = None,
 ) -> None:
     """Serve an experiment to a fleet of real devices; the same command again goes on where the run
@@ -69,7 +70,10 @@ def serve(
         )
     from nestling.experiment import Experiment
     from nestling.fleet.server.server import ServeOptions, serve
+    from nestling.loggers import logger_of
 
+    for name in log or ():
+        logger_of(name)  # refused before anything is started
     log_to_terminal()
     if insecure:
         print("no TLS and no keys: only processes on this machine can join", file=sys.stderr)
@@ -85,6 +89,7 @@ def serve(
         quorum=quorum,
         health=health,
         disk_floor=disk_floor,
+        log=tuple(log or ()),
     )
     summary = serve(options)["summary"]
     accuracy = summary["global_accuracy"]["last"]
