@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from nestling.errors import unknown
 from nestling.experiment import Experiment, Named
 from nestling.methods import method_class
-from nestling.settings import allowed, default_words, told_of, type_words
+from nestling.settings import Bounds, allowed, default_words, told_of, type_words
 
 TOP = "run"
 """The section of what stands above all tables."""
@@ -43,9 +43,33 @@ class Section:
     rows: tuple[SettingRow, ...]
 
 
+@dataclass(frozen=True)
+class SweepTable:
+    """What `nestling sweep` reads in an experiment's file beside the experiment: which methods,
+    seeds and settings it is played with. `nestling run` refuses a file that has this table; options
+    of the command count instead of what stands here. docs/comparing.md has all of it.
+
+    methods: by name; none: the experiment's own.
+    seeds: how many, from the experiment's own on, or a list of them.
+    target: an accuracy; the table then says what it took to reach it (0: none).
+    vary: fields of the experiment and the values that each is to have, e.g. "split.alpha" = [0.1,
+        1.0].
+    """
+
+    methods: tuple[str, ...] = ()
+    seeds: int | tuple[int, ...] = 3
+    target: Annotated[float, Bounds(0, 1)] = 0.0
+    vary: Mapping[str, Any] = field(default_factory=dict)
+
+
+SWEEP = "sweep"
+"""The section of what a sweep reads."""
+
+
 def sections() -> dict[str, Section]:
-    """Every section of an experiment, by name."""
-    return {section.name: section for section in _sections(Experiment, "")}
+    """Every section of an experiment's file, by name."""
+    found = [*_sections(Experiment, ""), _section(SweepTable, SWEEP, SWEEP)]
+    return {section.name: section for section in found}
 
 
 def section_of(name: str) -> Section:
@@ -65,12 +89,12 @@ def _sections(cls: type, path: str) -> Iterator[Section]:
     """The section of a class, and those of the classes in its fields."""
     yield _section(cls, path, path or TOP)
     hints = typing.get_type_hints(cls)
-    for field in _settings(cls):
-        inside = _class_in(hints[field.name])
+    for one in _settings(cls):
+        inside = _class_in(hints[one.name])
         if inside is Named:
-            yield _named(cls, field)
+            yield _named(cls, one)
         elif inside is not None:
-            yield from _sections(inside, _join(path, field.name))
+            yield from _sections(inside, _join(path, one.name))
 
 
 def _section(cls: type, path: str, name: str) -> Section:
@@ -79,34 +103,34 @@ def _section(cls: type, path: str, name: str) -> Section:
     plain = (f for f in _settings(cls) if not dataclasses.is_dataclass(_bare(hints[f.name])))
     rows = (
         SettingRow(
-            _join(path, field.name),
-            type_words(hints[field.name]),
-            allowed(cls, field.name),
-            default_words(field),
-            meanings.get(field.name, ""),
+            _join(path, one.name),
+            type_words(hints[one.name]),
+            allowed(cls, one.name),
+            default_words(one),
+            meanings.get(one.name, ""),
         )
-        for field in plain
+        for one in plain
     )
     return Section(name, text, tuple(rows))
 
 
-def _named(cls: type, field: dataclasses.Field[Any]) -> Section:
+def _named(cls: type, named: dataclasses.Field[Any]) -> Section:
     """The section of a name with options, of which what they mean stands where the name is asked
     for."""
     text, meanings = told_of(Named)
-    factory = typing.cast(Any, field.default_factory)
-    meaning = told_of(cls)[1].get(field.name, "")
-    names = allowed(cls, field.name)
+    factory = typing.cast(Any, named.default_factory)
+    meaning = told_of(cls)[1].get(named.name, "")
+    names = allowed(cls, named.name)
     default = json.dumps(factory().name)
     rows = (
-        SettingRow(f"{field.name}.name", "text", names, default, meaning),
-        SettingRow(f"{field.name}.*", "any", "", "", meanings["options"]),
+        SettingRow(f"{named.name}.name", "text", names, default, meaning),
+        SettingRow(f"{named.name}.*", "any", "", "", meanings["options"]),
     )
-    return Section(field.name, text, rows)
+    return Section(named.name, text, rows)
 
 
 def _settings(cls: type) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(cls) if field.init]
+    return [one for one in dataclasses.fields(cls) if one.init]
 
 
 def _class_in(hint: Any) -> type | None:

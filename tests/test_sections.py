@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from nestling.devices import FleetConfig, Tier
 from nestling.devices.tiers import check_fleet
 from nestling.errors import InputError
 from nestling.experiment import Experiment
-from nestling.sections import TOP, section_of, sections
+from nestling.runs.sweep import read_sweep
+from nestling.sections import SWEEP, TOP, section_of, sections
 from nestling.settings import Bounds, bounds_of
 
-ROWS = [row for section in sections().values() for row in section.rows]
+EVERY = [row for section in sections().values() for row in section.rows]
+ROWS = [row for row in EVERY if not row.key.startswith(f"{SWEEP}.")]  # of an experiment itself
 
 
 def config(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
@@ -45,7 +48,7 @@ def test_it_has_every_key_that_a_file_may_have_and_no_other() -> None:
     assert {row.key for row in ROWS} == written | tier | {"method.*", "model.*"}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+@pytest.mark.parametrize("row", EVERY, ids=lambda row: row.key)
 def test_every_setting_has_a_type_and_a_meaning(row: Any) -> None:
     assert row.type and len(row.meaning) > 5
     assert row.default or row.key.endswith(".*")
@@ -125,7 +128,7 @@ def test_the_command_prints_all_or_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert config("--json", monkeypatch=monkeypatch) == 0
-    assert [row["key"] for row in json.loads(capsys.readouterr().out)] == [r.key for r in ROWS]
+    assert [row["key"] for row in json.loads(capsys.readouterr().out)] == [r.key for r in EVERY]
     assert config("attack", monkeypatch=monkeypatch) == 0
     said = capsys.readouterr().out
     assert "attack.share" in said and "[attack]" in said and "split.alpha" not in said
@@ -138,3 +141,16 @@ def test_an_unknown_section_names_those_there_are(
     said = capsys.readouterr().err
     assert "unknown section 'trian' (did you mean 'train'?" in said
     assert all(name in said for name in sections())
+
+
+def test_the_table_of_a_sweep_is_listed_with_its_defaults(tmp_path: Path) -> None:
+    rows = {row.key: row.default for row in section_of(SWEEP).rows}
+    asked = {"methods": "[]", "seeds": "3", "target": "0.0"}
+    assert rows == {**{f"{SWEEP}.{name}": text for name, text in asked.items()}, "sweep.vary": "{}"}
+    file = tmp_path / "a.toml"
+    file.write_text("[sweep]\n" + "".join(f"{name} = {text}\n" for name, text in asked.items()))
+    assert read_sweep(file) == read_sweep(None)
+    for wrong in ("1.5", "-1", "true", '"high"'):
+        file.write_text(f"[sweep]\ntarget = {wrong}\n")
+        with pytest.raises(InputError, match=r"sweep.target: .*\[0, 1\] is wanted"):
+            read_sweep(file)

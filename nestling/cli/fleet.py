@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from nestling.cli.completing import complete_device
-from nestling.cli.shared import Overrides, complain, need_something_merged
+from nestling.cli.shared import Loggers, Overrides, complain, need_something_merged
 from nestling.errors import InputError
 
 
@@ -63,6 +63,7 @@ def serve(
             help="Keep Flower's own processes, and the run, in a network of their own (Linux)."
         ),
     ] = True,
+    log: Loggers = None,
     set_: Overrides = None,
 ) -> None:
     """Serve an experiment to a fleet of real devices; the same command again goes on where the run
@@ -75,7 +76,16 @@ def serve(
         )
     from nestling.experiment import Experiment
     from nestling.fleet.server.server import ServeOptions, serve
+    from nestling.loggers import logger_of, sends
 
+    for name in log or ():
+        logger_of(name)  # refused before anything is started
+        if enclose and sends(name):
+            raise InputError(
+                f"{name} would send rounds elsewhere, and the run is in a network of its own",
+                field="--log",
+                fix="--no-enclose lets it out; or log into files, and send these",
+            )
     log_to_terminal()
     if insecure:
         print("no TLS and no keys: only processes on this machine can join", file=sys.stderr)
@@ -92,6 +102,7 @@ def serve(
         health=health,
         disk_floor=disk_floor,
         enclose=enclose,
+        log=tuple(log or ()),
     )
     summary = serve(options)["summary"]
     accuracy = summary["global_accuracy"]["last"]

@@ -24,6 +24,7 @@ from nestling.report.page import PageParts, live_page, page_parts
 from nestling.runfiles import (
     ANALYSIS,
     BOARDS,
+    COVERAGE,
     EXPERIMENT,
     FEDERATION,
     METRICS,
@@ -32,7 +33,7 @@ from nestling.runfiles import (
 )
 
 HOST, PORT = "127.0.0.1", 8445
-_READ = (EXPERIMENT, FEDERATION, METRICS, BOARDS, SUMMARY, ANALYSIS)
+_READ = (EXPERIMENT, FEDERATION, METRICS, BOARDS, SUMMARY, ANALYSIS, COVERAGE)
 _SECONDS = 10.0
 """For one request: who trickles does not keep a thread."""
 

@@ -16,6 +16,7 @@ from nestling.cli.completing import complete_method
 from nestling.cli.shared import (
     Form,
     GentleStop,
+    Loggers,
     Overrides,
     Target,
     Trusted,
@@ -45,13 +46,7 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON line a round, then the summary.")
     ] = False,
-    log: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Also log every round to mlflow or wandb; repeatable.",
-            autocompletion=lambda: ["mlflow", "wandb"],
-        ),
-    ] = None,
+    log: Loggers = None,
     trust: Trusted = None,
 ) -> None:
     """Run an experiment and write its run folder."""
@@ -157,6 +152,7 @@ def sweep(
     target: Target = None,
     form: Form = "",
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    log: Loggers = None,
 ) -> None:
     """Run methods × seeds × settings, several at once, and compare them; the same command goes on
     where it stood."""
@@ -174,7 +170,7 @@ def sweep(
     folder = out or Path("runs") / f"sweep-{file.stem if file else 'default'}"
     stop = GentleStop()
     with stop.listening(), sweep_watcher(folder, stop, quiet or bool(form)) as watcher:
-        found = play_sweep(made, folder, jobs=jobs, watcher=watcher)
+        found = play_sweep(made, folder, jobs=jobs, watcher=watcher, log=tuple(log or ()))
     show_comparison(found, form, ())
     print(
         f"tables: {folder / TABLE}.md .tex .csv .json .html",

@@ -30,6 +30,14 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
+Loggers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        help="Also log every round to mlflow or wandb; repeatable.",
+        autocompletion=lambda: ["mlflow", "wandb"],
+    ),
+]
 Trusted = Annotated[
     list[str] | None,
     typer.Option(

@@ -4,6 +4,7 @@ Both get what TensorBoard gets, and neither is needed."""
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -46,3 +47,11 @@ def logger_of(name: str) -> OpenLogger:
         ) from error
     found: OpenLogger = importlib.import_module(LOGGERS[name]).begin
     return found
+
+
+def sends(name: str) -> bool:
+    """Whether a logger, as its variables in the environment have it, sends rounds elsewhere at
+    once."""
+    if name == "mlflow":
+        return os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http")
+    return os.environ.get("WANDB_MODE", "offline") not in ("offline", "disabled")

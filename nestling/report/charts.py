@@ -9,10 +9,12 @@ from markupsafe import Markup
 
 from nestling.report.markup import empty, figure
 from nestling.report.svg import Axis, Series, line_chart
-from nestling.report.words import decimal, percent, traffic, whole
+from nestling.report.words import decimal, duration, energy, percent, traffic, whole
 
 ROUNDS = Axis("round", whole, lambda value: f"round {whole(value)}", integers=True)
 BYTES = Axis("bytes sent up and down since the start", traffic, traffic, floor=0, from_zero=True)
+SECONDS = Axis("virtual time since the start", duration, duration, floor=0, from_zero=True)
+JOULES = Axis("the fleet's energy since the start", energy, energy, floor=0, from_zero=True)
 ACCURACY = Axis(
     "accuracy",
     lambda value: f"{100 * value:.4g}%",

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from nestling.report.charts import ACCURACY, BYTES, ROUNDS, chart
-from nestling.report.folder import Run, last_best, traffic_totals
+from nestling.report.charts import ACCURACY, BYTES, JOULES, ROUNDS, SECONDS, chart
+from nestling.report.coverage_part import COVERAGE_LEAD, coverage_pictures, masked_note
+from nestling.report.folder import Run, last_best, running_totals, traffic_totals
 from nestling.report.grouping import ComparedRun, Setting
 from nestling.report.markup import Cell, Column, fill, joined, note, section, side_by_side, table
 from nestling.report.result_rows import ACCURACY_COLUMNS, ResultColumn, ResultRow
@@ -23,12 +24,17 @@ from nestling.runfiles import tier_block
 if TYPE_CHECKING:
     from nestling.report.compare import Comparison
 
+_MOST_COVERED = 8
 COMPARISON_PARTS = [
     ("results", "Results"),
     ("curves", "Curves"),
     ("tiers", "By tier"),
+    ("coverage", "Coverage"),
     ("runs", "Runs"),
 ]
+
+AXES = ((ROUNDS, "rounds"), (BYTES, "bytes"), (SECONDS, "virtual time"), (JOULES, "energy"))
+"""What accuracy is drawn over, where the runs know it."""
 
 
 def comparison_title(comparison: Comparison) -> str:
@@ -45,6 +51,7 @@ def comparison_body(comparison: Comparison) -> Markup:
             _results(comparison),
             _curves(settings),
             _tiers(settings),
+            _coverage(settings),
             _runs(entries, settings),
         ]
     )
@@ -132,12 +139,12 @@ def _curves(settings: Sequence[Setting]) -> Markup:
         ("global", "no run has a global model that was evaluated."),
         ("personal", "not evaluated in these runs."),
     ):
-        for x, name in ((ROUNDS, "rounds"), (BYTES, "bytes")):
+        for x, name in AXES:
             lines = [
                 _mean_line(setting, f"{kind}_accuracy", x, index)
                 for index, setting in enumerate(settings)
             ]
-            if name == "rounds" or any(line.points for line in lines):
+            if name == "rounds" or any(at for line in lines for at, _ in line.points):
                 charts.append(
                     chart(
                         lines,
@@ -145,14 +152,14 @@ def _curves(settings: Sequence[Setting]) -> Markup:
                         note="",
                         x=x,
                         y=ACCURACY,
-                        ident=f"c-{kind}-{name}",
+                        ident=f"c-{kind}-{name.replace(' ', '-')}",
                         nothing=nothing,
                     )
                 )
     body = side_by_side(charts)
     if _several_seeds(settings):
         body += note("Lines are means over seeds; the band is one standard deviation either side.")
-    return section("curves", "Accuracy over rounds and bytes", "", body)
+    return section("curves", "Accuracy over rounds and what they cost", "", body)
 
 
 def _mean_line(setting: Setting, key: str, x: Axis, index: int) -> Series:
@@ -174,14 +181,20 @@ def _mean_line(setting: Setting, key: str, x: Axis, index: int) -> Series:
 
 
 def _trace(run: Run, key: str, x: Axis) -> dict[int, tuple[float, float]]:
-    places = (
-        traffic_totals(run) if x is BYTES else [float(record["round"]) for record in run.metrics]
-    )
+    places = _places(run, x)
     return {
         int(record["round"]): (place, found)
         for record, place in zip(run.metrics, places, strict=True)
         if (found := number(record.get(key))) is not None
     }
+
+
+def _places(run: Run, x: Axis) -> list[float]:
+    if x is BYTES:
+        return traffic_totals(run)
+    if x is ROUNDS:
+        return [float(record["round"]) for record in run.metrics]
+    return running_totals(run, "clock_seconds" if x is SECONDS else "energy_joules")
 
 
 def _tiers(settings: Sequence[Setting]) -> Markup:
@@ -216,6 +229,18 @@ def _tier_cell(setting: Setting, tier: str, kind: str) -> Cell:
             for entry in setting.entries
         ]
     )
+
+
+def _coverage(settings: Sequence[Setting]) -> Markup:
+    """How often each channel was trained, method beside method; of seeds the first."""
+    shown = [(setting.entries[0].run, setting.label) for setting in settings[:_MOST_COVERED]]
+    found = [coverage_pictures(*one, f"c-coverage-{at}") for at, one in enumerate(shown)]
+    drawn = [pictures for pictures in found if pictures]
+    if not drawn:
+        return Markup("")
+    lead = COVERAGE_LEAD + (" Of several seeds the first." if _several_seeds(settings) else "")
+    body = side_by_side(drawn) + joined(masked_note(*one) for one in shown)
+    return section("coverage", "Who trained which channels", lead, body)
 
 
 def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup:

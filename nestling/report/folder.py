@@ -14,6 +14,7 @@ from nestling.report.words import number
 from nestling.runfiles import (
     ANALYSIS,
     BOARDS,
+    COVERAGE,
     EXPERIMENT,
     FEDERATION,
     METRICS,
@@ -37,6 +38,7 @@ class Run:
     federation: Record
     analysis: Record = field(default_factory=dict)
     boards: list[Record] = field(default_factory=list)  # a record for every job that a board did
+    coverage: Record = field(default_factory=dict)  # how often each channel was trained
 
     @property
     def name(self) -> str:
@@ -62,6 +64,7 @@ def read_run(folder: Path) -> Run:
         _object(folder / FEDERATION),
         _object(folder / ANALYSIS),
         lines_of(folder / BOARDS),
+        _object(folder / COVERAGE),
     )
 
 
@@ -101,6 +104,17 @@ def traffic_totals(run: Run) -> list[float]:
         else:
             sent = up + down
         totals.append(sent)
+    return totals
+
+
+def running_totals(run: Run, key: str) -> list[float]:
+    """A total since the start, one figure per round; a round that does not say it is taken to have
+    added nothing."""
+    totals, last = [], 0.0
+    for record in run.metrics:
+        found = number(record.get(key))
+        last = last if found is None else found
+        totals.append(last)
     return totals
 
 

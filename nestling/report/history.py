@@ -1,5 +1,5 @@
-"""What each client did in each round, from a run's lines: how much its tier trains, and what became
-of its reply."""
+"""What each client did in each round, from a run's lines: how much it trained, and what became of
+its reply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from nestling.report.folder import Run, listed, mapping
 from nestling.report.words import number, percent, plural
 
-MARKS = ("refused", "dropped", "late", "clipped")
+MARKS = ("refused", "dropped", "late", "clipped", "smaller")
 """What may be said of a client in a round, the worst first; the first three did not count."""
 _LOST = MARKS[:3]
 _MOST_REASONS, _REASON_LETTERS = 2000, 70
@@ -20,8 +20,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """A client in one round: what share of the whole model its tier trains, and, if anything is to
-    be said of it, what and why."""
+    """A client in one round: what share of the whole model it trained or was to train, and, if
+    anything is to be said of it, what and why."""
 
     share: float
     mark: str = ""
@@ -42,16 +42,19 @@ def turns_of(run: Run) -> dict[tuple[int, int], Turn]:
     """By (client, index of the round), everybody who was chosen."""
     rest = _at_rest(run)
     whole = number(mapping(run.federation, "model").get("params"))
-    whole = whole or max([*rest.values(), 1])
+    whole = whole or max([*rest.values(), *_sizes_ever(run), 1])
     found: dict[tuple[int, int], Turn] = {}
     told = 0
     for at, record in enumerate(run.metrics):
         marks = _marks(record)
-        for client in _chosen(record):
+        for client, size in _chosen(record):
+            usual = rest.get(client)
+            trained = size if size is not None else usual if usual is not None else whole
             mark, why = marks.get(client, ("", ""))
+            if not mark and usual is not None and trained < usual:
+                mark = "smaller"
             told += bool(why)
-            share = rest.get(client, whole) / whole
-            found[client, at] = Turn(share, mark, why if told <= _MOST_REASONS else "")
+            found[client, at] = Turn(trained / whole, mark, why if told <= _MOST_REASONS else "")
     return found
 
 
@@ -74,6 +77,7 @@ _WORDS = {
     "dropped": "dropped out",
     "late": "too late",
     "clipped": "clipped",
+    "smaller": "less than at rest",
 }
 
 
@@ -100,11 +104,19 @@ def _at_rest(run: Run) -> dict[int, float]:
     return {client: size for client, size in known if client is not None and size is not None}
 
 
-def _chosen(record: Row) -> list[int]:
-    """Who was chosen in a round."""
-    clients = record.get("clients")
-    known = map(_client, clients if isinstance(clients, list) else [])
-    return [client for client in known if client is not None]
+def _sizes_ever(run: Run) -> list[float]:
+    return [size for record in run.metrics for _, size in _chosen(record) if size is not None]
+
+
+def _chosen(record: Row) -> list[tuple[int, float | None]]:
+    """Who was chosen in a round, and how much each trained, where the round says it."""
+    clients, sizes = record.get("clients"), record.get("trained")
+    clients = clients if isinstance(clients, list) else []
+    sizes = (
+        sizes if isinstance(sizes, list) and len(sizes) == len(clients) else [None] * len(clients)
+    )
+    pairs = ((_client(client), number(size)) for client, size in zip(clients, sizes, strict=True))
+    return [(c, size if size is None or size > 0 else None) for c, size in pairs if c is not None]
 
 
 def _marks(record: Row) -> dict[int, tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""The part of a run's page that tells who took part, when, and what became of it: clients down,
-rounds across."""
+"""The part of a run's page that tells who trained what, when and why: clients down, rounds
+across."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_COLUMNS, _MOST_ROWS, _LEVELS = 200, 100, 12
 _TOP, _STRIP = 4.0, 6.0
 _LEAD = (
     "A row is a client, grouped by tier, a column a round. The stronger the colour, the larger the "
-    "part of the model that its tier trains; a cell stays empty where it was not chosen."
+    "part of the model that the client trained; a cell stays empty where it was not chosen."
 )
 
 
@@ -44,7 +44,7 @@ def history_part(run: Run, rows: Sequence[Row]) -> Markup:
     cells = [[_cell(turns, client, span) for span in spans] for client in ids]
     numbers = [int(record["round"]) for record in run.metrics]
     names = [_span_name(numbers[span[0]], numbers[span[-1]]) for span in spans]
-    return section("history", "Who took part, and when", _LEAD, _figure(
+    return section("history", "Who trained what, and when", _LEAD, _figure(
         cells, ids, names, groups, _notes(run, turns, ids, every)
     ))  # fmt: skip
 
@@ -56,11 +56,11 @@ def _figure(
     groups: Sequence[SvgGroup],
     notes: Sequence[str],
 ) -> Markup:
-    title = "Which clients took part in each round"
+    title = "What each client trained in each round"
     seen = {cell.mark for row in cells for cell in row if cell is not None and cell.mark}
     desc = (
         f"{plural(len(ids), 'client')} down, {plural(len(names), 'column')} of rounds across; the "
-        "stronger a cell's colour, the larger the part of the model that its tier trains."
+        "stronger a cell's colour, the larger the trained part of the model."
     )
     return fill(
         "history.html",

@@ -190,7 +190,7 @@
     const each = (selector, what) => part.querySelectorAll(selector).forEach(what);
     each("table.sortable", sortable);
     each("svg[data-read-out]", lineReadOut);
-    each("svg.heat:not(.history), svg.points", titleReadOut);
+    each("svg.heat:not(.history), svg.points, svg.bands", titleReadOut);
     each("svg.history", historyReadOut);
     each("svg.chart[data-table]", saves);
   };

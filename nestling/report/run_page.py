@@ -9,7 +9,8 @@ from markupsafe import Markup
 
 from nestling.report.analysis_part import analysis_part
 from nestling.report.boards_part import boards_part
-from nestling.report.charts import ACCURACY, BYTES, LOSS, ROUNDS, chart
+from nestling.report.charts import ACCURACY, BYTES, JOULES, LOSS, ROUNDS, SECONDS, chart
+from nestling.report.coverage_part import coverage_part
 from nestling.report.fleet_parts import device_part, fit_part, split_part
 from nestling.report.folder import (
     Run,
@@ -17,6 +18,7 @@ from nestling.report.folder import (
     last_best,
     listed,
     mapping,
+    running_totals,
     summarise,
     traffic_totals,
 )
@@ -36,8 +38,9 @@ from nestling.report.markup import (
     table,
 )
 from nestling.report.metrics_part import metrics_part
-from nestling.report.svg import INK, Series
+from nestling.report.svg import INK, Axis, Series
 from nestling.report.tables import overall_row, tier_rows
+from nestling.report.unequal_part import unequal_chart, worst_clients
 from nestling.report.words import (
     DASH,
     decimal,
@@ -59,6 +62,7 @@ RUN_PARTS = [
     ("accuracy", "Accuracy"),
     ("personal", "Personal"),
     ("metrics", "Metrics"),
+    ("coverage", "Coverage"),
     ("history", "Clients"),
     ("fit", "What fits"),
     ("boards", "Boards"),
@@ -99,6 +103,7 @@ def run_body(run: Run) -> Markup:
             _accuracy(run, summary, rows),
             _personal(run, rows),
             metrics_part(run, summary),
+            coverage_part(run),
             history_part(run, rows),
             fit_part(run, rows),
             boards_part(run),
@@ -169,9 +174,7 @@ def _costs(summary: Row) -> list[tuple[str, str]]:
 
 
 def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
-    x_bytes = traffic_totals(run)
     rounds = _lines(run, rows, "global_accuracy", "Global model", _round_numbers(run))
-    sent = _lines(run, rows, "global_accuracy", "Global model", x_bytes)
     nothing = (
         "this method keeps no global model."
         if summary.get("global_model") is False
@@ -188,21 +191,35 @@ def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
             nothing=nothing,
         )
     ]
-    if any(one.points for one in sent):
-        charts.append(
-            chart(
-                sent,
-                title="Accuracy by tier over bytes",
-                note="The same, against everything sent up and down.",
-                x=BYTES,
-                y=ACCURACY,
-                ident="c-bytes",
-                nothing=nothing,
-            )
-        )
+    charts += _over_costs(run, rows)
     return section(
         "accuracy", "Accuracy by tier", "", side_by_side(charts) + _tier_table(summary, rows)
     )
+
+
+def _over_costs(run: Run, rows: Sequence[Row]) -> list[Markup]:
+    """The same accuracies against what they cost; nothing of a cost that the run does not know."""
+    costs: list[tuple[str, str, Axis, list[float]]] = [
+        ("bytes", "everything sent up and down", BYTES, traffic_totals(run)),
+        ("time", "the fleet's virtual time", SECONDS, running_totals(run, "clock_seconds")),
+        ("energy", "what all devices use together", JOULES, running_totals(run, "energy_joules")),
+    ]
+    charts = []
+    for name, words, axis, places in costs:
+        lines = _lines(run, rows, "global_accuracy", "Global model", places)
+        if any(line.points for line in lines) and any(places):
+            charts.append(
+                chart(
+                    lines,
+                    title=f"Accuracy by tier over {name}",
+                    note=f"The same, against {words}.",
+                    x=axis,
+                    y=ACCURACY,
+                    ident=f"c-{name}",
+                    nothing="",
+                )
+            )
+    return charts
 
 
 def _tier_table(summary: Row, rows: Sequence[Row]) -> Markup:
@@ -260,7 +277,9 @@ def _personal(run: Run, rows: Sequence[Row]) -> Markup:
         ident="c-loss",
         nothing="no round has finished yet.",
     )
-    return section("personal", "Personal accuracy and training", "", side_by_side([personal, loss]))
+    charts = [one for one in (personal, unequal_chart(run), loss) if one]
+    body = side_by_side(charts) + worst_clients(run, rows)
+    return section("personal", "Personal accuracy and training", "", body)
 
 
 def _lines(

@@ -34,6 +34,8 @@ def account_for(federation: Federation, round: Round) -> Metrics:
     totals.dropped += counts["dropped"]
     totals.clock_seconds += round.seconds
     totals.energy_joules += round.joules
+    if federation.method.shares_weights:
+        federation.coverage.add(round.trained.values())
     tested = dict(
         round.tested
         or {
@@ -66,9 +68,17 @@ def account_for(federation: Federation, round: Round) -> Metrics:
         "energy_joules": totals.energy_joules,
         **tested,
         **({"gate": round.gate} if round.gate else {}),
+        **(_sizes(federation, round) if federation.shrinks else {}),
         **_latecomers(round),
         **said_of(round),
     }
+
+
+def _sizes(federation: Federation, round: Round) -> dict[str, list[int]]:
+    """How many parameters each chosen client trained, or would have; masks are not looked at."""
+    pieces = [round.trained.get(client, sent.piece) for client, sent in round.sent.items()]
+    sizes = {piece: federation.world.cost(piece).params for piece in dict.fromkeys(pieces)}
+    return {"trained": [sizes[piece] for piece in pieces]}
 
 
 def _latecomers(round: Round) -> dict[str, list[int]]:

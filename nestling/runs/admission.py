@@ -55,6 +55,8 @@ class Round:
     boards: list[Mapping[str, Any]] = field(default_factory=list)
     clipped: dict[int, list[str]] = field(default_factory=dict)  # whose replies count for less, why
     rows: dict[int, int] = field(default_factory=dict)  # as how many rows those that count do
+    # what those trained whose replies count, which may be less than they were sent
+    trained: dict[int, Piece] = field(default_factory=dict)
     merged: int = 0
     late: int = 0
     seconds: float = 0.0
@@ -139,6 +141,7 @@ def admit(federation: Federation, round: Round) -> list[Reply]:
     if deadline and round.dropped:
         round.seconds = deadline  # the server waited for those that never answered
     round.merged = len(replies)
+    round.trained = {reply.device.id: reply.piece for reply in replies}
     return replies
 
 

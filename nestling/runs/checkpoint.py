@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from nestling.files import read_sealed, sealed, write_atomic
@@ -17,7 +16,7 @@ NAME = "checkpoint.bin"
 
 def save(folder: Path, state: Mapping[str, State], totals: Totals, name: str = NAME) -> None:
     """Writes the method's state and the run's totals."""
-    write_atomic(folder / name, sealed(Message(state, {"totals": asdict(totals)}).to_bytes()))
+    write_atomic(folder / name, sealed(Message(state, {"totals": vars(totals)}).to_bytes()))
 
 
 def load(

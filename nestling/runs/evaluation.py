@@ -52,6 +52,9 @@ class Bench:
         return any(metric.logits for metric in self.metrics)
 
 
+MOST_WORST = 5
+"""How many of the worst clients a round names."""
+
 KINDS = ("global_accuracy", "personal_accuracy")
 
 Tested = dict[Any, list[tuple[Model, Answers]]]
@@ -99,6 +102,7 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
         else _mean(r["global_accuracy"] for r in rows),
         "personal_accuracy": _mean(r["personal_accuracy"] for r in rows),
         "by_tier": by_tier,
+        "worst_clients": _worst(bench.panel, [r["personal_accuracy"] for r in rows]),
         **_further(said, [r["personal_accuracy"] for r in rows], world, bench),
         **(
             {
@@ -111,6 +115,12 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def _worst(clients: Sequence[int], personal: Sequence[float]) -> list[dict[str, Any]]:
+    """Who is worst of the clients that are tested, with its personal accuracy; the worst first."""
+    found = sorted(zip(personal, clients, strict=True))[:MOST_WORST]
+    return [{"client": client, "personal_accuracy": value} for value, client in found]
 
 
 def _further(

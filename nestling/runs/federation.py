@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from nestling.attacks import Attack
@@ -12,6 +13,7 @@ from nestling.engines import Engine
 from nestling.errors import InputError
 from nestling.methods import Method
 from nestling.methods.server import KEPT, Kept, Server, shown
+from nestling.runs.coverage import Coverage
 from nestling.runs.evaluation import Bench
 from nestling.training.client import Outcome
 from nestling.views import State
@@ -41,6 +43,8 @@ class Totals:
     dropped: int = 0
     clock_seconds: float = 0.0
     energy_joules: float = 0.0
+    # who trained which channel, as of the last checkpoint; a run without a folder has none
+    coverage: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass
@@ -59,6 +63,8 @@ class Federation:
     attackers: frozenset[int] = frozenset()  # who lies
     kept: Kept = field(default_factory=dict)  # what the server's own optimiser and mean go by
     totals: Totals = field(default_factory=Totals)
+    # who trained which channel; not counted where no weights are shared
+    coverage: Coverage = field(default_factory=Coverage)
     on_client: Callable[[int, int], None] = lambda *_: None
     on_refusal: Callable[[int, int, str], None] = lambda *_: None
     on_clipped: Callable[[int, int, str], None] = lambda *_: None
@@ -87,6 +93,12 @@ class Federation:
         """Whether clients may lie, so that also what a merge makes of finite replies is looked at:
         clients that are simulated say what they computed."""
         return self.world.fleet.live or bool(self.attackers)
+
+    @cached_property
+    def shrinks(self) -> bool:
+        """Whether devices may have room for less than at rest: only then a round says how much each
+        client trained."""
+        return any(self.world.varies(plan) for plan in self.world.plans.values())
 
     @property
     def most_rows(self) -> int:

@@ -2,9 +2,10 @@
 
 experiment.toml (the complete description), federation.json (what fits where, the split, how the run
 began), metrics.jsonl (one line per round), boards.jsonl (where there are boards: a line for every
-job that one did), checkpoint.bin, clients/ (what clients keep), events (TensorBoard reads along),
-and at the end summary.json, global.safetensors and report.html; `nestling analyse` adds
-analysis.json. A fleet of real devices adds roster.json, fleet.json and its logs.
+job that one did), checkpoint.bin, coverage.json (where weights are shared: how many clients trained
+each channel), clients/ (what clients keep), events (TensorBoard reads along), and at the end
+summary.json, global.safetensors and report.html; `nestling analyse` adds analysis.json. A fleet of
+real devices adds roster.json, fleet.json and its logs.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from nestling.report.folder import summarise as summary_of
 from nestling.report.notebook import frame_of, plot_of, result_html
 from nestling.report.page import write_report
 from nestling.runfiles import (
+    COVERAGE,
     EXPERIMENT,
     FEDERATION,
     METRICS,
@@ -55,6 +56,9 @@ from nestling.world import Model
 CHECKPOINT_SECONDS = 1.0
 """Rounds that take longer are checkpointed one by one; of shorter ones at most this much work is
 done again after a crash."""
+
+COVERAGE_SECONDS = 10.0
+"""How old the picture of who trained which channel may be while a run goes on."""
 
 
 @dataclass
@@ -335,6 +339,7 @@ def play_rounds(
                 home.start(done)
                 metrics = home.metrics()
                 federation.notes += _lost_rounds(metrics, done)
+            federation.coverage.restore(federation.totals.coverage, federation.world.references)
             watcher.started(experiment, {**description, "engine": account(federation.engine)}, done)
             for note in federation.notes:
                 watcher.note(note)
@@ -431,6 +436,7 @@ class _Saver:
     def __init__(self, home: RunFolder | None, federation: Federation, every: float) -> None:
         self.home, self.federation, self.every = home, federation, every
         self.last, self.due, self.ending = -math.inf, False, False
+        self.pictured = -math.inf
 
     def waits(self) -> bool:
         """Whether the rounds under way are to be done before another begins: for a checkpoint, or
@@ -444,11 +450,21 @@ class _Saver:
         self.due = last or time.monotonic() - self.last >= self.every
         if self.due and not federation.ahead and self.home is not None:
             federation.world.store.sync()
+            totals.coverage = federation.coverage.told()
             checkpoint.save(self.home.path, federation.state(), totals)
             federation.world.store.covered(totals.round)
             if passed and federation.server.good:
                 good.keep(self.home.path, federation.state(), totals, federation.server.good)
             self.last, self.due = time.monotonic(), False
+            if last or self.last - self.pictured >= COVERAGE_SECONDS:
+                _write_coverage(self.home, federation)
+                self.pictured = self.last
+
+
+def _write_coverage(home: RunFolder, federation: Federation) -> None:
+    """Who trained which channel, where weights are shared; nobody goes on from this file."""
+    if federation.coverage.rounds:
+        home.write(COVERAGE, json.dumps(federation.coverage.page(federation.totals.round)))
 
 
 def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:

@@ -14,13 +14,14 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError, unknown
 from nestling.experiment import Experiment, Named, overridden
 from nestling.files import check_place, read_toml, write_atomic, writing
+from nestling.loggers import logger_of
 from nestling.methods import ALIASES, Method
 from nestling.report.compare import FORMATS, Comparison, compare
 from nestling.runfiles import METRICS, SWEEP, object_in
@@ -28,6 +29,7 @@ from nestling.runs.cell import check_cell, rounds_done
 from nestling.runs.data_file import with_whole_path
 from nestling.runs.sweep_cells import SweepCell, SweepWatcher, play_cells, room, taken
 from nestling.schema import require, to_table
+from nestling.sections import SweepTable
 
 TABLE = "table"
 """The name of the files that hold the table, without what says their format."""
@@ -99,7 +101,7 @@ def read_sweep(
     own = table.pop("sweep", {})
     if not isinstance(own, Mapping):
         raise InputError("expected a table", field="sweep")
-    known = ("methods", "seeds", "target", "vary")
+    known = [one.name for one in fields(SweepTable)]
     for key in own:
         if key not in known:
             raise unknown("field", key, known, field=f"sweep.{key}")
@@ -114,14 +116,19 @@ def read_sweep(
         tuple(map(_method, methods or _listed(own, "methods"))),
         tuple(seeds) or seeds_of(own.get("seeds", 3), base.seed),
         {**varied, **(vary or {})},
-        target if target is not None else _accuracy(found),
+        target if target is not None else _share(found),
     )
 
 
-def _accuracy(found: object) -> float | None:
-    if found is None or (isinstance(found, float) and 0 < found < 1):
-        return found
-    raise InputError(f"{found!r} is no accuracy", field="sweep.target", fix="a share, e.g. 0.9")
+def _share(target: object) -> float | None:
+    """The accuracy to reach; None where there is none."""
+    if target is None or target == 0:
+        return None
+    if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
+        raise InputError(
+            f"an accuracy in [0, 1] is wanted, not {target!r}", field="sweep.target", fix="e.g. 0.9"
+        )
+    return float(target)
 
 
 def seeds_of(given: object, first: int = 0) -> tuple[int, ...]:
@@ -145,11 +152,13 @@ def sweep(
     target: float | None = None,
     jobs: int = 0,
     watcher: SweepWatcher | None = None,
+    log: Sequence[str] = (),
 ) -> Comparison:
     """Plays methods × seeds × settings into the folder `out`, and compares them; the same call goes
     on where it stood. `vary` maps fields to their values: {"split.alpha": [0.1, 1.0]}. `jobs` is
-    how many runs are played at once (0: as many as there is room for). A cell that fails does not
-    end the others; the comparison's cautions say why it failed."""
+    how many runs are played at once (0: as many as there is room for), `log` where their rounds are
+    logged beside their folders ("mlflow", "wandb"). A cell that fails does not end the others; the
+    comparison's cautions say why it failed."""
     base = experiment or Experiment()
     made = Sweep(
         base,
@@ -158,15 +167,22 @@ def sweep(
         dict(vary or {}),
         target,
     )
-    return play_sweep(made, Path(out), jobs=jobs, watcher=watcher)
+    return play_sweep(made, Path(out), jobs=jobs, watcher=watcher, log=tuple(log))
 
 
 def play_sweep(
-    made: Sweep, out: Path, *, jobs: int = 0, watcher: SweepWatcher | None = None
+    made: Sweep,
+    out: Path,
+    *,
+    jobs: int = 0,
+    watcher: SweepWatcher | None = None,
+    log: tuple[str, ...] = (),
 ) -> Comparison:
     """Plays what is left of a sweep in its folder, and writes its table in every format."""
     require(jobs >= 0, "must not be negative (0: as there is room)", "--jobs")
     told = watcher or SweepWatcher()
+    for name in log:
+        logger_of(name)  # refused here, not in every cell
     cells = made.cells()
     runs = out / "runs"
     check_place(runs)
@@ -175,18 +191,23 @@ def play_sweep(
     with writing(out):
         runs.mkdir(parents=True, exist_ok=True)
     with taken(out):
-        return _play_taken(made, cells, out, jobs, told)
+        return _play_taken(made, cells, out, jobs, told, log)
 
 
 def _play_taken(
-    made: Sweep, cells: Sequence[SweepCell], out: Path, jobs: int, told: SweepWatcher
+    made: Sweep,
+    cells: Sequence[SweepCell],
+    out: Path,
+    jobs: int,
+    told: SweepWatcher,
+    log: tuple[str, ...],
 ) -> Comparison:
     runs = out / "runs"
     _write_head(made, cells, out)
     left = [cell for cell in cells if _done(runs / cell.name) < cell.experiment.rounds]
     told.started({c.name: (c.experiment.rounds, _done(runs / c.name)) for c in cells})
     count = jobs or room(left)
-    failures = play_cells(left, runs, count, told)
+    failures = play_cells(left, runs, count, told, log)
     if not any((runs / cell.name / METRICS).exists() for cell in cells):
         why = "; ".join(f"{name}: {text}" for name, text in failures.items())
         raise InputError(f"no run came to its first round: {why or 'stopped'}", field="sweep")

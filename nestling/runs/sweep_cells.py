@@ -24,6 +24,7 @@ from nestling.engines.pool import cores, main_script_hidden
 from nestling.errors import InputError
 from nestling.experiment import Experiment
 from nestling.runs.cell import play_cell
+from nestling.runs.logged import logged
 from nestling.runs.run import Watcher
 from nestling.schema import require
 
@@ -72,12 +73,16 @@ def room(cells: Sequence[SweepCell]) -> int:
 
 
 def play_cells(
-    cells: Sequence[SweepCell], runs: Path, jobs: int, told: SweepWatcher
+    cells: Sequence[SweepCell],
+    runs: Path,
+    jobs: int,
+    told: SweepWatcher,
+    log: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """Plays cells; gives why some failed."""
+    """Plays cells, whose rounds the loggers of these names hear too; gives why some failed."""
     require(jobs >= 1, "must be at least 1 (0: as there is room)", "--jobs")
     if jobs == 1:
-        return _play_here(cells, runs, told)
+        return _play_here(cells, runs, told, log)
     for cell in cells:
         require(
             _portable(cell.experiment),
@@ -85,10 +90,12 @@ def play_cells(
             "--jobs",
             "give 1, or put the method or network into a module",
         )
-    return _play_beside(cells, runs, jobs, told)
+    return _play_beside(cells, runs, jobs, told, log)
 
 
-def _play_here(cells: Sequence[SweepCell], runs: Path, told: SweepWatcher) -> dict[str, str]:
+def _play_here(
+    cells: Sequence[SweepCell], runs: Path, told: SweepWatcher, log: tuple[str, ...]
+) -> dict[str, str]:
     failures = {}
     for cell in cells:
         if told.stop():
@@ -98,27 +105,28 @@ def _play_here(cells: Sequence[SweepCell], runs: Path, told: SweepWatcher) -> di
             note=told.note,
             stop=told.stop,
         )
-        why = _play_one(cell, runs, watcher)
+        why = _play_one(cell, runs, watcher, log)
         if why:
             failures[cell.name] = why
         told.ended(cell.name, why)
     return failures
 
 
-def _play_one(cell: SweepCell, runs: Path, watcher: Watcher) -> str:
+def _play_one(cell: SweepCell, runs: Path, watcher: Watcher, log: tuple[str, ...]) -> str:
     """Plays a cell; gives why it failed, if it did."""
     # what a run does to a network that was given as an object must not reach the next run
     experiment = cell.experiment
     if experiment.own_model is not None:
         experiment = experiment.with_changes(model=copy.deepcopy(experiment.own_model))
     try:
-        play_cell(
-            experiment,
-            runs / cell.name,
-            watcher,
-            overrides=_how_played(experiment),
-            field="--out",
-        )
+        with logged(watcher, log, runs / cell.name) as hearing:
+            play_cell(
+                experiment,
+                runs / cell.name,
+                hearing,
+                overrides=_how_played(experiment),
+                field="--out",
+            )
     except InputError as error:
         return str(error)
     except Exception as error:
@@ -140,11 +148,11 @@ def _how_played(experiment: Experiment) -> tuple[str, ...]:
 
 
 def _play_beside(
-    cells: Sequence[SweepCell], runs: Path, jobs: int, told: SweepWatcher
+    cells: Sequence[SweepCell], runs: Path, jobs: int, told: SweepWatcher, log: tuple[str, ...]
 ) -> dict[str, str]:
     """Plays cells in `jobs` processes, each of which plays one after another."""
     waiting, failures = deque(cells), dict[str, str]()
-    hands = [_Hand(runs) for _ in range(min(jobs, len(cells)))]
+    hands = [_Hand(runs, log) for _ in range(min(jobs, len(cells)))]
 
     def ended(hand: _Hand, why: str) -> None:
         if why:
@@ -170,7 +178,7 @@ def _play_beside(
                 elif kind == "gone":
                     if hand.cell:
                         ended(hand, f"its process died (exit code {hand.process.exitcode})")
-                    hands[place] = _Hand(runs)
+                    hands[place] = _Hand(runs, log)
             if told.stop():
                 waiting.clear()
                 for hand in hands:
@@ -185,11 +193,11 @@ class _Hand:
     """A process that plays cells, the name of the one that it plays, and a line to it. Every
     process has a line of its own: nothing is shared that one which dies could leave locked."""
 
-    def __init__(self, runs: Path) -> None:
+    def __init__(self, runs: Path, log: tuple[str, ...]) -> None:
         context = mp.get_context("spawn")
         self.line, theirs = context.Pipe()
         self.cell, self.halted = "", False
-        self.process = context.Process(target=_serve, args=(theirs, runs))
+        self.process = context.Process(target=_serve, args=(theirs, runs, log))
         with main_script_hidden():
             self.process.start()
         theirs.close()
@@ -226,7 +234,7 @@ class _Hand:
             self.line.send(what)
 
 
-def _serve(line: Any, runs: Path) -> None:
+def _serve(line: Any, runs: Path, log: tuple[str, ...]) -> None:
     """A process that plays cells until nobody gives it any; None in their place ends the one under
     way after its round."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C belongs to the main process
@@ -241,7 +249,7 @@ def _serve(line: Any, runs: Path) -> None:
         while True:
             cell = line.recv()
             if cell is not None:
-                line.send(("ended", _play_one(cell, runs, watcher)))
+                line.send(("ended", _play_one(cell, runs, watcher, log)))
 
 
 @contextmanager

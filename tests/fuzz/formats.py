@@ -24,6 +24,7 @@ import numpy as np
 import tomli_w
 import torch
 from PIL import Image
+from torch import nn
 
 from nestling.data import cifar, idx, load, npz
 from nestling.devices import read_fleet
@@ -40,6 +41,7 @@ from nestling.report.compare import compare
 from nestling.report.folder import read_run
 from nestling.report.page import write_report
 from nestling.runs import checkpoint
+from nestling.runs.coverage import Coverage
 from nestling.runs.federation import Totals
 from nestling.runs.folder import RunFolder
 from nestling.runs.sweep import Sweep, _write_head, read_sweep
@@ -49,6 +51,8 @@ from nestling.tiny.link.journal import JournalEntry
 from nestling.tiny.link.orders import orders_from, orders_of
 from nestling.tiny.link.session import State
 from nestling.tiny.runtime.job import Done
+from nestling.views import Reference, prefix
+from nestling.world import Piece
 from tests.data.conftest import cifar_bytes, idx_bytes
 from tests.fleet import test_roster, test_wire
 from tests.fuzz.mutate import MOST, bent, bent_tree, text_of
@@ -307,7 +311,8 @@ def _made(write: Callable[[Path], object], name: str) -> bytes:
 
 def _checkpoint() -> bytes:
     state = {"method": {"a": torch.ones(3, 2)}, "kept": {"b": torch.ones(2)}}
-    return sealed(_sample(Message(state, {"totals": asdict(Totals(3, 10, 20))})))
+    totals = Totals(3, 10, 20, coverage=_counted().told())
+    return sealed(_sample(Message(state, {"totals": asdict(totals)})))
 
 
 def _remade_sealed(draw: Random, data: bytes) -> bytes:
@@ -318,6 +323,10 @@ def _read_checkpoint(path: Path) -> None:
     found = checkpoint.load(path.parent)
     assert found is not None
     assert all(type(getattr(found[1], n)) is type(v) for n, v in Totals().__dict__.items())
+    counted = Coverage()
+    counted.restore(found[1].coverage, {"main": _reference()})
+    counted.add([Piece(_reference(), _reference().full)])
+    json.dumps([counted.told(), counted.page(3)])
 
 
 def _read_store(path: Path) -> None:
@@ -565,6 +574,23 @@ def _without_none(tree: Any) -> Any:
     return [_without_none(v) for v in tree if v is not None] if isinstance(tree, list) else tree
 
 
+def _coverage() -> bytes:
+    """What a run counted in two rounds, for its page."""
+    return json.dumps(_counted().page(2)).encode()
+
+
+def _counted() -> Coverage:
+    counted = Coverage()
+    for _ in range(2):
+        counted.add([Piece(_reference(), prefix(_reference().axes, 0.5))])
+    return counted
+
+
+@cache
+def _reference() -> Reference:
+    return Reference("main", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (4,))
+
+
 def _boards() -> bytes:
     timing = {"answer": 0.05, "patience": 10.0}
     return json.dumps({"a": {"transport": "unix:/x", "every": 5, "timing": timing}}).encode()
@@ -636,7 +662,9 @@ def files() -> dict[str, Format]:
 def reports() -> dict[str, Format]:
     """The files of a run folder, as whoever writes its report reads them."""
     folder = write_run(home() / "report", rounds=3)
+    (folder / "coverage.json").write_bytes(_coverage())
     remakes = {
+        "coverage.json": _remade_json,
         "summary.json": _remade_json,
         "federation.json": _remade_json,
         "metrics.jsonl": _remade_lines,

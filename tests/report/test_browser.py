@@ -241,13 +241,14 @@ def test_a_chart_is_saved_as_a_table_and_as_a_picture(
     driver: Any, made: dict[str, Path], tmp_path: Path
 ) -> None:
     show(driver, made["real"])
-    rows = list(csv.reader(io.StringIO(saved(driver, "#history", "CSV", tmp_path / "a"))))
-    assert rows[0] == ["client", "1", "2"]
-    assert any("of the model" in cell for row in rows[1:] for cell in row)
+    rows = list(csv.reader(io.StringIO(saved(driver, "#coverage", "CSV", tmp_path / "a"))))
+    assert rows[0] == ["layer", "by", "channel", "replies", "share"]
+    assert {row[0] for row in rows[1:]} >= {"stages.0.conv", "head"}
+    assert all(0 <= float(row[4]) <= 1 for row in rows[1:])
     lines = list(csv.reader(io.StringIO(saved(driver, "#accuracy", "CSV", tmp_path / "b"))))
     assert lines[0] == ["series", "round", "accuracy"]
     assert {row[1] for row in lines[1:]} == {"1", "2"}
-    text = saved(driver, "#history", "SVG", tmp_path / "c")
+    text = saved(driver, "#coverage", "SVG", tmp_path / "c")
     picture = ET.fromstring(text)
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
     assert not any("class" in one.attrib or "data-table" in one.attrib for one in picture.iter())

@@ -153,7 +153,7 @@ def test_a_run_is_seen_while_it_runs(tmp_path: Path) -> None:
         with showing(path) as server:
             first = json.loads(ask(server, "/parts")[1])
             assert "1 of 2 rounds, not finished" in first["body"]
-            assert ["history", "Clients"] in first["sections"]
+            assert ["coverage", "Coverage"] in first["sections"]
             go_on.set()
             run.join(timeout=300)
             text = ask(server, f"/parts?seen={first['stamp']}")[1]

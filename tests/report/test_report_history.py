@@ -33,10 +33,11 @@ def written(folder: Path, records: list[dict[str, Any]], clients: int) -> Path:
 def test_a_turn_says_how_much_was_trained_and_what_became_of_it(tmp_path: Path) -> None:
     refused = {"client": 4, "reason": "values that are not finite"}
     records = [
-        {"round": 1, "clients": [0, 1, 2]},
+        {"round": 1, "clients": [0, 1, 2], "trained": [250, 1000, 125]},
         {
             "round": 2,
             "clients": [0, 1, 3, 4],
+            "trained": [250, 1000, 1000, 250],
             "missed": [1],
             "late_clients": [3],
             "refusals": [refused],
@@ -48,16 +49,17 @@ def test_a_turn_says_how_much_was_trained_and_what_became_of_it(tmp_path: Path) 
     assert found == {
         (0, 0): Turn(0.25),
         (1, 0): Turn(1.0),
-        (2, 0): Turn(0.25),
+        (2, 0): Turn(0.125, "smaller"),
         (0, 1): Turn(0.25, "clipped", "its step"),
         (1, 1): Turn(1.0, "dropped"),
         (3, 1): Turn(1.0, "late"),
         (4, 1): Turn(0.25, "refused", "values that are not finite"),
-        (5, 2): Turn(1.0),
+        (5, 2): Turn(1.0),  # an earlier version's round, which does not say how much
     }
     page = write_report(tmp_path).read_text()
     for words in (
         "25.0% of the model; refused: values that are not finite",
+        "12.5% of the model; less than at rest",
         "100.0% of the model; dropped out",
         "100.0% of the model; too late",
         "25.0% of the model; clipped: its step",
@@ -80,6 +82,7 @@ def test_a_thousand_rounds_of_a_hundred_clients_stay_under_five_megabytes(tmp_pa
         {
             "round": at,
             "clients": everybody,
+            "trained": [(250, 1000)[c % 2] - (c + at) % 3 * 50 for c in everybody],
             "missed": [(7 * at) % 100],
             "refusals": [{"client": c, "reason": why} for c in range(at % 100)],
             "loss": 1.0,
@@ -101,7 +104,7 @@ def test_more_clients_than_are_shown_are_counted(tmp_path: Path) -> None:
 
 def test_nothing_odd_in_a_round_stops_the_page(tmp_path: Path) -> None:
     odd = [None, "x", {}, [None], [{}], [-1], [1e400], 3]
-    for key in ("clients", "missed", "late_clients", "refusals", "clipped"):
+    for key in ("clients", "trained", "missed", "late_clients", "refusals", "clipped"):
         for value in odd:
-            record = {"round": 1, "clients": [0], key: value}
+            record = {"round": 1, "clients": [0], "trained": [5], key: value}
             assert run_body(read_run(written(tmp_path, [record], 3)))

@@ -156,3 +156,57 @@ def test_the_command_line_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SystemExit, match="0"):
         main()
     assert told.steps == [1, 2] and told.finished == [True]
+
+
+def test_a_sweep_logs_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = dict[str, Told]()
+    for place in ("logged", "sweep"):
+        monkeypatch.setattr(
+            f"nestling.runs.{place}.logger_of",
+            lambda name: lambda folder, _: told.setdefault(folder.name, Told()),
+        )
+    nestling.sweep(small(rounds=2), out=tmp_path, seeds=2, jobs=1, log=["mlflow"])
+    assert len(told) == 2
+    assert all(own.steps == [1, 2] and own.finished == [True] for own in told.values())
+
+
+@pytest.mark.parametrize("command", ["sweep", "serve"])
+def test_other_commands_refuse_an_unknown_logger_before_they_begin(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(small().to_toml())
+    options = ["--insecure"] if command == "serve" else []
+    out = tmp_path / "out"
+    words = ["nestling", command, str(file), *options, "--out", str(out), "--log", "wanbd"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "did you mean 'wandb'" in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "value"),
+    [("mlflow", "MLFLOW_TRACKING_URI", "http://127.0.0.1:9"), ("wandb", "WANDB_MODE", "online")],
+)
+def test_a_fleet_s_run_that_is_enclosed_refuses_to_send(
+    name: str,
+    variable: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, out = tmp_path / "small.toml", tmp_path / "out"
+    file.write_text(small().to_toml())
+    monkeypatch.setattr("nestling.loggers.logger_of", lambda name: None)
+    monkeypatch.setenv(variable, value)
+    words = ["nestling", "serve", str(file), "--insecure", "--out", str(out), "--log", name]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code and "--no-enclose" in capsys.readouterr().err
+    assert not out.exists()

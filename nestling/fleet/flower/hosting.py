@@ -58,21 +58,23 @@ def _played(grid: Grid, settings: dict[str, Any], home: Path) -> dict[str, Any]:
         from nestling.fleet.flower.grid import GridCourier
         from nestling.fleet.server.quota import QUOTA, Allowances
         from nestling.fleet.server.serving import play
+        from nestling.runs.logged import logged
 
         keys = Registered(Path(settings["registered"])) if settings["registered"] else None
-        result = play(
-            GridCourier(grid),
-            Experiment.read(Path(settings["experiment"])),
-            Path(settings["folder"]),
-            min_clients=settings["min_clients"],
-            deadline=settings["deadline"],
-            quorum=settings["quorum"],
-            keys=keys,
-            watcher=_watcher(),
-            leave=LEAVE_SECONDS,
-            allow=Allowances(home / QUOTA, {} if keys is None else keys),
-            room=Room((home, Path(settings["folder"])), settings["disk_floor"] * MEGA),
-        )
+        with logged(_watcher(), settings.get("log", ()), Path(settings["folder"])) as watcher:
+            result = play(
+                GridCourier(grid),
+                Experiment.read(Path(settings["experiment"])),
+                Path(settings["folder"]),
+                min_clients=settings["min_clients"],
+                deadline=settings["deadline"],
+                quorum=settings["quorum"],
+                keys=keys,
+                watcher=watcher,
+                leave=LEAVE_SECONDS,
+                allow=Allowances(home / QUOTA, {} if keys is None else keys),
+                room=Room((home, Path(settings["folder"])), settings["disk_floor"] * MEGA),
+            )
         return {"state": "done", "text": "", "summary": result.summary}
     except NoQuorum as error:
         return {"state": "quorum", "text": str(error)}

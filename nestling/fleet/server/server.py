@@ -86,6 +86,7 @@ class ServeOptions:
     health: str = "off"  # HOST:PORT to tell at how the run is
     disk_floor: int = FLOOR  # megabytes that must be free
     enclose: bool = True  # Flower's processes in a network of their own, where that can be had
+    log: tuple[str, ...] = ()  # where rounds are logged beside the run folder
 
 
 def home_of(out: Path) -> Path:
@@ -213,6 +214,7 @@ class _Server:
             "deadline": self.options.deadline,
             "quorum": self.options.quorum,
             "disk_floor": self.options.disk_floor,
+            "log": list(self.options.log),
             "registered": str(self.home / REGISTERED) if self.files else None,
         }
         self._write(SETTINGS, json.dumps(settings, indent=1))
