@@ -49,6 +49,14 @@ class EventFile:
         self._record(_event(step, _text(5, summary)))
         self._file.flush()
 
+    def image(self, name: str, png: bytes, step: int) -> None:
+        """A picture, as the bytes of a PNG file."""
+        width, height = struct.unpack(">II", png[16:24])  # where the format has them
+        picture = _number(1, height) + _number(2, width) + _number(3, 4) + _text(4, png)
+        value = _text(1, name.encode()) + _text(4, picture)
+        self._record(_event(step, _text(5, _text(1, value))))
+        self._file.flush()
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

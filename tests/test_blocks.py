@@ -30,7 +30,7 @@ CLAIMS: dict[str, dict[str, tuple[int, str]]] = {
     "README.md": {
         "": (1, SHOWN),
         "sh": (1, "make run and make test are what this project is built by"),
-        "python": (1, "tests/test_package.py"),
+        "python": (1, "tests/test_python_api.py"),
     },
     "analysis.md": {"sh": (1, TRAINS), "python": (1, TRAINS)},
     "comparing.md": {
@@ -61,6 +61,7 @@ CLAIMS: dict[str, dict[str, tuple[int, str]]] = {
     "gateway.md": {"": (4, DEVICES), "toml": (1, DEVICES)},
     "microcontrollers.md": {"": (1, "needs an emulator of the system's")},
     "new_method.md": {"python": (2, "tests/test_new_method.py"), "sh": (3, TRAINS)},
+    "reading_the_page.md": {"sh": (1, "tests/report/test_report_coverage.py")},
     "runbook.md": {"": (8, DEVICES)},
     "training.md": {"sh": (2, TRAINS)},
     "trust.md": {"sh": (3, TRAINS)},

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import nestling
 from nestling import InputError
 from nestling.methods import ALIASES, METHODS, method_class
+from tests.shell import ROOT
 from tests.small import small
 
 
@@ -125,3 +128,14 @@ def test_the_version_is_said(capfd: pytest.CaptureFixture[str]) -> None:
         [sys.executable, "-m", "nestling", "--version"], capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == nestling.__version__
+
+
+def test_the_example_of_readme_md_runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, but for one round instead of ten and the name of a run that is there."""
+    pytest.importorskip("matplotlib").use("agg")
+    (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "rounds=10" in shown and "runs/NAME" in shown
+    monkeypatch.chdir(run.parent)
+    names: dict[str, object] = {}
+    exec(shown.replace("rounds=10", "rounds=1").replace("runs/NAME", run.name), names)
+    assert all(isinstance(names[name], nn.Module) for name in ("model", "small"))

@@ -77,6 +77,7 @@ def serve(
     from nestling.experiment import Experiment
     from nestling.fleet.server.server import ServeOptions, serve
     from nestling.loggers import logger_of, sends
+    from nestling.runs.pictured import picture
 
     for name in log or ():
         logger_of(name)  # refused before anything is started
@@ -111,6 +112,7 @@ def serve(
         + (f", global accuracy {accuracy:.2%}" if accuracy is not None else "")
     )
     print(f"report: {options.out / 'report.html'}")
+    picture(options.out)
     need_something_merged(summary)
 
 

@@ -69,6 +69,7 @@ def run(
     from nestling.runs import checkpoint
     from nestling.runs import run as running
     from nestling.runs.logged import logged
+    from nestling.runs.pictured import picture
 
     overrides = tuple(set_ or ())
     choose = quiet_watcher if quiet else json_watcher if as_json else terminal_watcher
@@ -100,6 +101,7 @@ def run(
     if result.summary["rounds_done"] < result.summary["rounds"]:
         complain(f"stopped after round {result.summary['rounds_done']}; {_go_on(folder, own)}")
         raise typer.Exit(130)
+    picture(folder)
     need_something_merged(result.summary)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,22 @@ def plot_of(metrics: Rows, title: str, over: str = "rounds", ax: Any = None) -> 
     axes.set(xlabel=label, ylabel="accuracy", title=title)
     axes.legend()
     return axes
+
+
+def png_of(metrics: Rows, title: str) -> bytes | None:
+    """The plot of a run over rounds as a PNG file; None where no accuracy was measured, or
+    matplotlib is not installed."""
+    kinds = ("global_accuracy", "personal_accuracy")
+    if not any(number(row.get(kind)) is not None for row in metrics for kind in kinds):
+        return None
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure, file = Figure(), io.BytesIO()  # of its own: what a notebook shows is not touched
+    plot_of(metrics, title, ax=figure.subplots())
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

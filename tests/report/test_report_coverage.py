@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nestling
-from nestling import EngineConfig
+from nestling import EngineConfig, Experiment
 from nestling.report.bands import stretches
 from nestling.report.folder import read_run
 from nestling.report.page import write_comparison, write_report
@@ -24,6 +24,7 @@ from nestling.store import ClientStore
 from nestling.views import masked, prefix, rolling
 from nestling.world import Piece
 from tests.report.made_up_run import write_run
+from tests.shell import ROOT
 from tests.small import small
 
 LAYER = "stages.1.conv.weight"
@@ -187,3 +188,16 @@ def test_neighbours_alike_are_one_cell_and_many_channels_few() -> None:
     assert len(many) <= 130
     assert many[0][0] == 0
     assert many[-1][1] == 999
+
+
+def test_the_example_of_the_page_reaches_what_reading_the_page_md_says(tmp_path: Path) -> None:
+    """Who trains what does not depend on how long: a batch of all rows will do."""
+    said = (ROOT / "docs" / "reading_the_page.md").read_text()
+    quick = ("train.batch=10000", "evaluate.every=12", "engine.name=inline")
+    for method in ("heterofl", "fedrolex"):
+        overrides = (f"method.name={method}", *quick)
+        asked = Experiment.read(ROOT / "examples" / "coverage.toml", overrides)
+        nestling.run(asked, out=tmp_path / method)
+        network = json.loads((tmp_path / method / "coverage.json").read_text())["networks"]["main"]
+        shares = [n / network["client_rounds"] for one in network["layers"] for n in one["counts"]]
+        assert f"{sum(shares) / len(shares):.1%}" in said and f"{min(shares):.1%}" in said

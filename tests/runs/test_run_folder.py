@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 import nestling
 from nestling import FleetConfig, SplitConfig, Tier
+from nestling.cli.main import main
 from nestling.models import build
 from tests.small import small
 from tests.test_bad_input import SMALL, call
@@ -69,6 +71,30 @@ def test_tensorboard_reads_along(tmp_path: Path) -> None:
     got = [(e.step, e.value) for e in reader.Scalars("global_accuracy")]
     assert got == [(r["round"], pytest.approx(r["global_accuracy"])) for r in result.metrics]
     assert "small/personal_accuracy" in reader.Tags()["scalars"]
+
+
+def test_tensorboard_shows_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture when a command ends its run, and none where matplotlib is not installed."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "small.toml"
+    file.write_text(small().to_toml())
+
+    def pictures(name: str) -> list[Any]:
+        words = ["nestling", "run", str(file), "--out", str(tmp_path / name), "--quiet"]
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        reader = events.EventAccumulator(str(tmp_path / name / "tensorboard"))
+        reader.Reload()
+        assert [e.step for e in reader.Scalars("global_accuracy")] == [1, 2]
+        return reader.Images("accuracy") if reader.Tags()["images"] else []
+
+    (shown,) = pictures("run")
+    assert shown.step == 2 and (shown.width, shown.height) == (640, 480)
+    assert shown.encoded_image_string.startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert pictures("without") == []
 
 
 def test_json_mode_prints_rounds_and_then_the_summary(
