@@ -640,7 +640,7 @@ def files() -> dict[str, Format]:
         "npz": Format(_npz_samples(), _file("a.npz", npz.read_npz), _remade_npz),
         "rows": Format(_npz_samples()[1:], _file("b.npz", _read_rows), _remade_npz),
         "blob": Format(_npz_samples()[:1], _file("c.npz", mqtt_device.read_blob), _remade_npz),
-        "idx": Format((pictures, gzip.compress(pictures, mtime=0)), _file("images", _read_images)),
+        "idx": Format((pictures, gzip.compress(pictures, mtime=0)), _file("idx", _read_images)),
         "cifar": Format((batch,), _file("batch", cifar.read_batch)),
         "csv": Format((_csv(),), _file("a.csv", lambda p: load("csv", path=str(p))), _remade_csv),
         "wav": Format(
