@@ -18,6 +18,8 @@ from nestling.models import (
     densenet,
     dscnn,
     exits,
+    kwt,
+    lstm,
     mlp,
     mobilenet,
     preresnet,
@@ -26,6 +28,7 @@ from nestling.models import (
     tinycnn,
     tinyresnet,
     vgg,
+    vit,
 )
 from nestling.models.exits import ExitNet
 from nestling.models.norm import NORMS, calibrate, norm_layer
@@ -87,6 +90,19 @@ MODELS: dict[str, ModelInfo] = {
         "image",
         "tracked",
         "MLPerf Tiny's keyword spotting",
+    ),
+    "kwt": ModelInfo(
+        kwt.kwt, "keyword transformer over frames", "sequence", "layer", "KWT, smaller; for sounds"
+    ),
+    "lstm": ModelInfo(
+        lstm.lstm,
+        "LSTM for sequences, and for texts with words = so many",
+        "sequence",
+        "none",
+        "no paper in particular",
+    ),
+    "vit": ModelInfo(
+        vit.vit, "small vision transformer", "image", "layer", "no paper in particular"
     ),
     "resnet8": ModelInfo(
         resnet8.resnet8, "ResNet-8", "image", "group", "MLPerf Tiny's image classification"

@@ -19,6 +19,7 @@ from nestling.seeds import torch_seeded
 SMALL = ("mlp", "cnn", "tinycnn", "cnn1d", "dscnn", "resnet8", "exitcnn", "tinyexits", "tinyresnet")
 BIG = ("resnet18", "resnet50", "preresnet18", "vgg16", "mobilenetv2", "densenet121", "exitresnet")
 FAMILIES = (*SMALL, *BIG)
+STEPS = ("kwt", "lstm", "vit")  # have tests of their own, in test_model_steps
 CLASSES = 5
 
 
@@ -250,7 +251,7 @@ def test_gradients_batched_over_clients_equal_those_of_one(name: str, norm: str)
 
 def test_every_builder_of_the_table_is_a_family_tested_here() -> None:
     builders = {name: getattr(info.build, "func", info.build) for name, info in MODELS.items()}
-    assert {builders[name] for name in FAMILIES} == set(builders.values())
+    assert {builders[name] for name in (*FAMILIES, *STEPS)} == set(builders.values())
 
 
 def test_the_table_agrees_with_the_builders() -> None:

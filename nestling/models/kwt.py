@@ -1,0 +1,49 @@
+"""The keyword transformer (Berg, O'Connor and Cruz, 2021), small: every frame of a sound is a step.
+
+Takes pictures of one channel, whose columns are the frames (log-mel), and sequences. The paper's
+smallest has 12 blocks of one head of 64 and norms behind the sums; here norms stand before them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nestling.models.attention import Block, First, Placed
+from nestling.models.parts import Network, named, scaled, sequence
+
+
+class Frames(nn.Module):
+    """Every frame as one vector."""
+
+    def __init__(self, bands: int, dim: int) -> None:
+        """Frames of so many bands, or channels."""
+        super().__init__()
+        self.linear = nn.Linear(bands, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, [1,] bands, frames) to (rows, frames, dim)."""
+        return self.linear((x[:, 0] if x.dim() == 4 else x).transpose(1, 2))
+
+
+def kwt(
+    *,
+    shape: tuple[int, ...],
+    classes: int,
+    width: float = 1.0,
+    norm: str = "layer",
+    dim: int = 64,
+    depth: int = 4,
+    heads: int = 4,
+    head_dim: int = 16,
+    hidden: int = 128,
+) -> nn.Module:
+    """`depth` blocks over the frames."""
+    one_picture = len(shape) == 3 and shape[0] == 1
+    bands, frames = sequence("kwt", shape[1:] if one_picture else shape)
+    dim, heads, hidden = (scaled(size, width) for size in (dim, heads, hidden))
+    return Network(
+        stem=named(frames=Frames(bands, dim), placed=Placed(frames, dim)),
+        stages=[Block(dim, heads, head_dim, hidden, norm) for _ in range(depth)],
+        neck=First(dim, norm),
+        head=nn.Linear(dim, classes),
+    )
