@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import nestling
 from nestling import FleetConfig, Named, Tier
+from nestling.methods import METHODS
 from tests.small import small
 
 SHARES = (
@@ -20,23 +22,21 @@ SHARES = (
     Tier(name="whole", ratio=1.0, share=0.5),
 )
 COUNTS = (Tier(name="half", ratio=0.5, count=1), Tier(name="whole", ratio=1.0, count=1))
-METHODS = [
-    "shared-average",
-    "fedavg",
-    "decoupled",
-    Named("heterofl", {"dynamic": True}),
-    "flexfl",
-    "depthfl",
-    "prism",
-    "fedproto",
-]
+QUICK = {"shared-average", "fedavg", "decoupled", "flexfl", "depthfl", "prism", "fedproto"}
+"""One of every kind; the others are played where there is time."""
+
+
+def _parameters() -> Iterator[Any]:
+    yield Named("heterofl", {"dynamic": True})
+    for name in METHODS:
+        yield name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
 
 
 def _two(method: Any, tiers: tuple[Tier, ...]) -> nestling.Experiment:
     return small(method, participants=0, fleet=FleetConfig(size=2, tiers=tiers))
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: getattr(m, "name", m))
+@pytest.mark.parametrize("method", _parameters(), ids=lambda m: getattr(m, "name", m))
 def test_a_tier_without_devices_is_as_if_it_were_not_there(method: Any) -> None:
     given, without = (nestling.run(_two(method, tiers)) for tiers in (SHARES, COUNTS))
     assert list(given.summary["by_tier"]) == ["half", "whole"]

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import nestling
-from nestling import FleetConfig, InputError, Named, SplitConfig, Tier
+from nestling import InputError, Named, SplitConfig
 from nestling.message import faults
-from nestling.methods.baselines.local import Local
 from nestling.methods.personal import own_weights
 from nestling.methods.representation.class_means import class_means
 from nestling.methods.representation.class_table import STATISTICS
@@ -247,21 +246,6 @@ def test_views_of_one_network_have_their_features_pooled() -> None:
         assert federation.world.cost(piece).params <= federation.world.plans[tier].cost.params
     client = federation.world.store.clients()[0]
     assert bool(own_weights(federation.world.store.get(client)))
-
-
-@pytest.mark.parametrize("hidden", [16, 24])
-def test_without_its_pull_it_is_training_alone_on_the_same_networks(hidden: int) -> None:
-    """Bit for bit, whether networks agree in the number of their features or are pooled to it."""
-    deep = Tier(name="deep", model="mlp", model_options={"hidden": [24, 16]}, count=2)
-    tiers = (deep, Tier(name="flat", model="mlp", model_options={"hidden": [hidden]}, count=2))
-    run = {"fleet": FleetConfig(tiers=tiers), "participants": 4}
-    ours = nestling.run(small(FedProto(lam=0.0, predict="head"), **run)).federation
-    floor = nestling.run(small(Local(size=0 if hidden == 16 else 16), **run)).federation
-    names = {piece.reference.name for piece in ours.method.pieces.values()}
-    assert names == ({"deep", "flat"} if hidden == 16 else {"deep", "flat (tailored)"})
-    for client in range(4):
-        a, b = (f.world.store.get(client) for f in (ours, floor))
-        assert a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
 def test_both_ways_to_decide_are_reported() -> None:

@@ -148,6 +148,10 @@ def test_mlperf_tiny_resnet8() -> None:
 def test_mlperf_tiny_dscnn() -> None:
     shape, kernel = (1, 49, 10), (10, 4)
     assert parameters(on_meta("dscnn", shape, 12, kernel=kernel, norm="none")) == 22_604
+    # With group norm it hardly trains.
+    assert on_meta("dscnn", shape, 12, kernel=kernel).state_dict().keys() == (
+        on_meta("dscnn", shape, 12, kernel=kernel, norm="tracked").state_dict().keys()
+    )
     counters = 9
     assert (
         state_entries(on_meta("dscnn", shape, 12, kernel=kernel, norm="tracked")) - counters

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nestling import Evaluation, FleetConfig, Tier
-from nestling.engines import Cohort, Engine, Inline
+from nestling.engines import Cohort, Engine, Inline, Pool
 from nestling.message import Message
 from nestling.methods import METHODS
 from nestling.runs.assemble import assemble, site_of
@@ -30,6 +30,8 @@ PAIRS = FleetConfig(
     tiers=(Tier(name="small", ratio=0.5, count=2), Tier(name="large", ratio=1.0, count=2))
 )
 """Nobody is alone, so that everybody is trained in a stack where the method lets it."""
+
+EVERYBODY = 4
 
 WITHOUT_TENSORS = {"local"}
 """Methods whose replies hold nothing that could be wrong."""
@@ -66,6 +68,24 @@ class SpoilsStacks(Cohort):
         return spoil(tasks, super().run(tasks), self.lose)
 
 
+class SpoilsProcesses(Pool):
+    """The same behind a worker process."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        return spoil(tasks, super().run(tasks), lose=False)
+
+
+class SpoilsAll(Inline):
+    """Everybody's training goes wrong."""
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        for outcome in super().run(tasks):
+            yield replace(outcome, reply=spoilt_reply(outcome.reply, math.nan))
+
+
 def spoil(tasks: Sequence[Task], outcomes: Iterator[Outcome], lose: bool) -> Iterator[Outcome]:
     client, value = SPOILT.get(tasks[0].round, (None, 0.0))
     for outcome in outcomes:
@@ -97,17 +117,20 @@ def spoilt(tensor: Tensor, value: float) -> Tensor:
     return found
 
 
-def played(method: str, engine: Engine) -> tuple[Federation, list[dict[str, Any]]]:
+def played(method: str, engine: Engine, rounds: int = 3) -> tuple[Federation, list[dict[str, Any]]]:
     settings = {
-        "rounds": 3,
-        "participants": 4,
+        "rounds": rounds,
+        "participants": EVERYBODY,
         "fleet": PAIRS,
-        "evaluate": Evaluation(every=3, clients=4),
+        "evaluate": Evaluation(every=rounds, clients=EVERYBODY),
     }
     experiment, federation = assemble(small(method, **settings))
     federation.engine = engine
     engine.open(experiment.make_method(), site_of(federation))
-    return federation, list(play(federation))
+    try:
+        return federation, list(play(federation))
+    finally:
+        engine.close()
 
 
 def traces(federation: Federation) -> dict[str, Tensor]:
@@ -140,3 +163,19 @@ def test_a_refused_reply_leaves_no_trace(method: str) -> None:
         torch.equal(stacked[name], t) for name, t in without.items()
     )
     assert alone.keys() == stacked.keys() and far(alone, stacked) < APART.get(method, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_nor_one_that_came_from_another_process(method: str) -> None:
+    alone, pooled = played(method, Spoils()), played(method, SpoilsProcesses())
+    assert [row["refused"] for row in pooled[1]] == [row["refused"] for row in alone[1]]
+    one, other = traces(alone[0]), traces(pooled[0])
+    assert one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in WITHOUT_TENSORS])
+def test_a_round_in_which_everybody_is_refused_merges_nothing(method: str) -> None:
+    federation, rows = played(method, SpoilsAll(), rounds=1)
+    assert [(row["refused"], row["merged"]) for row in rows] == [(EVERYBODY, 0)]
+    assert all(bool(t.isfinite().all()) for t in traces(federation).values())
