@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ QUICK = {"shared-average", "fedavg", "decoupled", "flexfl", "depthfl", "prism", 
 """One of every kind; the others are played where there is time."""
 
 
-def _parameters() -> Iterator[Any]:
-    yield Named("heterofl", {"dynamic": True})
-    for name in METHODS:
-        yield name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+def _parameters() -> list[Any]:
+    every = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in METHODS]
+    return [Named("heterofl", {"dynamic": True}), *every]
 
 
 def _two(method: Any, tiers: tuple[Tier, ...]) -> nestling.Experiment:
