@@ -1,5 +1,5 @@
-"""Objects and code of one's own, spelled out as plain values: the same in every process for what was
-written the same, so that a digest of them says whether it is the same object.
+"""Objects and code of one's own, spelled out as plain values: the same in every process for what
+was written the same, so that a digest of them says whether it is the same object.
 
 Plain values and containers are spelled as they are, objects by their attributes, functions and
 classes by their source and by that of the functions, classes and CONSTANTS beside them that it
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cached_property, partial
 from numbers import Number
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,7 +142,7 @@ class Speller:
             return [self.spelled(value.__func__, depth), self.spelled(value.__self__, depth)]
         if isinstance(value, FunctionType) and not _known_by_name(value):
             self.take(value)
-            cells = [self.spelled(inner, depth) for inner in _enclosed(value)]
+            cells = [self.spelled(_enclosed(cell), depth) for cell in value.__closure__ or ()]
             return [_kind(value), cells, self.spelled(value.__defaults__, depth)]
         if isinstance(value, type):
             self.take(value)
@@ -184,7 +184,7 @@ def source_of(code: Code) -> Any:
     try:
         return inspect.getsource(code)
     except (OSError, TypeError, SyntaxError):
-        return [[function.__qualname__, _compiled(function.__code__)] for function in _functions(code)]
+        return [[one.__qualname__, _compiled(one.__code__)] for one in _functions(code)]
 
 
 def _compiled(code: CodeType) -> list[Any]:
@@ -221,12 +221,11 @@ def _inside_partial(value: partial[Any]) -> tuple[Any, ...]:
     return value.func, value.args, value.keywords
 
 
-def _enclosed(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not there yet
-            yield None
+def _enclosed(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not there yet
+        return None
 
 
 def _in_slots(value: Any) -> dict[str, Any]:
