@@ -46,6 +46,7 @@ def play_cell(
             trust=experiment.named_code(),
             model=experiment.own_model,
             method=experiment.own_method,
+            data=experiment.data if experiment.data.own is not None else None,
         )
 
 

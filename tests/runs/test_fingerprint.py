@@ -147,7 +147,7 @@ def test_no_test_row_depends_on_the_seed(
     for bench in benches[1:]:
         assert torch.equal(bench.x_test, benches[0].x_test)
         assert torch.equal(bench.y_test, benches[0].y_test)
-    assert not all(torch.equal(bench.y, benches[0].y) for bench in benches)  # seeds do count
+    assert not all(torch.equal(bench.x, benches[0].x) for bench in benches)  # seeds do count
 
 
 def test_test_rows_are_those_that_seed_0_has_always_had(tmp_path: Path) -> None:
@@ -221,7 +221,9 @@ def test_a_run_with_a_catalogue_of_its_own_opens_from_anywhere(
     home = tmp_path / "home"
     home.mkdir()
     (home / "mine.toml").write_text(ours.replace("[raspberry-pi-4]", "[mine]"))
-    fleet = nestling.FleetConfig(catalogue="mine.toml", tiers=(nestling.Tier(device="mine", count=3),))
+    fleet = nestling.FleetConfig(
+        catalogue="mine.toml", tiers=(nestling.Tier(device="mine", count=3),)
+    )
     monkeypatch.chdir(home)
     nestling.run(small("fedavg", fleet=fleet, rounds=1), out="run")
     monkeypatch.chdir(tmp_path)

@@ -242,9 +242,16 @@ def test_a_cell_of_an_earlier_version_that_names_its_fleets_file_goes_on(tmp_pat
 
 def test_rows_that_were_given_are_swept_over_too(tmp_path: Path) -> None:
     with np.load(arrays(tmp_path / "d.npz")) as rows:
-        experiment = on_arrays("", data=Data.of(rows["x"], rows["y"]), rounds=1)
-    found = sweep(experiment, out=tmp_path / "s", seeds=1, vary={"split.alpha": [0.5, 1.0]}, jobs=1)
-    assert found.cautions == [] and len(found.rows) == 2
+        experiment = on_arrays("", data=Data.of(rows["x"], rows["y"]))
+    for rounds in (1, 2):  # the second time it goes on
+        found = sweep(
+            experiment.with_changes(rounds=rounds),
+            out=tmp_path / "s",
+            seeds=1,
+            vary={"split.alpha": [0.5, 1.0]},
+            jobs=1,
+        )
+        assert found.cautions == [] and len(found.rows) == 2
 
 
 def test_data_may_be_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
