@@ -92,7 +92,7 @@ def of_method(method: Method) -> dict[str, str]:
     speller = Speller()
     speller.take(type(method))
     return {
-        "code": _digest([_text([type(method).__qualname__, speller.code()])]),
+        "code": _digest([_text([type(method).__qualname__, speller.code()]), *speller.tensors]),
         "settings": _digest([_text(to_table(method))]),
     }
 

@@ -109,7 +109,10 @@ class Speller:
         if isinstance(value, (list, tuple, deque)):
             return [self.spelled(inner, depth) for inner in value]
         if isinstance(value, (set, frozenset)):
-            return sorted(self._key(inner, depth) for inner in value)
+            known = len(self.tensors)
+            found = sorted(self._key(inner, depth) for inner in value)
+            del self.tensors[known:]  # they came in no order
+            return found
         if callable(value) and not _is_object(value):
             return self._callable(value, depth)
         return self._object(value, depth)
