@@ -50,12 +50,13 @@ class Comparison:
         return table_formats.terminal_form(self.rows, self.columns)
 
     def to_markdown(self) -> str:
-        """The table in Markdown."""
-        return table_formats.markdown(self.rows, self.columns)
+        """The table in Markdown, with the cautions below it."""
+        return table_formats.markdown(self.rows, self.columns, self.cautions)
 
     def to_latex(self) -> str:
-        """The table in LaTeX, for booktabs: the best in bold, ties underlined."""
-        return table_formats.latex(self.rows, self.columns)
+        """The table in LaTeX, for booktabs: the best in bold, ties underlined. The cautions stand
+        above it as comments."""
+        return table_formats.latex(self.rows, self.columns, self.cautions)
 
     def to_csv(self) -> str:
         """Means and standard deviations as plain numbers, a line a setting."""

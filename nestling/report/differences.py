@@ -3,11 +3,13 @@ else differs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from nestling.fair import unfair
 from nestling.report.folder import mapping
 from nestling.report.grouping import (
+    CODE,
     DATA,
     NETWORK,
     ComparedRun,
@@ -15,6 +17,7 @@ from nestling.report.grouping import (
     covers,
     data_words,
     differing,
+    left_out,
     same_method,
     shortened,
 )
@@ -32,7 +35,7 @@ def studied(settings: Sequence[Setting], by: Sequence[str] = ()) -> tuple[str, .
         return tuple(by)
     if not same_method(settings):
         return (METHOD,)
-    others = [name for name in differing(settings) if name not in (DATA, NETWORK)]
+    others = [name for name in differing(settings) if name not in (DATA, NETWORK, CODE)]
     return (others[0],) if len(others) == 1 else ()
 
 
@@ -44,8 +47,10 @@ def differences(
     return [
         *_data_differences(settings, by),
         *_field_differences(settings, by),
+        *(() if CODE in by else _code_differences(settings)),
         *_drawn_differences(settings),
         *_seed_differences(settings),
+        *_repeated(entries, settings),
         *_unfinished(entries),
         *_versions(entries),
         *_without_fingerprint(entries),
@@ -85,15 +90,13 @@ def _data_parts(settings: Sequence[Setting]) -> list[str]:
 
 def _field_differences(settings: Sequence[Setting], by: Sequence[str]) -> list[str]:
     found = []
-    hidden = (*studied(settings, by), DATA, "data.name")
+    hidden = (*studied(settings, by), DATA, "data.name", CODE)
     for name in differing(settings):
         if any(covers(word, name) for word in hidden):
             continue
         if name == NETWORK:
             if not any(covers("model", other) for other in differing(settings)):
-                groups = _by_value(settings, lambda setting: setting.shape.get(NETWORK, DASH))
-                said = " / ".join(_listed(s.label for s in group) for group in groups.values())
-                found.append(f"The networks are not the same in code or shape: {said}.")
+                found.append(_not_the_same("The networks", "in code or shape", settings, NETWORK))
             continue
         values = _by_value(settings, lambda setting, name=name: setting.shape.get(name, DASH))  # type: ignore[misc]
         told = [
@@ -102,6 +105,27 @@ def _field_differences(settings: Sequence[Setting], by: Sequence[str]) -> list[s
         ]
         found.append(f"{name} differs: {', '.join(told)}.")
     return found
+
+
+def _code_differences(settings: Sequence[Setting]) -> list[str]:
+    """Methods of one's own that have one name and not the same code."""
+    found = []
+    for name, group in _by_value(settings, lambda s: s.shape.get("method.name", DASH)).items():
+        if len({setting.shape.get(CODE) for setting in group}) > 1:
+            found.append(_not_the_same(f"The methods {name}", "in code", group, CODE))
+    return found
+
+
+def _not_the_same(what: str, how: str, settings: Sequence[Setting], name: str) -> str:
+    """Says which settings have which digest; digests of several forms tell nothing."""
+    groups = _by_value(settings, lambda setting: setting.shape.get(name, DASH))
+    said = " / ".join(_listed(s.label for s in group) for group in groups.values())
+    if len({str(setting.entries[0].fingerprint.get("form")) for setting in settings}) > 1:
+        return (
+            f"{what} may not be the same {how}: {said} have fingerprints of different versions, "
+            "which cannot be compared."
+        )
+    return f"{what} are not the same {how}: {said}."
 
 
 def _drawn_differences(settings: Sequence[Setting]) -> list[str]:
@@ -150,6 +174,16 @@ def _seed_differences(settings: Sequence[Setting]) -> list[str]:
         return []
     said = [f"{seeds or 'none'} ({_listed(s.label for s in g)})" for seeds, g in groups.items()]
     return [f"The seeds differ: {'; '.join(said)}. Only those in common are compared in pairs."]
+
+
+def _repeated(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> list[str]:
+    again = left_out(entries, settings)
+    if not again:
+        return []
+    names = Counter(entry.run.name for entry in entries)
+    said = [e.run.name if names[e.run.name] == 1 else str(e.run.folder) for e in again]
+    repeat, are = ("repeats", "is") if len(again) == 1 else ("repeat", "are")
+    return [f"{_listed(said)} {repeat} a seed of the same setting and {are} left out of the means."]
 
 
 def _unfinished(entries: Sequence[ComparedRun]) -> list[str]:

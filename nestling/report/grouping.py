@@ -14,7 +14,8 @@ from nestling.report.folder import Run, mapping
 from nestling.report.words import DASH
 from nestling.runfiles import NO_MATTER
 
-DATA, NETWORK = "data", "network"
+DATA, NETWORK, CODE = "data", "network", "code"
+_PRINTS = (DATA, NETWORK, CODE)
 """What a fingerprint adds to a run's settings."""
 _LONGEST = 48
 
@@ -71,15 +72,18 @@ def settings_of(entries: Sequence[ComparedRun]) -> list[Setting]:
 
 def shape_of(entry: ComparedRun) -> dict[str, str]:
     """The configuration as one level of dotted names, less what must not tell two runs apart, with
-    what the fingerprint says of data and network."""
+    what the fingerprint says of data, network and the code of a method of one's own."""
     config = entry.run.config or {"rounds": entry.summary.get("rounds")}
     named = {
         name: value
         for name, value in _flat(config)
         if not any(covers(word, name) for word in NO_MATTER)
     }
-    code = mapping(entry.fingerprint, "network").get("code")
-    return {**named, DATA: _data(entry), **({NETWORK: str(code)} if code else {})}
+    prints = {
+        name: mapping(entry.fingerprint, part).get("code")
+        for name, part in ((NETWORK, "network"), (CODE, "method"))
+    }
+    return {**named, DATA: _data(entry), **{n: str(code) for n, code in prints.items() if code}}
 
 
 def covers(word: str, name: str) -> bool:
@@ -98,9 +102,13 @@ def same_method(settings: Iterable[Setting]) -> bool:
 
 def differing(settings: Sequence[Setting]) -> list[str]:
     """The names under which the settings do not all say the same, in order."""
-    shapes = [setting.shape for setting in settings]
-    names = sorted({name for shape in shapes for name in shape})
-    return [name for name in names if len({shape.get(name) for shape in shapes}) > 1]
+    return _differing([setting.shape for setting in settings])
+
+
+def left_out(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> list[ComparedRun]:
+    """The runs that no setting counts, since they repeat a seed of theirs."""
+    counted = {id(entry) for setting in settings for entry in setting.entries}
+    return [entry for entry in entries if id(entry) not in counted]
 
 
 def data_words(entry: ComparedRun) -> str:
@@ -138,14 +146,40 @@ def _short(prints: Mapping[str, Any]) -> str:
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
-    found = []
+    """Nested tables as pairs of a dotted name and a value. A list of tables that have names, such
+    as a fleet's tiers, is the list of those names, and a table for each."""
+    found: list[tuple[str, str]] = []
     for key, value in config.items():
-        found += (
-            _flat(value, f"{above}{key}.")
-            if isinstance(value, dict)
-            else [(f"{above}{key}", str(value))]
-        )
+        if tables := _by_name(value):
+            found.append((f"{above}{key}", ", ".join(tables)))
+            value = tables
+        if isinstance(value, dict):
+            found += _flat(value, f"{above}{key}.")
+        else:
+            found.append((f"{above}{key}", str(value)))
     return found
+
+
+def _by_name(value: object) -> dict[str, dict[str, Any]]:
+    """The tables of a list, less their names, by these; nothing where they have none."""
+    tables = value if isinstance(value, list) else []
+    named = [one for one in tables if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    found = {one["name"]: {k: v for k, v in one.items() if k != "name"} for one in named}
+    return found if len(found) == len(tables) else {}
+
+
+def _differing(shapes: Sequence[Mapping[str, str]]) -> list[str]:
+    """The names that not all shapes know, or not with one value; of a table that only some have,
+    such as one more tier, the list that names it says enough."""
+    names = sorted({name for shape in shapes for name in shape})
+    found = [name for name in names if len({shape.get(name) for shape in shapes}) > 1]
+    everywhere = {name for name in found if all(name in shape for shape in shapes)}
+    lists = everywhere.difference(_PRINTS)
+    return [
+        name
+        for name in found
+        if name in everywhere or not any(covers(other, name) for other in lists)
+    ]
 
 
 def _labels(groups: Sequence[list[ComparedRun]]) -> list[str]:
@@ -155,14 +189,7 @@ def _labels(groups: Sequence[list[ComparedRun]]) -> list[str]:
     labels = []
     for group, title, shape in zip(groups, titles, shapes, strict=True):
         rivals = [other for name, other in zip(titles, shapes, strict=True) if name == title]
-        keys = sorted(
-            {
-                key
-                for other in rivals
-                for key in {*other, *shape}
-                if other.get(key) != shape.get(key)
-            }
-        )
+        keys = sorted({key for other in rivals for key in _differing([other, shape])})
         told = [f"{key} = {_told(key, shape, group[0])}" for key in keys[:2]]
         labels.append(title + (f" ({', '.join(told)})" if told else ""))
     clash = Counter(labels)

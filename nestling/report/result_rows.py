@@ -4,14 +4,22 @@ is the best or cannot be told from it."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nestling.errors import unknown
 from nestling.report.differences import METHOD, studied
 from nestling.report.folder import Run, last_best, traffic_totals
-from nestling.report.grouping import DATA, ComparedRun, Setting, covers, data_words, shortened
+from nestling.report.grouping import (
+    DATA,
+    ComparedRun,
+    Setting,
+    covers,
+    data_words,
+    differing,
+    shortened,
+)
 from nestling.report.noise import CLEAR, LIKELY, Gap, gap, sentence
 from nestling.report.words import (
     DASH,
@@ -122,7 +130,8 @@ def rows_of(
 ) -> list[ResultRow]:
     """A row for every setting, in their order, with marks."""
     words = studied(settings, by)
-    rows = [_row(setting, words, target, measure) for setting in settings]
+    told = {*differing(settings), *words}
+    rows = [_row(setting, words, told, target, measure) for setting in settings]
     for block in blocks_of(rows):
         for column in ACCURACY_COLUMNS:
             if column.ranked:
@@ -160,7 +169,14 @@ def gap_sentences(rows: Sequence[ResultRow], measure: str) -> list[str]:
     ]
 
 
-def _row(setting: Setting, words: Sequence[str], target: float | None, measure: str) -> ResultRow:
+def _row(
+    setting: Setting,
+    words: Sequence[str],
+    told: Container[str],
+    target: float | None,
+    measure: str,
+) -> ResultRow:
+    """The row of a setting; of the fields under study, those that are `told` stand beside it."""
     values: dict[str, dict[int, float]] = {}
     for place, entry in enumerate(setting.entries):
         seed = entry.seed if entry.seed is not None else -1 - place
@@ -170,7 +186,7 @@ def _row(setting: Setting, words: Sequence[str], target: float | None, measure: 
     own = {
         name: data_words(setting.entries[0]) if name == DATA else value
         for name, value in setting.shape.items()
-        if any(_is_studied(word, name) for word in words)
+        if name in told and any(_is_studied(word, name) for word in words)
     }
     apart = len(words) > 1 and METHOD in words
     return ResultRow(

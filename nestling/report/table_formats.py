@@ -39,21 +39,24 @@ def terminal_form(rows: Rows, columns: Columns) -> Table:
     return table
 
 
-def markdown(rows: Rows, columns: Columns) -> str:
-    """A Markdown table."""
+def markdown(rows: Rows, columns: Columns, cautions: Sequence[str] = ()) -> str:
+    """A Markdown table, and below it what is to be said of it."""
     lines = [_line(["method", "seeds", *(column.title for column in columns)])]
     lines.append("|---|" + "---:|" * (1 + len(columns)))
     for row in rows:
         cells = [_emphasised(row, column, "**{}**", "<u>{}</u>", _bare) for column in columns]
         lines.append(_line([_markdown_text(row.label), str(_seeds(row)), *cells]))
     legend = f"\n\n{LEGEND[0].upper()}{LEGEND[1:]}." if any(row.marks for row in rows) else ""
-    return "\n".join(lines) + legend + "\n"
+    remarks = "".join(f"\n- {_one_line(caution)}" for caution in cautions)
+    return "\n".join(lines) + legend + ("\n" + remarks if remarks else "") + "\n"
 
 
-def latex(rows: Rows, columns: Columns) -> str:
-    """A LaTeX table for booktabs: the best in bold, ties underlined."""
+def latex(rows: Rows, columns: Columns, cautions: Sequence[str] = ()) -> str:
+    """A LaTeX table for booktabs: the best in bold, ties underlined; above it, as comments, what is
+    to be said of it."""
     head = " & ".join(["Method", "Seeds", *(_latex_text(column.title) for column in columns)])
     lines = [
+        *(f"% {_one_line(caution)}" for caution in cautions),
         f"% {LEGEND}; mean ± standard deviation (n - 1) over seeds",
         "% needs \\usepackage{booktabs}",
         f"\\begin{{tabular}}{{l{'r' * (1 + len(columns))}}}",
@@ -124,6 +127,10 @@ def _emphasised(
     text = form(text) if text != DASH else "--" if form is _latex_text else DASH
     mark = row.marks.get(column.key)
     return best.format(text) if mark == BEST else tie.format(text) if mark == TIE else text
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _bare(text: str) -> str:

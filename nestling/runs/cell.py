@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
-from nestling.experiment import Experiment
+from nestling.experiment import Experiment, FleetConfig, fleet_of
 from nestling.files import write_atomic, writing
 from nestling.named_code import only
-from nestling.runfiles import SUMMARY
+from nestling.runfiles import NO_MATTER, SUMMARY
 from nestling.runs import run as running
+from nestling.runs.fingerprint import without
 from nestling.runs.folder import RunFolder
 from nestling.runs.run import Watcher
 
@@ -33,7 +34,7 @@ def play_cell(
     if not folder.exists():
         with writing(asked, field):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(asked, experiment.to_toml())
+            write_atomic(asked, _as_asked(experiment).to_toml())
         running.run(experiment, out=folder, watcher=watcher)
         return
     check_cell(experiment, folder, field)
@@ -45,6 +46,7 @@ def play_cell(
             trust=experiment.named_code(),
             model=experiment.own_model,
             method=experiment.own_method,
+            data=experiment.data if experiment.data.own is not None else None,
         )
 
 
@@ -55,7 +57,7 @@ def check_cell(experiment: Experiment, folder: Path, field: str = "--runs") -> N
         return
     with only(experiment.named_code()):
         before = Experiment.read(asked)
-    if _fixed(before) != _fixed(experiment):
+    if not _same(before, experiment):
         raise InputError(
             f"the run in {folder} is of another experiment",
             field=field,
@@ -74,8 +76,25 @@ def is_free(override: str) -> bool:
     return override.split("=")[0].strip().split(".")[0] in FREE
 
 
+def _as_asked(experiment: Experiment) -> Experiment:
+    """The experiment with its fleet's file read in: what it was asked for, wherever the file lies
+    by then, and whatever it says by then."""
+    return experiment.with_changes(fleet=fleet_of(experiment.fleet))
+
+
+def _same(before: Experiment, now: Experiment) -> bool:
+    """Whether what was asked for is what is asked for now."""
+    if before.fleet.path:
+        # as earlier versions wrote it: by a path, which nothing is read from, and a fleet that the
+        # run itself goes on with
+        before = before.with_changes(fleet=FleetConfig())
+        now = now.with_changes(fleet=FleetConfig())
+    return _fixed(before) == _fixed(_as_asked(now))
+
+
 def _fixed(experiment: Experiment) -> dict[str, Any]:
     """What makes a run what it is; that a file is the same one, its fingerprint tells."""
-    table = {name: value for name, value in experiment.to_table().items() if name not in FREE}
-    table["data"] = {name: value for name, value in table["data"].items() if name != "path"}
+    table = without(experiment.to_table(), (*NO_MATTER, "rounds"))
+    table["seed"] = experiment.seed
+    table["fleet"]["catalogue"] = Path(experiment.fleet.catalogue).name
     return table

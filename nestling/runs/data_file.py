@@ -17,11 +17,19 @@ from nestling.experiment import Experiment
 
 
 def with_whole_path(experiment: Experiment) -> Experiment:
-    """The experiment as its run folder is to hold it: with the whole path of its data file."""
-    path = Path(experiment.data.path).expanduser()
-    if not experiment.data.path or not path.exists():
-        return experiment
-    return experiment.with_changes(data=replace(experiment.data, path=str(path.absolute())))
+    """The experiment as its run folder is to hold it: with the whole paths of its data file and of
+    its own catalogue of devices."""
+    data, fleet = experiment.data, experiment.fleet
+    if data.path:
+        data = replace(data, path=_whole(data.path))
+    if fleet.catalogue:
+        fleet = replace(fleet, catalogue=_whole(fleet.catalogue))
+    return experiment.with_changes(data=data, fleet=fleet)
+
+
+def _whole(named: str) -> str:
+    path = Path(named).expanduser()
+    return str(path.absolute()) if named and path.exists() else named
 
 
 def way_there(experiment: Experiment, folder: Path) -> str:

@@ -2,9 +2,10 @@
 
     data      rows, labels and test rows as they were read, before the seed divides them
     split     whose rows are whose (follows from data, settings and seed)
-    network   code: classes, shapes and plain attributes; weights: what they were before round 1
-    method    code and settings of a method that was given as an object
+    network   code: classes, shapes and attributes; weights: what they were before round 1
+    method    code and settings of a method that is neither in the table of methods nor ours
     settings  the whole experiment but its seed, and where it is carried out
+    form      how the code is spelled: digests of two forms cannot be compared
 
 They guard against mistakes, not against forgers.
 """
@@ -12,7 +13,6 @@ They guard against mistakes, not against forgers.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,6 +26,7 @@ from nestling.errors import InputError
 from nestling.experiment import Experiment
 from nestling.methods import Method
 from nestling.runfiles import NO_MATTER
+from nestling.runs.spelled import Speller
 from nestling.schema import to_table
 from nestling.version import __version__
 from nestling.views import Reference
@@ -34,6 +35,10 @@ DIGITS = 16
 LOOKED_AT = 512
 """Clients whose rows are part of a split's fingerprint: enough to tell two splits apart, and a
 million clients cost no more."""
+
+FORM = 2
+"""Folders that say no form have the first: it looked neither into objects nor at private
+attributes."""
 
 Fingerprint = dict[str, Any]
 
@@ -58,32 +63,38 @@ def of_split(split: Split) -> str:
 
 def of_networks(references: Iterable[Reference]) -> dict[str, str]:
     """All networks of a run, as they were before the first round."""
-    modules = [(reference.name, reference.module) for reference in references]
-    weights = [tensor for _, module in modules for tensor in module.state_dict().values()]
-    code = [[name, _structure(module)] for name, module in modules]
-    return {"code": _digest([_text(code)]), "weights": _digest(weights)}
+    code: list[Any] = []
+    weights: list[Tensor | np.ndarray] = []
+    kept: list[Tensor | np.ndarray] = []
+    for reference in references:
+        structure, beside = _structure(reference.module)
+        code.append([reference.name, structure])
+        weights += reference.module.state_dict().values()
+        kept += beside
+    return {"code": _digest([_text(code)]), "weights": _digest([*weights, *kept])}
 
 
 def of_run(experiment: Experiment, made: Mapping[str, Any]) -> Fingerprint:
     """The fingerprint of a run; `made` is what was found while its world was made."""
-    own = experiment.own_method
-    method = {"method": of_method(own)} if own is not None else {}
+    given = (("method", experiment.own_method), ("model", experiment.own_model))
     return {
         **made,
-        **method,
+        **({"method": of_method(experiment.make_method())} if _own_method(experiment) else {}),
         "settings": _digest([_text(without(experiment.to_table(), NO_MATTER))]),
-        "objects": [
-            name
-            for name, given in (("method", own), ("model", experiment.own_model))
-            if given is not None
-        ],
+        "objects": [name for name, own in given if own is not None],
+        "form": FORM,
         "nestling": __version__,
     }
 
 
-def of_method(method: Method) -> str:
-    """A method that was given as an object: its code and its settings."""
-    return _digest([_text([_source(type(method)), to_table(method)])])
+def of_method(method: Method) -> dict[str, str]:
+    """A method of one's own: its code and its settings."""
+    speller = Speller()
+    speller.take(type(method))
+    return {
+        "code": _digest([_text([type(method).__qualname__, speller.code()]), *speller.tensors]),
+        "settings": _digest([_text(to_table(method))]),
+    }
 
 
 def without(table: Mapping[str, Any], names: Iterable[str], above: str = "") -> dict[str, Any]:
@@ -114,18 +125,31 @@ def check_given(before: Fingerprint, experiment: Experiment, folder: object) -> 
             field="model",
             fix=_how("model", folder),
         )
-    # a method that was not given again is made from what the folder says
-    if "method" in objects and before.get("method") != of_method(experiment.make_method()):
-        raise _another("method", "method", "its code or its settings differ", folder)
+    _check_method(before, experiment, folder)
 
 
-def check_same(before: Fingerprint, now: Mapping[str, Any], folder: object) -> None:
+def check_same(
+    before: Fingerprint, experiment: Experiment, now: Mapping[str, Any], folder: object
+) -> None:
     """Refuses to go on with other data than a run began with, or with another network in the
-    place of one that was given as an object. Folders of earlier versions have no fingerprint, and
-    are believed."""
+    place of one of the user's own. Folders of earlier versions have no fingerprint, or one that
+    says less, and are believed as far as they cannot know."""
     _check_data(before.get("data"), now["data"], folder)
-    if "model" in before.get("objects", ()):
-        _check_network(before.get("network"), now["network"], folder)
+    given = "model" in before.get("objects", ())
+    if given or _named_networks(experiment):
+        same_form = before.get("form") == FORM
+        _check_network(before.get("network"), now["network"], folder, given, same_form)
+
+
+def believed(before: Fingerprint, experiment: Experiment) -> list[str]:
+    """What must be said of a folder whose fingerprint was made by an earlier version."""
+    own = _own_method(experiment) or _named_networks(experiment) or experiment.own_model is not None
+    if not before or before.get("form") == FORM or not own:
+        return []
+    return [
+        "this run was begun by an earlier version, whose fingerprints say less of code: whether "
+        "that of its method and networks is what it began with is not known"
+    ]
 
 
 def stored(federation: object) -> Fingerprint:
@@ -151,14 +175,42 @@ def _check_data(before: object, now: Mapping[str, str], folder: object) -> None:
         )
 
 
-def _check_network(before: object, now: Mapping[str, str], folder: object) -> None:
+def _check_method(before: Fingerprint, experiment: Experiment, folder: object) -> None:
+    """A method that was not given again is made from what the folder says."""
+    then = before.get("method")
+    if not isinstance(then, Mapping) or before.get("form") != FORM:
+        return
+    now = of_method(experiment.make_method())
+    if "method" not in before.get("objects", ()):
+        if then.get("code") != now["code"]:
+            raise _edited("method", experiment.method.name, "method.name", folder)
+    elif dict(then) != now:
+        raise _another("method", "method", "its code or its settings differ", folder)
+
+
+def _check_network(
+    before: object, now: Mapping[str, str], folder: object, given: bool, same_form: bool
+) -> None:
     if not isinstance(before, Mapping):
         return
-    if before.get("code") != now["code"]:
+    if same_form and before.get("code") != now["code"]:
+        if not given:
+            raise _edited("network", "its code, shapes or attributes", "model.name", folder)
         raise _another("network", "model", "its code, shapes or attributes differ", folder)
-    if before.get("weights") != now["weights"]:
+    # of a network that is named, they follow from the seed
+    if given and before.get("weights") != now["weights"]:
         why = "its weights are not those the run began with: seed torch before it is made, or load"
         raise _another("network", "model", f"{why} them", folder)
+
+
+def _own_method(experiment: Experiment) -> bool:
+    return experiment.own_method is not None or ":" in experiment.method.name
+
+
+def _named_networks(experiment: Experiment) -> bool:
+    """Whether some network is code of the user's own that the experiment names."""
+    names = [experiment.model.name, *(tier.model for tier in experiment.fleet.tiers)]
+    return any(":" in name for name in names)
 
 
 def _another(what: str, name: str, why: str, folder: object) -> InputError:
@@ -176,51 +228,24 @@ def _how(name: str, folder: object) -> str:
     )
 
 
-def _structure(module: nn.Module) -> list[Any]:
-    """What a network is beside its weights: classes and their code, plain attributes, shapes."""
-    classes = dict.fromkeys(type(part) for part in module.modules())
-    return [
-        [
-            [name, type(part).__qualname__, _attributes(part)]
-            for name, part in module.named_modules()
-        ],
-        [_source(kind) for kind in classes],
-        [[name, list(t.shape), str(t.dtype)] for name, t in module.state_dict().items()],
-    ]
+def _edited(what: str, which: str, field: str, folder: object) -> InputError:
+    return InputError(
+        f"the run in {folder} was begun with another {what}: {which} changed since",
+        field=field,
+        fix="put the code back as it was, or start a run of its own",
+    )
 
 
-def _attributes(part: nn.Module) -> dict[str, Any]:
-    return {
-        name: _plain(value)
-        for name, value in vars(part).items()
-        if not name.startswith("_") and name != "training"
-    }
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON can hold it; of what is no plain value, its kind."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Tensor):
-        return _digest([value])
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(inner) for inner in value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _source(kind: type) -> str:
-    """The code of a class that is neither torch's nor ours: a newer version of these is no other
-    object."""
-    if kind.__module__.partition(".")[0] in ("torch", "nestling"):
-        return kind.__qualname__
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):  # typed into an interpreter
-        return kind.__qualname__
+def _structure(module: nn.Module) -> tuple[list[Any], list[Tensor | np.ndarray]]:
+    """What a network is beside its weights: parts and their attributes, code, shapes; and what its
+    attributes hold of tensors."""
+    speller = Speller(module)
+    parts = []
+    for name, part in module.named_modules():
+        speller.take(type(part))
+        parts.append([name, type(part).__qualname__, speller.attributes(part)])
+    shapes = [[name, list(t.shape), str(t.dtype)] for name, t in module.state_dict().items()]
+    return [parts, speller.code(), shapes], speller.tensors
 
 
 def _text(value: Any) -> bytes:

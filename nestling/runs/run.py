@@ -290,7 +290,8 @@ def restored(
         store = ClientStore(home.path / "clients")
         store.resume(saved[1].round if saved else 0)
         settled, federation = assemble(experiment, store)
-    fingerprint.check_same(before, federation.world.fingerprint, home.path)
+    fingerprint.check_same(before, settled, federation.world.fingerprint, home.path)
+    federation.notes += fingerprint.believed(before, settled)
     if not before and settled.seed and settled.data.path:
         federation.notes.append(_EARLIER)
     if saved:

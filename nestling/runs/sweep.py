@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError, unknown
-from nestling.experiment import Experiment, Named, overridden
+from nestling.experiment import Experiment, Named
 from nestling.files import check_place, read_toml, write_atomic, writing
 from nestling.loggers import logger_of
 from nestling.methods import ALIASES, Method
 from nestling.report.compare import FORMATS, Comparison, compare
-from nestling.runfiles import METRICS, SWEEP, object_in
+from nestling.runfiles import METRICS, NO_MATTER, SWEEP, object_in
 from nestling.runs.cell import check_cell, rounds_done
 from nestling.runs.data_file import with_whole_path
 from nestling.runs.sweep_cells import SweepCell, SweepWatcher, play_cells, room, taken
@@ -35,19 +35,22 @@ TABLE = "table"
 """The name of the files that hold the table, without what says their format."""
 MOST_SEEDS = 10_000
 """More of them are no sweep but a slip, or a file that is to fill the memory."""
-_NOT_VARIED = ("seed", "rounds", "engine")
+_OWN_AXES = ("method", "method.name", "seed")
+_SAME_FOR_ALL = ("engine", *(name for name in NO_MATTER if name.startswith("engine.")))
+"""Where and how runs are carried out: in all of them the result is the same."""
 
 
 @dataclass(frozen=True)
 class Sweep:
     """What is swept over. `vary` maps dotted fields of an experiment to their values; without
-    methods there is the base's own."""
+    methods there is the base's own. Paths among the values may be `beside` the sweep's file."""
 
     base: Experiment = field(default_factory=Experiment)
     methods: tuple[str | Named | Method, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     target: float | None = None
+    beside: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuses axes that are empty, or that say the same thing twice."""
@@ -57,11 +60,12 @@ class Sweep:
             place = f"sweep.vary.{name}"
             is_list = isinstance(values, (list, tuple)) and bool(values)
             require(is_list, "must be a list of values", place, f'e.g. "{name}" = [0.1, 1.0]')
-            if name in ("method", "method.name") or name.split(".")[0] in _NOT_VARIED:
+            if name in _OWN_AXES or name in _SAME_FOR_ALL:
                 raise InputError(
                     "cannot be swept over here",
                     field=place,
-                    fix="methods and seeds have axes of their own; rounds and engine are for all",
+                    fix="methods and seeds have axes of their own; of engine.* only precision and "
+                    "transport change a result",
                 )
 
     @property
@@ -82,7 +86,8 @@ class Sweep:
                     name = _name(method, changes, seed)
                     require(name not in names, f"{name} comes twice", "sweep")
                     names.add(name)
-                    found.append(SweepCell(name, _experiment(base, method, changes, seed)))
+                    cell = _experiment(base, method, changes, seed, self.beside)
+                    found.append(SweepCell(name, cell))
         return found
 
 
@@ -117,6 +122,7 @@ def read_sweep(
         tuple(seeds) or seeds_of(own.get("seeds", 3), base.seed),
         {**varied, **(vary or {})},
         target if target is not None else _share(found),
+        beside,
     )
 
 
@@ -219,19 +225,26 @@ def _play_taken(
 
 
 def _experiment(
-    base: Experiment, method: str | Named | Method, changes: Mapping[str, Any], seed: int
+    base: Experiment,
+    method: str | Named | Method,
+    changes: Mapping[str, Any],
+    seed: int,
+    beside: Path | None,
 ) -> Experiment:
     changed = base.with_changes(method=method, seed=seed)
     if not changes:
         return changed
     texts = [f"{name}={_toml(value)}" for name, value in changes.items()]
-    table = overridden(changed.to_table(), texts)
-    made = Experiment.from_table(table)
+    made = Experiment.from_parts(changed.to_table(), texts, beside)
     # objects stay, unless what is varied is of theirs
     keep = {
         f"own_{kind}": getattr(changed, f"own_{kind}")
         for kind in ("method", "model")
         if not any(name.split(".")[0] == kind for name in changes)
+    }
+    # rows and metrics that were given, which no table holds
+    keep |= {
+        k: getattr(base, k) for k in ("data", "evaluate") if getattr(base, k) == getattr(made, k)
     }
     for name, value in keep.items():
         object.__setattr__(made, name, value)

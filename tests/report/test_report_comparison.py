@@ -12,6 +12,7 @@ from nestling.report.comparison import spread
 from nestling.report.folder import read_run, summarise
 from nestling.report.grouping import ComparedRun, settings_of
 from nestling.report.page import write_comparison
+from nestling.report.words import duration, energy
 from tests.report.made_up_run import change, write_run
 from tests.report.test_report_page import outline
 
@@ -86,6 +87,64 @@ def test_the_page_gives_mean_and_spread_and_keeps_columns_apart(tmp_path: Path) 
     assert " ".join(["HeteroFL 3", *expected]) in text
     assert "Global accuracy over rounds" in text
     assert "Global accuracy over bytes" in text
+
+
+def told(folder: Path, method: str, *accuracies: float) -> list[Path]:
+    """Runs of a method, one a seed, that end with these accuracies."""
+    runs = []
+    for seed, value in enumerate(accuracies):
+        run = write_run(
+            folder / f"{method}-{seed}", method=method, title=method, seed=seed, personal=False
+        )
+        known = {"last": value, "best": value, "best_round": 20}
+        change(run / "summary.json", global_accuracy=known)
+        runs.append(run)
+    return runs
+
+
+def test_what_cannot_be_told_from_the_best_is_underlined(tmp_path: Path) -> None:
+    runs = [
+        *told(tmp_path, "best", 0.91, 0.95, 0.89),
+        *told(tmp_path, "tied", 0.90, 0.90, 0.90),  # ahead in one seed
+        *told(tmp_path, "behind", 0.50, 0.52, 0.48),
+    ]
+    found = compare(*runs)
+    assert [row.marks.get("global_last") for row in found.rows] == ["best", "tie", None]
+    texts = ["91.67 ± 3.06%", "90.00 ± 0.00%", "50.00 ± 2.00%"]
+    assert [row.text(found.columns[0]) for row in found.rows] == texts
+    latex = found.to_latex()
+    in_latex = [text.replace("±", "$\\pm$").replace("%", "\\%") for text in texts]
+    assert latex.count("\\textbf{") == latex.count("\\underline{") == 1
+    assert f"best & 3 & \\textbf{{{in_latex[0]}}}" in latex
+    assert f"tied & 3 & \\underline{{{in_latex[1]}}}" in latex
+    assert f"behind & 3 & {in_latex[2]}" in latex
+    page = found.to_html()
+    assert page.count(f"<b>{texts[0]}</b>") == page.count(f"<u>{texts[1]}</u>") == 1
+    assert page.count("<u>") == 1 and f"<b>{texts[2]}</b>" not in page
+    assert f"**{texts[0]}**" in found.to_markdown() and f"<u>{texts[1]}</u>" in found.to_markdown()
+
+
+def test_what_a_target_took_in_time_and_energy(tmp_path: Path) -> None:
+    """Of the first test that reached it: its own virtual seconds and joules, not the run's."""
+    runs = [write_run(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    found = compare(*runs, target=0.8)
+    (row,) = found.rows
+    firsts = []
+    for seed, run in enumerate(runs):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        first = next(one for one in lines if (one["global_accuracy"] or 0) >= 0.8)
+        assert 1 < first["round"] < 20
+        assert row.values["target_seconds"][seed] == 61.5 * first["round"]
+        assert row.values["target_joules"][seed] == 880.0 * first["round"]
+        firsts.append(first["round"])
+    columns = {column.key: column for column in found.columns}
+    mean = statistics.fmean(firsts)
+    assert row.text(columns["target_seconds"]) == duration(61.5 * mean)
+    assert row.text(columns["target_joules"]) == energy(880.0 * mean)
+    assert columns["target_seconds"].title == "virtual time to 80%"
+    assert columns["target_joules"].title == "energy to 80%"
+    never = compare(*runs, target=0.9999)
+    assert "target_seconds" not in {column.key for column in never.columns}
 
 
 def test_runs_on_different_data_carry_a_warning(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import csv
 import io
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,13 @@ from nestling import InputError, SplitConfig, Train
 from nestling.cli.main import main
 from nestling.fair import GROUPS
 from nestling.report.compare import Comparison, compare
-from tests.runs.test_fingerprint import arrays, heads, on_arrays
+from tests.runs.test_fingerprint import (
+    METHOD_CODE,
+    arrays,
+    fingerprint,
+    heads,
+    on_arrays,
+)
 from tests.small import TIERS, small
 
 
@@ -33,9 +41,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lr": {"train": Train(epochs=1, batch=20, lr=0.05)},
         "fleet": {
             "fleet": nestling.FleetConfig(
-                tiers=(*TIERS[:2], TIERS[0].__class__(name="l", ratio=0.75, count=1))
+                tiers=(*TIERS[:2], replace(TIERS[2], name="l", ratio=0.75))
             )
         },
+        "ratio": {"fleet": nestling.FleetConfig(tiers=(*TIERS[:2], replace(TIERS[2], ratio=0.75)))},
         "rounds": {"rounds": 1},
     }
     for name, change in others.items():
@@ -66,17 +75,28 @@ def test_a_fair_table_says_nothing_but_what_is_noise(runs: Path) -> None:
     [
         ("alpha", "split.alpha differs: 1.0 (FedAvg), 0.1 (HeteroFL)."),
         ("lr", "train.lr differs: 0.02 (FedAvg), 0.05 (HeteroFL)."),
-        ("fleet", "fleet.tiers differs: "),
+        (
+            "fleet",
+            "fleet.tiers differs: small, middle, large (FedAvg), small, middle, l (HeteroFL).",
+        ),
+        ("ratio", "fleet.tiers.large.ratio differs: 1.0 (FedAvg), 0.75 (HeteroFL)."),
         ("rounds", "rounds differs: 2 (FedAvg), 1 (HeteroFL)."),
     ],
 )
 def test_every_other_difference_is_said(runs: Path, other: str, said: str) -> None:
-    cautions = of(runs, "fedavg-0", other).cautions
-    assert any(text.startswith(said) for text in cautions), cautions
+    assert of(runs, "fedavg-0", other).cautions == [said]
 
 
 def test_what_is_under_study_is_no_caution(runs: Path) -> None:
     assert of(runs, "heterofl-0", "alpha").cautions == []  # the one field that differs
+    tier = of(runs, "heterofl-0", "ratio")
+    assert tier.cautions == [] and tier.by == ()
+    assert [row.studied for row in tier.rows] == [
+        {"fleet.tiers.large.ratio": "1.0"},
+        {"fleet.tiers.large.ratio": "0.75"},
+    ]
+    swept = of(runs, "heterofl-0", "ratio", "fleet", by=["fleet.tiers"])
+    assert swept.cautions == [] and len(swept.rows) == 3
     assert of(runs, "fedavg-0", "alpha", by=["method", "split"]).cautions == []
     both = of(runs, "heterofl-0", "alpha", "lr").cautions
     assert any("split.alpha" in text for text in both) and any("train.lr" in text for text in both)
@@ -104,6 +124,61 @@ def test_another_object_of_the_same_class_is_another_setting(tmp_path: Path) -> 
     found = compare(tmp_path / "1", tmp_path / "4")
     assert len(found.rows) == 2
     assert any("not the same in code or shape" in text for text in found.cautions)
+
+
+def test_a_method_whose_code_changed_is_another_setting(
+    tmp_path: Path, module: Callable[[str], None]
+) -> None:
+    for seed, factor in enumerate((3, 3, 35)):
+        module(METHOD_CODE.format(pace=1, factor=factor))
+        experiment = small("code_of_mine:Average", rounds=1, seed=seed)
+        nestling.run(experiment, out=tmp_path / f"r{seed}")
+    same = compare(tmp_path / "r0", tmp_path / "r1")
+    assert [row.seeds for row in same.rows] == [[0, 1]] and same.cautions == []
+    found = compare(*(tmp_path / f"r{seed}" for seed in range(3)))
+    assert [row.seeds for row in found.rows] == [[0, 1], [2]]
+    codes = [fingerprint(tmp_path / f"r{seed}")["method"]["code"] for seed in (0, 2)]
+    labels = [f"FedAvg (code = {code})" for code in codes]
+    assert [row.label for row in found.rows] == labels
+    (said,) = [text for text in found.cautions if "in code" in text]
+    assert said == (
+        f"The methods code_of_mine:Average are not the same in code: {labels[0]} / {labels[1]}."
+    )
+    # beside another method it is said as well, and one version alone is no difference
+    nestling.run(small("heterofl", rounds=1), out=tmp_path / "other")
+    three = compare(tmp_path / "other", tmp_path / "r0", tmp_path / "r2").cautions
+    assert any("not the same in code" in text for text in three)
+    assert compare(tmp_path / "other", tmp_path / "r0").cautions == []
+    # of what was made with an earlier form it is not known
+    path = tmp_path / "r1" / "federation.json"
+    told = json.loads(path.read_text())
+    del told["fingerprint"]["form"], told["fingerprint"]["method"]
+    path.write_text(json.dumps(told))
+    (unknown,) = [t for t in compare(tmp_path / "r0", tmp_path / "r1").cautions if "in code" in t]
+    assert "may not be the same in code" in unknown and "different versions" in unknown
+
+
+def test_a_run_that_repeats_a_seed_is_said_everywhere(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs / "fedavg-0", tmp_path / "copy")
+    folders = [runs / "fedavg-0", runs / "fedavg-1", tmp_path / "copy"]
+    found = compare(*folders)
+    said = "copy repeats a seed of the same setting and is left out of the means."
+    assert found.cautions == [said] and [row.seeds for row in found.rows] == [[0, 1]]
+    assert f"% {said}\n" in found.to_latex() and f"\n- {said}\n" in found.to_markdown()
+    assert said in found.to_html() and said in json.loads(found.to_json())["cautions"]
+    for form in ([], ["--format", "latex"]):
+        arguments = ["nestling", "compare", *map(str, folders), *form]
+        monkeypatch.setattr("sys.argv", arguments)
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        told = capsys.readouterr()
+        assert said in (told.err if form else told.out)
+    shutil.copytree(runs / "fedavg-0", tmp_path / "more" / "copy")
+    twice = compare(*folders, tmp_path / "more" / "copy").cautions
+    assert len(twice) == 1 and "repeat a seed of the same setting and are" in twice[0]
+    assert str(tmp_path / "more" / "copy") in twice[0]  # one name for two does not say which
 
 
 def test_folders_of_earlier_versions_open_and_are_said_to_have_no_fingerprint(

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +26,11 @@ from nestling.cli.main import main
 from nestling.data import load
 from nestling.methods.baselines.fedavg import FedAvg
 from nestling.runs.analysis import analyse
+from nestling.runs.assemble import assemble
 from nestling.runs.export import export
-from tests.small import small
+from nestling.runs.fingerprint import of_networks
+from nestling.views import Reference
+from tests.small import NETWORKS, small
 
 
 class Heads(nn.Module):
@@ -61,10 +71,12 @@ def arrays(path: Path, seed: int = 0, **more: Any) -> Path:
 
 def on_arrays(path: Path | str, **changes: Any) -> nestling.Experiment:
     return small(
-        data=Data("npz", str(path)),
-        model="mlp",
-        split=SplitConfig(alpha=1.0, min_size=5, public=0.02),
-        **changes,
+        **{
+            "data": Data("npz", str(path)),
+            "model": "mlp",
+            "split": SplitConfig(alpha=1.0, min_size=5, public=0.02),
+            **changes,
+        }
     )
 
 
@@ -91,21 +103,56 @@ def test_a_run_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert found["alpha"]["split"] != one["split"] and found["alpha"]["data"] == one["data"]
 
 
-def test_no_test_row_depends_on_the_seed(tmp_path: Path) -> None:
-    path = arrays(tmp_path / "d.npz")
-    for experiment in (on_arrays(path), small()):
-        benches = [
-            nestling.run(experiment.with_changes(seed=seed, rounds=1)).federation.bench
-            for seed in (0, 1, 7)
-        ]
-        for bench in benches[1:]:
-            assert torch.equal(bench.x_test, benches[0].x_test)
-            assert torch.equal(bench.y_test, benches[0].y_test)
-        assert not all(torch.equal(bench.y, benches[0].y) for bench in benches)  # seeds do count
-    # those that seed 0 has always had
-    assert torch.equal(
-        load("npz", path=str(path)).x_test, load("npz", path=str(path), seed=0).x_test
-    )
+def from_npz(folder: Path) -> nestling.Experiment:
+    return on_arrays(arrays(folder / "d.npz"))
+
+
+def from_csv(folder: Path) -> nestling.Experiment:
+    with np.load(arrays(folder / "d.npz")) as found:
+        lines = [[*row.tolist(), int(y)] for row, y in zip(found["x"], found["y"], strict=True)]
+    head = [*(f"x{k}" for k in range(6)), "label"]
+    (folder / "d.csv").write_text("\n".join(",".join(map(str, line)) for line in [head, *lines]))
+    return on_arrays(folder, data=Data("csv", str(folder / "d.csv")))
+
+
+def from_images(folder: Path) -> nestling.Experiment:
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    for kind in ("cat", "dog", "owl"):
+        (folder / "pictures" / kind).mkdir(parents=True)
+        for k in range(60):
+            pixels = rng.integers(0, 255, (8, 8), dtype=np.uint8)
+            image.fromarray(pixels).save(folder / "pictures" / kind / f"{k}.png")
+    return on_arrays(folder, data=Data("images", str(folder / "pictures")))
+
+
+def from_objects(folder: Path) -> nestling.Experiment:
+    with np.load(arrays(folder / "d.npz")) as found:
+        return on_arrays(folder, data=Data.of(found["x"], found["y"]))
+
+
+def from_digits(_: Path) -> nestling.Experiment:
+    return small()
+
+
+@pytest.mark.parametrize("door", [from_npz, from_csv, from_images, from_objects, from_digits])
+def test_no_test_row_depends_on_the_seed(
+    tmp_path: Path, door: Callable[[Path], nestling.Experiment]
+) -> None:
+    experiment = door(tmp_path)
+    benches = [
+        assemble(experiment.with_changes(seed=seed, rounds=1))[1].bench for seed in (0, 1, 7)
+    ]
+    assert len(benches[0].y_test) > 20
+    for bench in benches[1:]:
+        assert torch.equal(bench.x_test, benches[0].x_test)
+        assert torch.equal(bench.y_test, benches[0].y_test)
+    assert not all(torch.equal(bench.x, benches[0].x) for bench in benches)  # seeds do count
+
+
+def test_test_rows_are_those_that_seed_0_has_always_had(tmp_path: Path) -> None:
+    path = str(arrays(tmp_path / "d.npz"))
+    assert torch.equal(load("npz", path=path).x_test, load("npz", path=path, seed=0).x_test)
 
 
 def test_a_network_given_as_an_object_is_gone_on_with_as_that_object_only(tmp_path: Path) -> None:
@@ -167,6 +214,23 @@ def test_a_run_opens_from_anywhere_and_after_it_was_moved(
     assert nestling.resume("../moved/run", overrides=given).summary["rounds_done"] == 4
 
 
+def test_a_run_with_a_catalogue_of_its_own_opens_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = (Path(nestling.__file__).parent / "devices" / "catalogue.toml").read_text()
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "mine.toml").write_text(ours.replace("[raspberry-pi-4]", "[mine]"))
+    fleet = nestling.FleetConfig(
+        catalogue="mine.toml", tiers=(nestling.Tier(device="mine", count=3),)
+    )
+    monkeypatch.chdir(home)
+    nestling.run(small("fedavg", fleet=fleet, rounds=1), out="run")
+    monkeypatch.chdir(tmp_path)
+    again = nestling.resume("home/run", overrides=("rounds=2",))
+    assert again.summary["rounds_done"] == 2
+
+
 def test_other_data_in_the_same_place_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,3 +253,263 @@ def test_a_folder_of_an_earlier_version_is_believed_and_says_what_it_cannot_know
     (tmp_path / "run" / "federation.json").write_text(json.dumps(said))
     result = nestling.resume(tmp_path / "run", overrides=("rounds=2",))
     assert any("earlier version" in note for note in result.summary["notes"])
+
+
+# What a network is beside its weights
+
+
+@dataclass(frozen=True)
+class Config:
+    heads: int = 1
+
+
+class Plain:
+    def __init__(self, heads: int) -> None:
+        self._heads = heads
+
+
+class Slotted:
+    __slots__ = ("heads",)
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+
+class Scaled:
+    """An object that is called."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def divided(x: Tensor, by: int = 1) -> Tensor:
+    return x / by
+
+
+def dividing(by: int) -> Callable[[Tensor], Tensor]:
+    def divide(x: Tensor) -> Tensor:
+        return x / by
+
+    return divide
+
+
+class Bare(nn.Module):
+    """A network that is told apart by what is set on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.flatten(1))
+
+
+def bare(name: str = "", value: Any = None, seed: int = 0) -> Bare:
+    torch.manual_seed(seed)
+    network = Bare()
+    if name:
+        setattr(network, name, value)
+    return network
+
+
+def prints(network: nn.Module) -> dict[str, str]:
+    return of_networks([Reference("main", network, (4,))])
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("heads", int),
+        ("_heads", int),
+        ("config", Config),
+        ("_config", Config),
+        ("config", Plain),
+        ("config", Slotted),
+        ("config", lambda heads: SimpleNamespace(deep={"er": [Plain(heads)]})),
+        ("scale", Scaled),
+        ("scale", lambda by: partial(divided, by=by)),
+        ("scale", dividing),
+        ("scale", lambda by: Scaled(by).__call__),
+        ("scale", lambda by: (divided, Scaled.__call__)[by > 1]),
+        ("_scale", lambda by: {Scaled: by, Config(by): None}),
+    ],
+)
+def test_attributes_tell_networks_apart(name: str, make: Callable[[int], Any]) -> None:
+    one, again, other = (prints(bare(name, make(number))) for number in (1, 1, 4))
+    assert one == again
+    assert one["code"] != other["code"] and one["weights"] == other["weights"]
+
+
+def test_attributes_that_are_tensors_count_with_the_weights() -> None:
+    """They may be drawn, as weights are: two seeds are of one network."""
+    one, other = (prints(bare("_noise", torch.full((3,), x))) for x in (0.0, 1.0))
+    assert one["code"] == other["code"] and one["weights"] != other["weights"]
+    assert prints(bare("_noise", torch.zeros(4)))["code"] != one["code"]
+
+
+def test_what_torch_keeps_for_itself_is_no_attribute() -> None:
+    seeds = [prints(bare(seed=seed)) for seed in (0, 1)]
+    assert seeds[0]["code"] == seeds[1]["code"] and seeds[0]["weights"] != seeds[1]["weights"]
+    looked_at = bare()
+    looked_at.register_forward_hook(lambda *_: None)
+    assert prints(looked_at.eval()) == seeds[0]
+
+    class Recurrent(nn.LSTM):  # whose weights stand in private lists as well
+        pass
+
+    torch.manual_seed(0)
+    assert prints(Recurrent(4, 2))["code"] == prints(Recurrent(4, 2))["code"]
+
+
+def test_what_leads_nowhere_ends() -> None:
+    """Circles, and objects of which nothing can be said but their kind."""
+    ring: list[Any] = []
+    ring += [ring, {"ring": ring}, open(os.devnull), object(), threading.Lock()]  # noqa: SIM115
+    network = bare("_ring", ring)
+    network._self = [network, network.last, network.forward]
+    assert prints(network) == prints(network)
+    ring[2].close()
+
+
+SPELLED = """
+import sys
+from tests.runs.test_fingerprint import Bare, Config, Plain, Scaled, bare, dividing, prints
+value = {"a", "b", "c", "dd", 3}, frozenset({Scaled, Config}), Plain(object()), dividing(2), Scaled
+print(prints(bare("_value", [*value, lambda x: x, {Config: {1, 2, "x"}}]))["code"])
+"""
+
+
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    """Whatever the order of sets, and wherever objects lie."""
+    found = set()
+    for number in ("1", "2", "3"):
+        environment = {**os.environ, "PYTHONHASHSEED": number}
+        made = subprocess.run(
+            [sys.executable, "-c", SPELLED], env=environment, capture_output=True, check=True
+        )
+        found.add(made.stdout)
+    assert len(found) == 1 and found != {b""}
+
+
+def test_a_network_with_another_configuration_object_does_not_go_on(tmp_path: Path) -> None:
+    def configured(count: int) -> Heads:
+        network = heads(1)
+        network._config = Config(count)
+        return network
+
+    nestling.run(small("fedavg", model=configured(1), rounds=1), out=tmp_path / "run")
+    with pytest.raises(InputError, match=r"another network: .*attributes"):
+        nestling.resume(tmp_path / "run", overrides=("rounds=2",), model=configured(4))
+    again = nestling.resume(tmp_path / "run", overrides=("rounds=2",), model=configured(1))
+    assert again.summary["rounds_done"] == 2
+
+
+# Code that an experiment names
+
+METHOD_CODE = """
+from dataclasses import dataclass
+from nestling.methods.baselines.fedavg import FedAvg
+
+PACE = {pace}
+
+def helped(value):
+    return value * {factor}
+
+@dataclass
+class Average(FedAvg):
+    def choose(self, number, count):
+        return super().choose(number, helped(count) // {factor} * PACE // PACE)
+"""
+NETWORK_CODE = """
+from torch import nn
+from nestling.models import build
+
+class Net(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self._scale = inner, {scale}
+
+    def forward(self, x):
+        return self.inner(x) * self._scale
+
+def network(*, shape, classes, **options):
+    return Net(build("tinycnn", shape=shape, classes=classes, **options))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "other", "word"),
+    [
+        (
+            {"method": "code_of_mine:Average"},
+            METHOD_CODE.format(pace=1, factor=3),
+            METHOD_CODE.format(pace=1, factor=35),
+            "another method: code_of_mine:Average changed",
+        ),
+        (
+            {"method": "code_of_mine:Average"},
+            METHOD_CODE.format(pace=1, factor=3),
+            METHOD_CODE.format(pace=25, factor=3),
+            "another method: code_of_mine:Average changed",
+        ),
+        (
+            {"model": nestling.Named("code_of_mine:network", {"channels": [8, 16, 16]})},
+            NETWORK_CODE.format(scale=1.0),
+            NETWORK_CODE.format(scale=0.25),
+            "another network: its code, shapes or attributes changed",
+        ),
+    ],
+)
+def test_code_that_is_named_must_be_what_the_run_began_with(
+    tmp_path: Path,
+    module: Callable[[str], None],
+    change: dict[str, Any],
+    text: str,
+    other: str,
+    word: str,
+) -> None:
+    module(text)
+    nestling.run(small(**{"method": "fedavg", **change, "rounds": 1}), out=tmp_path / "run")
+    name = str(change.get("method", "code_of_mine:network"))
+    module(other)
+    for look in (
+        lambda: nestling.resume(tmp_path / "run", overrides=("rounds=2",), trust=[name]),
+        lambda: analyse(tmp_path / "run", trust=[name]),
+    ):
+        with pytest.raises(InputError, match=f"{word}.*put the code back"):
+            look()
+    module(text + "\n\ndef something_else():\n    pass\n")
+    again = nestling.resume(tmp_path / "run", overrides=("rounds=2",), trust=[name])
+    assert again.summary["rounds_done"] == 2
+
+
+def test_a_fingerprint_of_an_earlier_form_is_believed_as_to_code(
+    tmp_path: Path, module: Callable[[str], None]
+) -> None:
+    module(METHOD_CODE.format(pace=1, factor=3))
+    given = small("code_of_mine:Average", model=heads(1), rounds=1)
+    nestling.run(given, out=tmp_path / "run")
+    path = tmp_path / "run" / "federation.json"
+    said = json.loads(path.read_text())
+    del said["fingerprint"]["form"], said["fingerprint"]["method"]
+    said["fingerprint"]["network"]["code"] = "0123456789abcdef"
+    path.write_text(json.dumps(said))
+    options: dict[str, Any] = {"trust": ["code_of_mine:Average"], "overrides": ("rounds=2",)}
+    with pytest.raises(InputError, match="another network: its weights"):  # as it always was
+        nestling.resume(tmp_path / "run", model=heads(1, seed=1), **options)
+    result = nestling.resume(tmp_path / "run", model=heads(1), **options)
+    assert any("say less of code" in note for note in result.summary["notes"])
+    assert fingerprint(tmp_path / "run")["form"] == 2  # and known from now on
+    later = {**options, "overrides": ("rounds=3",)}
+    assert not any(
+        "say less" in note
+        for note in nestling.resume(tmp_path / "run", model=heads(1), **later).summary["notes"]
+    )
+
+
+def test_methods_in_the_table_have_no_code_of_ones_own(tmp_path: Path) -> None:
+    nestling.run(small("fedavg", rounds=1, model=NETWORKS[""]), out=tmp_path / "run")
+    assert "method" not in fingerprint(tmp_path / "run")

@@ -3,6 +3,7 @@ not name."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from nestling.runs import reproduction
 from nestling.runs.analysis import analyse
 from nestling.runs.export import export
 from nestling.runs.run import opened
+from nestling.runs.sweep import Sweep
 from tests.small import small
 
 MODULE = "made_by_a_stranger"
@@ -149,6 +151,37 @@ def test_no_function_imports_what_a_folder_names(
     ):
         with pytest.raises(InputError, match=f"{MODULE}:"):
             function()
+    assert not ran.exists() and MODULE not in sys.modules
+
+
+@pytest.mark.parametrize("change", PLACES)
+@pytest.mark.parametrize("asked", ["honest", "hostile", "none"])
+def test_a_sweep_imports_nothing_that_its_folder_names(
+    change: Callable[[dict[str, Any]], None],
+    asked: str,
+    honest: Path,
+    ran: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither the runs in it nor the files beside them, which say what was asked for."""
+    mine = small("fedmd", evaluate=Evaluation(every=1, clients=2), rounds=3)
+    (tmp_path / "mine.toml").write_text(mine.to_toml())
+    (cell,) = Sweep(mine, seeds=(0,)).cells()
+    runs = tmp_path / "hostile" / "runs"
+    folder = hostile(honest, runs / cell.name, change)
+    if asked != "none":
+        text = mine.to_toml() if asked == "honest" else (folder / "experiment.toml").read_text()
+        (runs / f"{cell.name}.toml").write_text(text)
+    head = {"studied": [NETWORK], "cells": [cell.name, METHOD], "target": METHOD}
+    (tmp_path / "hostile" / "sweep.json").write_text(json.dumps(head))
+    monkeypatch.chdir(tmp_path)
+    arguments = ("sweep", "mine.toml", "--seeds", "0,", "--jobs", "1", "--out", "hostile")
+    assert call(monkeypatch, *arguments) in (1, 2)
+    told = capsys.readouterr()
+    said = told.out + told.err
+    assert "names code to import" in said or "of another experiment" in said, said
     assert not ran.exists() and MODULE not in sys.modules
 
 

@@ -14,16 +14,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 
 import nestling
-from nestling import InputError, Named
+from nestling import Data, Experiment, InputError, Named
 from nestling.cli.main import main
+from nestling.files import read_toml
 from nestling.methods.submodel.heterofl import HeteroFL
+from nestling.runs.cell import rounds_done
 from nestling.runs.sweep import Sweep, SweepWatcher, play_sweep, read_sweep, room, seeds_of, sweep
+from nestling.schema import to_table
 from tests.runs.test_fingerprint import arrays, heads, on_arrays
-from tests.small import small
+from tests.small import TIERS, small
 
 FILES = ("table.md", "table.tex", "table.csv")
 
@@ -155,6 +159,101 @@ def test_settings_are_swept_over_and_ranked_apart(tmp_path: Path) -> None:
     assert [row.values["target_rounds"] for row in found.rows] == [{3: 1}] * 4
 
 
+def test_rounds_and_what_counts_of_the_engine_are_swept_over(tmp_path: Path) -> None:
+    found = sweep(
+        small("fedavg"),
+        out=tmp_path / "s",
+        seeds=1,
+        vary={"rounds": [1, 3], "engine.transport": ["float32", "fp16"]},
+    )
+    assert found.cautions == [] and found.by == ("rounds", "engine.transport")
+    assert [row.studied for row in found.rows] == [
+        {"rounds": rounds, "engine.transport": how}
+        for rounds in ("1", "3")
+        for how in ("float32", "fp16")
+    ]
+    done = {path.name: rounds_done(path) for path in (tmp_path / "s" / "runs").glob("*seed0")}
+    assert done == {
+        f"fedavg-rounds{rounds}-transport{how}-seed0": rounds
+        for rounds in (1, 3)
+        for how in ("float32", "fp16")
+    }
+    with pytest.raises(InputError, match="of another experiment"):  # and no cell is taken for it
+        changed = small("fedavg", engine=nestling.EngineConfig("inline", precision="tf32"))
+        sweep(
+            changed, out=tmp_path / "s", seeds=1, vary={"rounds": [1], "engine.transport": ["fp16"]}
+        )
+    precisions = {"engine.precision": ["float32", "bf16"]}
+    cells = Sweep(small("fedavg"), seeds=(0,), vary=precisions).cells()
+    assert [c.experiment.engine.precision for c in cells] == ["float32", "bf16"]
+
+
+def test_a_sweep_goes_on_from_anywhere_and_after_it_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fleet and data in files beside its own, all of them named by the way there."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for seed, name in enumerate(("a.npz", "b.npz")):
+        arrays(home / name, seed=seed)
+    fleet = {"tiers": [to_table(tier) for tier in TIERS]}
+    (home / "fleet.toml").write_text(tomli_w.dumps(fleet))
+    table = on_arrays("a.npz", rounds=2).to_table()
+    table |= {"fleet": {"path": "fleet.toml"}, "method": {"name": "fedavg"}}
+    table["sweep"] = {"seeds": 1, "vary": {"data.path": ["a.npz", "b.npz"]}}
+    (home / "s.toml").write_text(tomli_w.dumps(table))
+    names = {"fedavg-patha.npz-seed0", "fedavg-pathb.npz-seed0"}
+
+    def played(file: str, out: str, *overrides: str) -> set[str]:
+        ended: list[str] = []
+        watcher = SweepWatcher(ended=lambda name, _: ended.append(name))
+        found = play_sweep(read_sweep(file, overrides), Path(out), jobs=1, watcher=watcher)
+        assert found.cautions == []
+        return set(ended)
+
+    monkeypatch.chdir(home)
+    assert played("s.toml", "out") == names
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert played("../home/s.toml", "../home/out") == set()
+    assert played("../home/s.toml", "../home/out", "rounds=3") == names
+    home.rename(tmp_path / "moved")
+    assert played("../moved/s.toml", "../moved/out", "rounds=3") == set()
+    assert played("../moved/s.toml", "../moved/out", "rounds=4") == names
+    fleet["tiers"][0]["count"] = 3
+    (tmp_path / "moved" / "fleet.toml").write_text(tomli_w.dumps(fleet))
+    with pytest.raises(InputError, match="of another experiment"):
+        played("../moved/s.toml", "../moved/out")
+
+
+def test_a_cell_of_an_earlier_version_that_names_its_fleets_file_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "f.toml").write_text(tomli_w.dumps({"tiers": [to_table(t) for t in TIERS]}))
+    experiment = small("fedavg", fleet=str(tmp_path / "f.toml"), rounds=1)
+    sweep(experiment, out=tmp_path / "s", seeds=1)
+    asked = tmp_path / "s" / "runs" / "fedavg-seed0.toml"
+    assert Experiment.read(asked).fleet.path == "" and len(Experiment.read(asked).fleet.tiers) == 3
+    table = read_toml(asked) | {"fleet": {"path": "gone.toml"}}
+    asked.write_text(tomli_w.dumps(table))
+    found = sweep(experiment.with_changes(rounds=2), out=tmp_path / "s", seeds=1)
+    assert found.cautions == [] and rounds_done(asked.with_suffix("")) == 2
+    with pytest.raises(InputError, match="of another experiment"):
+        sweep(experiment.with_changes(participants=1), out=tmp_path / "s", seeds=1)
+
+
+def test_rows_that_were_given_are_swept_over_too(tmp_path: Path) -> None:
+    with np.load(arrays(tmp_path / "d.npz")) as rows:
+        experiment = on_arrays("", data=Data.of(rows["x"], rows["y"]))
+    for rounds in (1, 2):  # the second time it goes on
+        found = sweep(
+            experiment.with_changes(rounds=rounds),
+            out=tmp_path / "s",
+            seeds=1,
+            vary={"split.alpha": [0.5, 1.0]},
+            jobs=1,
+        )
+        assert found.cautions == [] and len(found.rows) == 2
+
+
 def test_data_may_be_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arrays(tmp_path / "a.npz"), arrays(tmp_path / "b.npz", seed=1)
@@ -224,6 +323,10 @@ def test_two_sweeps_do_not_share_a_folder(
         ({"methods": [3]}, "sweep.methods"),
         ({"vary": {"split.alpha": 0.1}}, "sweep.vary.split.alpha"),
         ({"vary": {"seed": [1]}}, "sweep.vary.seed"),
+        ({"vary": {"method": ["fedavg"]}}, "sweep.vary.method"),
+        ({"vary": {"engine": [{}]}}, "sweep.vary.engine"),
+        ({"vary": {"engine.workers": [1, 2]}}, "sweep.vary.engine.workers"),
+        ({"vary": {"engine.device": ["cpu"]}}, "sweep.vary.engine.device"),
         ({"vary": 3}, "sweep.vary"),
         ({"colour": 1}, "sweep.colour"),
     ],
