@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from nestling.data import Dataset, Split
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.files import read_toml
 from nestling.methods import Method
 from nestling.runfiles import NO_MATTER
 from nestling.schema import to_table
@@ -71,7 +73,7 @@ def of_run(experiment: Experiment, made: Mapping[str, Any]) -> Fingerprint:
     return {
         **made,
         **method,
-        "settings": _digest([_text(without(experiment.to_table(), NO_MATTER))]),
+        "settings": _settings(experiment.to_table()),
         "objects": [
             name
             for name, given in (("method", own), ("model", experiment.own_model))
@@ -126,6 +128,17 @@ def check_same(before: Fingerprint, now: Mapping[str, Any], folder: object) -> N
     _check_data(before.get("data"), now["data"], folder)
     if "model" in before.get("objects", ()):
         _check_network(before.get("network"), now["network"], folder)
+
+
+def edited(before: Fingerprint, path: Path) -> list[str]:
+    """A note where the experiment of a run folder has other settings than were written there: it is
+    gone on with as it is, since people may edit it."""
+    if before.get("settings") in (None, _settings(read_toml(path))):
+        return []
+    return [
+        f"{path} is not as it was written: the run goes on with the settings that stand there now, "
+        "and its rounds so far may have been played with others"
+    ]
 
 
 def stored(federation: object) -> Fingerprint:
@@ -221,6 +234,10 @@ def _source(kind: type) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):  # typed into an interpreter
         return kind.__qualname__
+
+
+def _settings(table: Mapping[str, Any]) -> str:
+    return _digest([_text(without(table, NO_MATTER))])
 
 
 def _text(value: Any) -> bytes:
