@@ -4,7 +4,8 @@
 # make proof make test with all slow tests
 # make coverage  the tests of make test with the lines that they reach, file by file (half as long again)
 # make gpu   every method on the CUDA device of this machine, against this process, and a table of times (5 minutes on an H200)
-# make sbom  a bill of materials of what make run installs (dist/sbom.json), and known weaknesses in it, where their register can be reached
+# make sbom  a bill of materials of what is installed in .venv (dist/sbom.json), and known weaknesses in it, where their register can be
+#            reached; a weakness ends it with an error
 # make lint  lint, types and import rules only
 # make docs  the pages of docs/ as a site, in site/
 
@@ -19,7 +20,7 @@ SLOW ?= part
 GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 8
 
-.PHONY: run test slow proof coverage gpu sbom lint docs setup setup-dev clean
+.PHONY: run test slow proof coverage gpu sbom audit-tools lint docs setup setup-dev clean
 
 run: setup
 	$(BIN)/nestling run
@@ -43,16 +44,18 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup-dev)
 	$(GPU_PYTHON) benchmarks/gpu_table.py --data embedded
 
 # In an environment of its own: what looks at the packages is none of them.
-sbom: setup
-	$(PYTHON) -m venv $(VENV)/audit
-	$(VENV)/audit/bin/pip install --quiet --disable-pip-version-check cyclonedx-bom pip-audit
+sbom: setup audit-tools
 	mkdir -p dist
 	$(VENV)/audit/bin/cyclonedx-py environment --output-format JSON --output-file dist/sbom.json $(BIN)/python
-	$(VENV)/audit/bin/pip-audit --progress-spinner off --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	$(BIN)/python .ci/weaknesses.py $(VENV)/audit/bin/pip-audit $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+audit-tools: setup
+	test -x $(VENV)/audit/bin/python || $(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/pip install --quiet --disable-pip-version-check cyclonedx-bom pip-audit
 
 lint: setup-dev
-	$(BIN)/ruff check nestling tests benchmarks examples docs/*.py
-	$(BIN)/ruff format --check nestling tests benchmarks examples docs/*.py
+	$(BIN)/ruff check nestling tests benchmarks examples docs/*.py .ci/*.py
+	$(BIN)/ruff format --check nestling tests benchmarks examples docs/*.py .ci/*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -2,11 +2,19 @@
 
     python benchmarks/crash_points.py --points 1000 [--first 0] [--only server]
 
-The points are those of the tests (`tests/runs`, `tests/fleet`), in four groups that get equal
-shares, or all they have, each spread evenly: a node alone, at a step of its work for a letter; the
-server alone, cut off at a letter or a file; the simulator, killed at every write, flush, rename and
-part of a round; a server and its nodes, killed together. What is compared is all that a run leaves:
-models, metrics, what clients keep. `--first` moves every point on by so many, so that another run
+The points are those of the tests (`tests/runs`, `tests/fleet`), in five groups that get equal
+shares, or all they have, each spread evenly: a gateway, killed at a step of an order; a node alone,
+at a step of its work for a letter; the server alone, cut off at a letter or a file; the simulator,
+killed at every write, flush, rename and part of a round; a server and its nodes, killed together.
+What is compared is all that a run leaves: models, metrics, what clients keep; of a gateway its
+answers and what its clients keep.
+
+"Killed" is SIGKILL of a process of its own, in whose middle of a write it may come. A node alone
+and a server alone end by an exception instead, raised at a letter, at a file that is put in its
+place (`os.replace`) or at a flush of what clients keep: there `finally` blocks still run, as they
+do not in a process that is killed. What such blocks do is tried by the groups that kill both.
+
+`--first` moves every point on by so many, so that another run
 tries others. Prints a line a kind of run; the last line says how many points were played and how
 many did not end the same. Exit code 1 where any did not.
 """
@@ -31,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fleet import test_crash_points as together
 from tests.fleet import test_faults as faults
+from tests.fleet import test_gateway_crash_points as behind
 from tests.fleet.storm import CLIENTS, Fate, Storm
 from tests.runs import test_crash_points as alone
 
@@ -69,6 +78,19 @@ def server_and_nodes(method: str) -> Kind:
         return steps, played
 
     return Kind(f"server and nodes, {method}", ready)
+
+
+def gateway(method: str) -> Kind:
+    def ready(home: Path) -> tuple[int, Callable[[int], bool]]:
+        case, wanted, steps = behind.undisturbed(method, home)
+
+        def played(point: int) -> bool:
+            behind.tried(case, home, wanted, point)
+            return True
+
+        return steps, played
+
+    return Kind(f"gateway, {method}", ready)
 
 
 def server(method: str) -> Kind:
@@ -144,6 +166,7 @@ def _births() -> Iterator[list[int]]:
 
 
 GROUPS: dict[str, list[Kind]] = {
+    "gateway": [gateway(method) for method in behind.METHODS],
     "node": [node(method) for method in faults.METHODS],
     "server": [server(method) for method in faults.METHODS],
     "simulator": [simulator(name) for name in alone.CASES],

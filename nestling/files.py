@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ else:
 
 ARRAYS = ("x", "y", "client", "test")
 """What an .npz file of data may hold."""
+SUM = "sum"
+"""Under this name a file of JSON that `summed` made has its digest."""
 
 
 @contextmanager
@@ -101,6 +104,31 @@ def read_sealed(path: Path, field: str | None = None) -> bytes:
             fix="restore the file, or start the run again",
         )
     return raw[size:]
+
+
+def summed(table: Mapping[str, Any]) -> str:
+    """A table as JSON for a file that people may read and a run goes on from: it begins with the
+    SHA-256 of what it is without that, as `read_summed` wants it."""
+    text = json.dumps({SUM: "", **table}, indent=1)
+    return text.replace('""', f'"{hashlib.sha256(text.encode()).hexdigest()}"', 1)
+
+
+def read_summed(
+    path: Path, field: str | None = None, fix: str = "restore the file", by_hand: bool = False
+) -> dict[str, Any]:
+    """The table of a file that `summed` made; an `InputError` where it is not what was written.
+    `by_hand`: whoever changes the file may take its sum out, and is believed."""
+    raw = path.read_bytes()
+    try:
+        table = json.loads(raw)
+        told = table.pop(SUM, None)
+        if told is None and not by_hand:
+            raise ValueError("it has no sum")
+        if told is not None and summed(table).encode() != raw:
+            raise ValueError("its sum is another")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: {error}", field=field, fix=fix) from error
+    return dict(table)
 
 
 def append_whole(path: Path, text: str) -> None:

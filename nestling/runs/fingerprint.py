@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from nestling.data import Dataset, Split
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.files import read_toml
 from nestling.methods import Method
 from nestling.runfiles import NO_MATTER
 from nestling.runs.spelled import Speller
@@ -80,7 +82,7 @@ def of_run(experiment: Experiment, made: Mapping[str, Any]) -> Fingerprint:
     return {
         **made,
         **({"method": of_method(experiment.make_method())} if _own_method(experiment) else {}),
-        "settings": _digest([_text(without(experiment.to_table(), NO_MATTER))]),
+        "settings": _settings(experiment.to_table()),
         "objects": [name for name, own in given if own is not None],
         "form": FORM,
         "nestling": __version__,
@@ -149,6 +151,17 @@ def believed(before: Fingerprint, experiment: Experiment) -> list[str]:
     return [
         "this run was begun by an earlier version, whose fingerprints say less of code: whether "
         "that of its method and networks is what it began with is not known"
+    ]
+
+
+def edited(before: Fingerprint, path: Path) -> list[str]:
+    """A note where the experiment of a run folder has other settings than were written there: it is
+    gone on with as it is, since people may edit it."""
+    if before.get("settings") in (None, _settings(read_toml(path))):
+        return []
+    return [
+        f"{path} is not as it was written: the run goes on with the settings that stand there now, "
+        "and its rounds so far may have been played with others"
     ]
 
 
@@ -246,6 +259,10 @@ def _structure(module: nn.Module) -> tuple[list[Any], list[Tensor | np.ndarray]]
         parts.append([name, type(part).__qualname__, speller.attributes(part)])
     shapes = [[name, list(t.shape), str(t.dtype)] for name, t in module.state_dict().items()]
     return [parts, speller.code(), shapes], speller.tensors
+
+
+def _settings(table: Mapping[str, Any]) -> str:
+    return _digest([_text(without(table, NO_MATTER))])
 
 
 def _text(value: Any) -> bytes:

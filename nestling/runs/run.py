@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import nn
 
 from nestling.engines import ENGINES
@@ -40,7 +39,7 @@ from nestling.runfiles import (
     how_to_go_on,
     object_in,
 )
-from nestling.runs import checkpoint, fingerprint, folder, gate, good
+from nestling.runs import checkpoint, fingerprint, folder, gate, good, model_file
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.data_file import found_again, way_there, with_whole_path
 from nestling.runs.describe import describe, norm_of
@@ -240,7 +239,9 @@ def opened(
         federation = restored(home, overrides, trust=trust, model=model, method=method, data=data)[
             1
         ]
-        yield Result(home.read_json(SUMMARY) or {}, home.metrics(), home.path, federation)
+        summary = home.read_json(SUMMARY) or {}
+        model_file.check(home.path, summary, federation.totals.round)
+        yield Result(summary, home.metrics(), home.path, federation)
     finally:
         home.close()
 
@@ -292,6 +293,7 @@ def restored(
         settled, federation = assemble(experiment, store)
     fingerprint.check_same(before, settled, federation.world.fingerprint, home.path)
     federation.notes += fingerprint.believed(before, settled)
+    federation.notes += fingerprint.edited(before, home.path / EXPERIMENT)
     if not before and settled.seed and settled.data.path:
         federation.notes.append(_EARLIER)
     if saved:
@@ -471,10 +473,7 @@ def _write_coverage(home: RunFolder, federation: Federation) -> None:
 def _finish(home: RunFolder, federation: Federation, summary: dict[str, Any]) -> None:
     model = federation.shown.global_model()
     if model is not None:
-        home.write(
-            "global.safetensors",
-            save({name: t.detach().cpu().contiguous().clone() for name, t in model.state.items()}),
-        )
+        summary[model_file.SHA256] = model_file.write(home, model.state)
     home.write(SUMMARY, json.dumps(summary, indent=1))
     write_report(home.path)
 

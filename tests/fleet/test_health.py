@@ -385,17 +385,18 @@ def test_who_holds_connections_open_does_not_keep_others_out_for_long(
 
 
 class Tricklers:
-    """Connections from one address over each of which a byte of a head comes now and then; one that
-    is closed is opened again."""
+    """Connections, as many from each of some addresses, over each of which a byte of a head comes
+    now and then; one that is closed is opened again."""
 
-    def __init__(self, port: int, count: int) -> None:
+    def __init__(self, port: int, count: int, addresses: int = 1) -> None:
         self.port, self.over = port, threading.Event()
-        self.lines = [self.connect() for _ in range(count)]
+        self.hosts = [f"127.0.0.{3 + k % addresses}" for k in range(count)]
+        self.lines = [self.connect(host) for host in self.hosts]
         self.thread = threading.Thread(target=self.trickle, daemon=True)
         self.thread.start()
 
-    def connect(self) -> socket.socket:
-        line = socket.create_connection(("127.0.0.1", self.port), 30, ("127.0.0.1", 0))
+    def connect(self, host: str) -> socket.socket:
+        line = socket.create_connection(("127.0.0.1", self.port), 30, (host, 0))
         line.sendall(b"GET /health HTTP/1.1\r\nX: ")
         return line
 
@@ -406,7 +407,7 @@ class Tricklers:
                     line.sendall(b"x")
                 except OSError:
                     line.close()
-                    self.lines[k] = self.connect()
+                    self.lines[k] = self.connect(self.hosts[k])
 
     def stop(self) -> None:
         self.over.set()
@@ -415,8 +416,9 @@ class Tricklers:
             line.close()
 
 
-def test_who_trickles_keeps_nobody_out(serving: HealthServer) -> None:
-    tricklers = Tricklers(serving.server_port, 64)
+@pytest.mark.parametrize("addresses", [1, 2, 3, 16])
+def test_who_trickles_keeps_nobody_out(serving: HealthServer, addresses: int) -> None:
+    tricklers = Tricklers(serving.server_port, 64, addresses)
     try:
         for number in range(20):
             connection = http.client.HTTPConnection(

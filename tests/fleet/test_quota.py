@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import json
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -19,10 +18,11 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
+from nestling.files import summed
 from nestling.fleet.care import certs
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.server import proxy
-from nestling.fleet.server.quota import ROOM, SAVED, TIMES, Allowances, Quotas
+from nestling.fleet.server.quota import DEVICES, ROOM, SAVED, TIMES, Allowances, Quotas
 from nestling.runs.loop import play
 from tests.fleet.loop import METHODS, live, six, workers_of
 from tests.fleet.processes import until
@@ -83,7 +83,7 @@ def test_each_letter_allows_so_much_and_not_all_of_it_is_kept(tmp_path: Path) ->
 def small(setting: Setting, tmp_path: Path) -> Iterator[Setting]:
     """The proxy, with room for 1000 bytes of pi-1's and nobody else's."""
     path = tmp_path / "quota.json"
-    path.write_text(json.dumps({"pi-1": [1000, 1000]}))
+    path.write_text(summed({DEVICES: {"pi-1": [1000, 1000]}}))
     with running(replace(setting.running.config, quota=str(path))) as (port, one):
         found = Setting(setting.keys, port, setting.upstream, one)
         yield found

@@ -79,7 +79,7 @@ def test_who_is_refused_and_why() -> None:
 
 def test_a_damaged_file_is_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "roster.json").write_text('{"run": "00')
-    with pytest.raises(InputError, match=r"roster\.json cannot be read"):
+    with pytest.raises(InputError, match=r"roster\.json is damaged"):
         Roster(fleet(), tmp_path / "roster.json")
 
 

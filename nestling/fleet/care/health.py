@@ -22,6 +22,7 @@ import socketserver
 import threading
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -178,14 +179,14 @@ class HealthServer(ThreadingHTTPServer):
         return f"http://{join_address(self.host, self.server_port)}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a request, where a place is free. Of an address that has too many one
-        must go: so many at once is no monitoring, and who trickles keeps nobody out."""
+        """Starts a thread for a request. Where an address has too many, or all have, one must go:
+        so many at once is no monitoring, and who trickles keeps nobody out."""
         with self._lock:
             same = [one for one, who in self._open.items() if who == client_address[0]]
             if len(same) >= PER_ADDRESS:
-                oldest = min(same, key=self._asked.__contains__)
-                del self._open[oldest]
-                _hang_up(oldest)
+                self._end(min(same, key=self._asked.__contains__))
+            elif len(self._open) >= ASKERS:
+                self._end(self._silent())
             free = len(self._open) < ASKERS
             if free:
                 self._open[request] = client_address[0]
@@ -193,6 +194,18 @@ class HealthServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def _silent(self) -> Any:
+        """Of those that have not asked yet the oldest one of the address that has most open; None
+        where all have asked."""
+        open_at = Counter(self._open.values())
+        silent = [one for one in self._open if one not in self._asked]
+        return max(silent, key=lambda one: open_at[self._open[one]], default=None)
+
+    def _end(self, request: Any) -> None:
+        """Hangs up on somebody, and frees the place."""
+        if self._open.pop(request, None) is not None:
+            _hang_up(request)
 
     def asked(self, request: Any) -> None:
         """A request was read."""

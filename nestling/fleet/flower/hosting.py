@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from flwr.serverapp import Grid
 
 from nestling.errors import InputError
+from nestling.files import read_summed
 from nestling.fleet.care import logs
 from nestling.fleet.care.certs import KeyHolder, write_private
 from nestling.fleet.care.disk import MEGA, Room, is_full
 from nestling.fleet.care.processes import LOG_BYTES, LOG_FILES, born
-from nestling.fleet.server.server import OUTCOME, PROCESS, RUN_LOG, SETTINGS
+from nestling.fleet.server.server import ANEW, OUTCOME, PROCESS, RUN_LOG, SETTINGS
 from nestling.runfiles import EXPERIMENT
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Registered(Mapping[int, KeyHolder]):
         if changed != self._seen:
             self._holders = {
                 int(node): KeyHolder(**{name: row[name] for name in row if name != "key"})
-                for node, row in json.loads(self.path.read_text()).items()
+                for node, row in read_summed(self.path, fix=ANEW).items()
             }
             self._seen = changed
         return self._holders

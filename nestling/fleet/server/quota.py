@@ -6,12 +6,15 @@ takes it off before anything is stored.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from nestling.files import write_atomic
+from nestling.errors import InputError
+from nestling.files import read_summed, summed, write_atomic
 from nestling.fleet.care.certs import KeyHolder
+
+log = logging.getLogger("nestling.fleet")
 
 QUOTA = "quota.json"
 TIMES, ROOM = 2, 2**20
@@ -20,6 +23,9 @@ bytes besides: names, shapes, and what Flower puts around them."""
 SAVED = 8
 """So many times what the largest letter allows is kept, at most: a slow device answers several
 orders of a round at once."""
+
+DEVICES = "devices"
+"""Where the file has its table, beside its sum: devices are called what people like."""
 
 Allow = Callable[[Mapping[int, int]], None]
 """Told before letters leave how many bytes each node is expected to answer."""
@@ -33,9 +39,7 @@ class Allowances:
         died."""
         self.path, self.keys = path, keys
         # name → bytes allowed so far, and by one letter at most
-        self._table: dict[str, tuple[int, int]] = (
-            json.loads(path.read_text()) if path.exists() else {}
-        )
+        self._table = _read(path) if path.exists() else {}
 
     def __call__(self, expected: Mapping[int, int]) -> None:
         """One letter more to each of these nodes."""
@@ -46,7 +50,8 @@ class Allowances:
                 more = TIMES * size + ROOM
                 self._table[holder.name] = so_far + more, max(largest, more)
         if self._table:
-            write_atomic(self.path, json.dumps(self._table), mode=0o600, flush=False)
+            text = summed({DEVICES: self._table})
+            write_atomic(self.path, text, mode=0o600, flush=False)
 
 
 class Quotas:
@@ -84,7 +89,19 @@ class Quotas:
         if (seen.st_mtime_ns, seen.st_ino) == self._seen:
             return
         self._seen = seen.st_mtime_ns, seen.st_ino
-        for name, (so_far, largest) in json.loads(self.path.read_text()).items():
+        try:
+            table = _read(self.path)
+        except InputError as error:  # what was allowed stands; the next letter writes it anew
+            log.warning("%s", error)
+            return
+        for name, (so_far, largest) in table.items():
             before = self._table.get(name, (0, 0))[0]
             self._left[name] = min(self._left.get(name, 0) + so_far - before, SAVED * largest)
             self._table[name] = so_far, largest
+
+
+def _read(path: Path) -> dict[str, tuple[int, int]]:
+    """What the file allows; an `InputError` where it is not what was written."""
+    fix = "take it away while the server is stopped: the next letters write it anew"
+    table = read_summed(path, fix=fix).get(DEVICES, {})
+    return {name: (so_far, largest) for name, (so_far, largest) in table.items()}

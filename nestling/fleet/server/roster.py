@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from nestling.data.split import Split
 from nestling.devices.fleet import Fleet
 from nestling.errors import InputError
-from nestling.files import write_atomic
+from nestling.files import SUM, read_summed, summed, write_atomic
 from nestling.fleet.protocol.wire import Member
 from nestling.runfiles import ROSTER
+
+KEYS = ("run", "start", "clients")
+"""What a roster's file has beside its sum: a name that has changed is no roster's."""
 
 
 @dataclass
@@ -67,8 +68,8 @@ class Roster:
         if known is not None and not hmac.compare_digest(known.token, digest):
             raise InputError(
                 f"the name {member.name!r} belongs to another device",
-                fix=f"join under another name, or remove the name from {ROSTER} of the run folder "
-                "while the server is stopped",
+                fix=f"join under another name, or remove the name and the {SUM!r} from {ROSTER} of "
+                "the run folder while the server is stopped",
             )
         if known is not None and member.client not in (None, known.client):
             raise InputError(
@@ -167,14 +168,14 @@ class Roster:
                 }
                 for e in self.entries
             ]
-            write_atomic(
-                self.path,
-                json.dumps({"run": self.run, "start": self.start, "clients": rows}, indent=1),
-            )
+            write_atomic(self.path, summed({"run": self.run, "start": self.start, "clients": rows}))
 
     def _read(self, path: Path) -> None:
+        fix = f"restore the file, or take the {SUM!r} out of it if you changed it yourself"
+        table = read_summed(path, "--out", fix, by_hand=True)
         try:
-            table: Mapping[str, Any] = json.loads(path.read_text())
+            if set(table) != set(KEYS):
+                raise ValueError(f"it has {', '.join(table)}, not {', '.join(KEYS)}")
             self.run, self.start = str(table["run"]), int(table["start"]) + 1
             for row in table["clients"]:
                 counted = tuple(int(r) for r in row["counted"])
@@ -246,7 +247,7 @@ class Roster:
 def blank() -> str:
     """The file of a run that nobody has joined: a folder is marked as a fleet's from its first
     moment."""
-    return json.dumps({"run": secrets.token_hex(8), "start": 0, "clients": []})
+    return summed({"run": secrets.token_hex(8), "start": 0, "clients": []})
 
 
 class LiveFleet(Fleet):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.errors import InputError
-from nestling.files import writing
+from nestling.files import read_summed, summed, writing
 from nestling.fleet.care import certs, logs
 from nestling.fleet.care.disk import FLOOR, MEGA, Room, is_full
 from nestling.fleet.care.enclosure import NOWHERE, Enclosure, enclosure
@@ -59,6 +59,7 @@ GIVE_UP = 5
 """So many failures in a row, without a round between them, end the server."""
 SETTINGS, PROCESS, OUTCOME, RUN_LOG = "serve.json", "process.json", "outcome.json", "run.log"
 REGISTERED = "registered.json"
+ANEW = "stop the server and take the file away: it makes a new list of the keys as it starts"
 HEALTHY = """
 import http.client, ssl, sys
 where, ca = ("127.0.0.1", int(sys.argv[1])), sys.argv[2]
@@ -382,7 +383,7 @@ class _Registry:
     def __init__(self, home: Path, files: certs.ServerFiles, flwr: Any) -> None:
         self.path, self.files, self.flwr = home / REGISTERED, files, flwr
         self.nodes: dict[str, dict[str, Any]] = (
-            json.loads(self.path.read_text()) if self.path.exists() else {}
+            read_summed(self.path, fix=ANEW) if self.path.exists() else {}
         )
         self._refused: set[str] = set()
         self._saved = self.nodes.copy()
@@ -415,7 +416,7 @@ class _Registry:
             self._save()
 
     def _save(self) -> None:
-        certs.write_private(self.path, json.dumps(self.nodes, indent=1).encode())
+        certs.write_private(self.path, summed(self.nodes).encode())
         self._saved = self.nodes.copy()
 
     def _add(self, keys: Mapping[str, certs.KeyHolder]) -> None:
