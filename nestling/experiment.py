@@ -52,7 +52,8 @@ class Named:
 
     name:    by which it is known.
     options: everything else that can be said of it, each beside the name: a method's own settings
-             (`nestling config method.NAME` and its page), a network's own arguments.
+             (`nestling config method.NAME` and its page), a network's options (`nestling config
+             model.NAME`).
     """
 
     name: str = ""

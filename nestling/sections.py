@@ -1,7 +1,8 @@
 """Every setting of an experiment, section by section, with type, range, default and meaning.
 
 Nothing is listed here: the fields, their types and the docstrings of the dataclasses behind
-`Experiment` say it all, and `nestling config` and docs/settings.md show it.
+`Experiment` say it all, and the signatures and docstrings of the networks' builders;
+`nestling config` and docs/settings.md show it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from nestling.errors import unknown
+from nestling.errors import InputError, unknown
 from nestling.experiment import Experiment, Named
 from nestling.methods import method_class
-from nestling.settings import Bounds, allowed, default_words, told_of, type_words
+from nestling.models import MODELS
+from nestling.models.options import function_of, option_defaults, option_hints, told_of_options
+from nestling.settings import Bounds, allowed, allowed_words, default_words, told_of, type_words
 
 TOP = "run"
 """The section of what stands above all tables."""
@@ -73,16 +76,49 @@ def sections() -> dict[str, Section]:
 
 
 def section_of(name: str) -> Section:
-    """A section by its name, the last word of it ("tiers"), or "method.NAME" for a method's own
-    settings."""
+    """A section by its name, the last word of it ("tiers"), "method.NAME" for a method's own
+    settings, or "model.NAME" for a network's."""
     known = sections()
-    kind, _, method = name.partition(".")
-    if kind == "method" and method:
-        return _section(method_class(method), "method", name)
+    kind, _, own = name.partition(".")
+    if kind == "method" and own:
+        return _section(method_class(own), "method", name)
+    if kind == "model" and own:
+        return network_section(own)
     for path, section in known.items():
         if name in (path, path.rpartition(".")[2]):
             return section
-    raise unknown("section", name, [*known, "method.NAME"], field="SECTION")
+    raise unknown("section", name, [*known, "method.NAME", "model.NAME"], field="SECTION")
+
+
+def network_section(name: str) -> Section:
+    """The options of a network, which stand beside its name."""
+    if ":" in name:
+        fix = "they are the arguments of the callable, beside shape and classes"
+        raise InputError("options of one's own network are not listed", field="SECTION", fix=fix)
+    if name not in MODELS:
+        raise unknown("model", name, MODELS, field="model.name")
+    build = MODELS[name].build
+    text, meanings = told_of_options(build)
+    hints, defaults = option_hints(build), option_defaults(build)
+    rows = (
+        SettingRow(
+            f"model.{option}",
+            type_words(hint),
+            allowed_words(hint),
+            json.dumps(defaults[option]),
+            meanings.get(option, ""),
+        )
+        for option, hint in hints.items()
+    )
+    return Section(f"model.{name}", text, tuple(rows))
+
+
+def network_families() -> list[tuple[str, ...]]:
+    """The networks by name, those together that are one function with other defaults."""
+    found: dict[Any, list[str]] = {}
+    for name, info in MODELS.items():
+        found.setdefault(function_of(info.build), []).append(name)
+    return [tuple(names) for names in found.values()]
 
 
 def _sections(cls: type, path: str) -> Iterator[Section]:

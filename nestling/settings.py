@@ -89,7 +89,18 @@ def check_settings(settings: Any, section: str) -> None:
 def allowed(cls: type, name: str) -> str:
     """What the type of a field allows, in words; nothing where it is only a type."""
     hint = _hints(cls).get(name)
-    return "" if hint is None else _words(hint)
+    return "" if hint is None else allowed_words(hint)
+
+
+def allowed_words(hint: Any) -> str:
+    """What a type allows, in words; nothing where it is only a type."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return ", ".join(map(str, arguments))
+    if typing.get_origin(hint) is Annotated:
+        return " and ".join(str(rule) for rule in arguments[1:] if isinstance(rule, Bounds | OneOf))
+    inside = allowed_words(arguments[0]) if typing.get_origin(hint) is tuple else ""
+    return f"each {inside.removeprefix('each ')}" if inside else ""
 
 
 def bounds_of(cls: type) -> dict[str, tuple[bool, Bounds]]:
@@ -133,14 +144,20 @@ def default_words(field: dataclasses.Field[Any]) -> str:
 def told_of(cls: type, starts: tuple[str, ...] = ()) -> tuple[str, dict[str, str]]:
     """What a docstring tells: its text, with a paragraph for each of the words that `starts` names,
     and what it says of each setting (`name: …` or `name, other: …`, further lines indented)."""
-    settings = {f.name for f in dataclasses.fields(cls)}
+    return told_in(cls.__doc__ or "", {f.name for f in dataclasses.fields(cls)}, starts)
+
+
+def told_in(
+    docstring: str, settings: Collection[str], starts: tuple[str, ...] = ()
+) -> tuple[str, dict[str, str]]:
+    """`told_of` for any docstring, of a class or of a function that has these settings."""
     blocks: list[list[str]] = [[]]
     meanings: dict[str, str] = {}
     last: list[str] = []
-    for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
+    for line in inspect.cleandoc(docstring).splitlines():
         names = re.match(r"([a-z_0-9, ]+):\s", line)
         found = [n.strip() for n in names[1].split(",")] if names else []
-        if names and set(found) <= settings:
+        if names and set(found) <= set(settings):
             last = found
             meanings |= dict.fromkeys(found, line[names.end() :].strip())
         elif last and line.startswith(" "):
@@ -160,17 +177,7 @@ def _hints(cls: type) -> dict[str, Any]:
     """The types of the fields that are settings and allow less than their type."""
     hints = typing.get_type_hints(cls, include_extras=True)
     names = [field.name for field in dataclasses.fields(cls) if field.init]
-    return {name: hints[name] for name in names if _words(hints[name])}
-
-
-def _words(hint: Any) -> str:
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return ", ".join(map(str, arguments))
-    if typing.get_origin(hint) is Annotated:
-        return " and ".join(str(rule) for rule in arguments[1:] if isinstance(rule, Bounds | OneOf))
-    inside = _words(arguments[0]) if typing.get_origin(hint) is tuple else ""
-    return f"each {inside.removeprefix('each ')}" if inside else ""
+    return {name: hints[name] for name in names if allowed_words(hints[name])}
 
 
 def _check(hint: Any, value: Any, field: str, own: dataclasses.Field[Any]) -> None:
@@ -182,7 +189,7 @@ def _check(hint: Any, value: Any, field: str, own: dataclasses.Field[Any]) -> No
     ):
         default = default_words(own)
         fix = f"the default is {default}" if default else None
-        raise InputError(f"must be {_words(hint)}, not {value!r}", field=field, fix=fix)
+        raise InputError(f"must be {allowed_words(hint)}, not {value!r}", field=field, fix=fix)
     for rule in arguments[1:] if origin is Annotated else ():
         if isinstance(rule, OneOf) and not rule.more and value not in rule.names:
             raise unknown(rule.word or field.rpartition(".")[2], value, rule.names, field=field)

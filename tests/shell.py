@@ -23,19 +23,21 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 class Shell:
     """A folder to type in. `home` has the package, which nothing else on the path hides; programs
-    are put into `programs`."""
+    are put into `programs` and run by the interpreter `python`."""
 
-    def __init__(self, folder: Path, programs: Path, home: Path = ROOT) -> None:
+    def __init__(
+        self, folder: Path, programs: Path, home: Path = ROOT, python: Path = Path(sys.executable)
+    ) -> None:
         self.folder, self.home = folder, home
         programs.mkdir()
         # As the script that pip installs: the folder it is started in is not on its path.
         _program(
             programs / "nestling",
-            f"#!{sys.executable}\nimport sys\n\nsys.path.insert(1, {str(home)!r})\n"
+            f"#!{python}\nimport sys\n\nsys.path.insert(1, {str(home)!r})\n"
             "from nestling.cli import main\n\nmain()\n",
         )
         # No link: an environment is known by where its interpreter lies.
-        _program(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        _program(programs / "python", f'#!/bin/sh\nexec {python} "$@"\n')
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
         self.env = {**os.environ, "PATH": path, "PYTHONPATH": str(home)}
 

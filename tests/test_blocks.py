@@ -1,11 +1,12 @@
-"""Every code block and command of the pages: played by a test, or with a reason why not; and every
-command that is shown exists, with the options that it is shown with."""
+"""Every code block and command of the pages, fenced or indented: played by a test, or with a reason
+why not; and every command that is shown exists, with the options that it is shown with."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,17 +15,22 @@ import pytest
 import typer
 
 from nestling.cli.main import app
+from nestling.methods import METHODS
 from tests.shell import ROOT
 
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "reproduction").glob("*.md")),
+    *sorted((ROOT / "docs" / "methods").glob("*.md")),
 ]
+INDENTED = "indented"
+"""The kind of a block that stands four spaces to the right and not in a fence."""
 
 DEVICES = "needs machines of one's own; what it says is parsed here, and played in tests/fleet"
 TRAINS = "a plain run of minutes; what it says is parsed here, and its settings are checked"
 SHOWN = "what a program says, or a drawing: nothing to play"
+MEASURES = "minutes to hours, on a GPU or beside others' code; that it exists is looked at here"
 
 CLAIMS: dict[str, dict[str, tuple[int, str]]] = {
     "README.md": {
@@ -60,11 +66,17 @@ CLAIMS: dict[str, dict[str, tuple[int, str]]] = {
     "fleet.md": {"": (3, DEVICES)},
     "gateway.md": {"": (4, DEVICES), "toml": (1, DEVICES)},
     "microcontrollers.md": {"": (1, "needs an emulator of the system's")},
+    "networks.md": {INDENTED: (1, SHOWN)},
     "new_method.md": {"python": (2, "tests/test_new_method.py"), "sh": (3, TRAINS)},
+    "oracles.md": {INDENTED: (2, MEASURES)},
+    "performance.md": {INDENTED: (6, MEASURES), "sh": (1, MEASURES)},
     "reading_the_page.md": {"sh": (1, "tests/report/test_report_coverage.py")},
+    "reproduction/README.md": {INDENTED: (4, MEASURES)},
+    "results.md": {INDENTED: (2, MEASURES)},
     "runbook.md": {"": (8, DEVICES)},
     "training.md": {"sh": (2, TRAINS)},
     "trust.md": {"sh": (3, TRAINS)},
+    **{f"methods/{name}.md": {"sh": (1, TRAINS)} for name in METHODS},
 }
 """By page and kind of block: how many there are, and the test that plays them or why none does."""
 
@@ -79,8 +91,26 @@ def fences(page: Path) -> list[tuple[str, str]]:
     return [(str(kind), str(text)) for kind, text in found]
 
 
+def indented(page: Path) -> Iterator[str]:
+    """The blocks of a page that are four spaces to the right behind an empty line. What stands so
+    below an entry of a list belongs to the entry and is none."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    listed = False
+    for part in re.split(r"\n\s*\n", text):
+        if part.startswith("    ") and not listed:
+            yield part
+        elif not part.startswith(" "):
+            listed = bool(re.match(r"[-*] |\d+\. ", part.splitlines()[-1] if part else ""))
+            listed = listed or bool(re.match(r"[-*] |\d+\. ", part))
+
+
+def found_in(page: Path) -> list[tuple[str, str]]:
+    """Every block of a page, fenced or indented: what kind it is, and its text."""
+    return [*fences(page), *((INDENTED, text) for text in indented(page))]
+
+
 def test_every_block_is_claimed() -> None:
-    found = {_name(page): Counter(kind for kind, _ in fences(page)) for page in PAGES}
+    found = {_name(page): Counter(kind for kind, _ in found_in(page)) for page in PAGES}
     shown = {name: dict(counts) for name, counts in found.items() if counts}
     claimed = {
         name: {kind: count for kind, (count, _) in own.items()} for name, own in CLAIMS.items()
@@ -103,24 +133,37 @@ def test_the_first_run_shows_the_readmes_example() -> None:
     assert shown[0] == shown[1]
 
 
-def commands() -> list[tuple[str, str]]:
-    """Every line that calls `nestling`, and the page that it stands on."""
+def lines(starts: str) -> list[tuple[str, str]]:
+    """Every line of a block that calls what `starts` says, without what it sets in the environment
+    before, and the page that it stands on."""
     return [
-        (page.name, line.strip())
+        (_name(page), found[1])
         for page in PAGES
-        for _, text in fences(page)
+        for _, text in found_in(page)
         for line in text.replace("\\\n", " ").splitlines()
-        if re.match(r"\s*(\$ )?nestling \w", line)
+        if (found := re.match(rf"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*({starts}.*)", line))
     ]
 
 
+def commands() -> list[tuple[str, str]]:
+    """Every line that calls `nestling`, and every call in the middle of a text."""
+    said = [
+        (_name(page), call.replace("\n", " "))
+        for page in PAGES
+        for call in re.findall(r"`(?:[A-Z_]+=\S+ )*(nestling [a-z][^`]*)`", page.read_text())
+    ]
+    return lines(r"nestling \w") + said
+
+
 def test_many_commands_are_found() -> None:
-    assert len(commands()) > 50
+    pages = {page for page, _ in commands()}
+    assert len(commands()) > 100 and len(lines("python benchmarks/")) > 20
+    assert {"reproduction/README.md", "methods/fedavg.md", "runbook.md"} <= pages
 
 
 @pytest.mark.parametrize(("page", "line"), commands(), ids=lambda value: str(value)[:60])
 def test_the_command_exists_with_its_options(page: str, line: str) -> None:
-    words = shlex.split(line.removeprefix("$ "), comments=True)
+    words = shlex.split(line, comments=True)
     group = typer.main.get_command(app)
     assert isinstance(group, click.Group)
     command = group.commands[words[1]]
@@ -136,5 +179,35 @@ def test_the_settings_of_the_command_exist(page: str, line: str) -> None:
 
     words = shlex.split(line, comments=True)
     given = [after for word, after in pairwise(words) if word == "--set"]
+    if any(re.search(r"\b\w+:[A-Z]\w+", text) for text in given):
+        return  # of the reader's own code, which is not here
     if given:
         Experiment.from_parts({}, given)
+
+
+def beside(script: Path) -> Iterator[Path]:
+    """A script, and the files of the checkout that it imports by name."""
+    yield script
+    for name in re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE):
+        for folder in (script.parent, ROOT / "benchmarks"):
+            if (folder / f"{name}.py").exists():
+                yield from beside(folder / f"{name}.py")
+
+
+@pytest.mark.parametrize(("page", "line"), lines("python (?:benchmarks|docs)/"), ids=str)
+def test_the_script_exists_with_its_options(page: str, line: str) -> None:
+    _, script, *words = shlex.split(line, comments=True)
+    known = {
+        word
+        for file in beside(ROOT / script)
+        for word in re.findall(r"""["'](--[\w-]+)["']""", file.read_text())
+    }
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert given <= known, f"{page}: {line}"
+
+
+@pytest.mark.parametrize(("page", "line"), lines(r"make \w"), ids=str)
+def test_the_goal_of_make_exists(page: str, line: str) -> None:
+    goals = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    wanted = [word for word in shlex.split(line, comments=True)[1:] if "=" not in word]
+    assert set(wanted) <= set(goals), f"{page}: {line}"

@@ -8,18 +8,21 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
+import torch
 
 from nestling.cli import main
 from nestling.devices import FleetConfig, Tier
 from nestling.devices.tiers import check_fleet
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.models import MODELS, build
+from nestling.models.options import option_defaults, option_hints, option_names
 from nestling.runs.sweep import read_sweep
-from nestling.sections import SWEEP, TOP, section_of, sections
-from nestling.settings import Bounds, bounds_of
+from nestling.sections import SWEEP, TOP, network_families, section_of, sections
+from nestling.settings import Bounds, OneOf, bounds_of
 
 EVERY = [row for section in sections().values() for row in section.rows]
 ROWS = [row for row in EVERY if not row.key.startswith(f"{SWEEP}.")]  # of an experiment itself
@@ -141,6 +144,80 @@ def test_an_unknown_section_names_those_there_are(
     said = capsys.readouterr().err
     assert "unknown section 'trian' (did you mean 'train'?" in said
     assert all(name in said for name in sections())
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_option_of_a_network_is_told(name: str) -> None:
+    section, builder = section_of(f"model.{name}"), MODELS[name].build
+    assert [row.key for row in section.rows] == [f"model.{one}" for one in option_names(builder)]
+    assert section.text
+    for row, default in zip(section.rows, option_defaults(builder).values(), strict=True):
+        assert row.type != "any" and len(row.meaning) > 5, row.key
+        assert row.default == json.dumps(default), row.key
+
+
+def _network_rules() -> Iterator[tuple[str, str, Any]]:
+    """Every rule of every option: once for each family, whose networks share a function."""
+    for name, *_ in network_families():
+        for option, hint in option_hints(MODELS[name].build).items():
+            listed = get_origin(hint) is tuple
+            for rule in get_args(get_args(hint)[0] if listed else hint)[1:]:
+                yield name, option, rule
+
+
+@pytest.mark.parametrize(("name", "option", "rule"), list(_network_rules()), ids=str)
+def test_what_an_option_of_a_network_allows_is_what_is_not_refused(
+    name: str, option: str, rule: Bounds | OneOf
+) -> None:
+    info = MODELS[name]
+    default = option_defaults(info.build)[option]
+
+    def refused(value: object) -> bool:
+        shape = (1, 64) if info.input == "sequence" else (1, 64, 64)
+        given: object = [value] * len(default) if listed else value
+        if option == "exits":  # of which the last one must stand behind the last block
+            given = [value, sum(option_defaults(info.build)["blocks"])]
+        try:
+            with torch.device("meta"):
+                build(name, shape=shape, classes=3, **{"width": 0.1, option: given})
+        except InputError as error:
+            return error.field == f"model.{option}"
+        return False
+
+    listed = isinstance(default, tuple)
+    if isinstance(rule, OneOf):
+        assert refused("nothing") and not any(map(refused, rule.names))
+        return
+    kind = int if listed or isinstance(default, int) else float
+    assert rule.low is not None
+    assert refused(kind(rule.low - 1)) and refused(kind(rule.low)) == rule.open_low
+    if rule.high is not None:
+        assert refused(kind(rule.high)) == rule.open_high and refused(kind(rule.high + 1))
+
+
+def test_networks_of_a_family_differ_in_defaults_alone() -> None:
+    families = network_families()
+    assert ("resnet50", "resnet101", "resnet152") in families and ("mlp",) in families
+    assert sorted(name for family in families for name in family) == sorted(MODELS)
+    for first, *others in families:
+        told = [dataclasses.replace(row, default="") for row in section_of(f"model.{first}").rows]
+        for other in others:
+            own = section_of(f"model.{other}").rows
+            assert [dataclasses.replace(row, default="") for row in own] == told
+
+
+def test_the_command_lists_the_options_of_a_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config("model.vgg16", monkeypatch=monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert "model.dropout" in said and "[4096, 4096]" in said and "in [0, 1)" in said
+    assert config("--help", monkeypatch=monkeypatch) == 0
+    assert "model.NAME" in capsys.readouterr().out
+    assert config("model.vg16", monkeypatch=monkeypatch) == 2
+    assert "did you mean 'vgg16'" in capsys.readouterr().err
+    assert config("model.mine:Net", monkeypatch=monkeypatch) == 2
+    assert "arguments of the callable" in capsys.readouterr().err
 
 
 def test_the_table_of_a_sweep_is_listed_with_its_defaults(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 import nestling
 from nestling.methods import api
-from nestling.sections import sections
+from nestling.models import MODELS
+from nestling.sections import network_section, sections
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path: path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
@@ -90,6 +91,23 @@ def test_every_link_out_of_the_pages_leads_to_a_file() -> None:
 def test_every_setting_stands_on_a_page(name: str) -> None:
     keys = [f"`{row.key}`" for row in sections()[name].rows]
     assert [key for key in keys if not any(key in text for text in PAGES.values())] == []
+
+
+def _own_chapter(name: str) -> str:
+    """The part of the page of settings that names a network in its title."""
+    page = PAGES[ROOT / "docs" / "settings.md"]
+    (found,) = re.findall(rf"^### [^\n]*`{name}`[^\n]*\n(.*?)(?=^#|\Z)", page, re.M | re.S)
+    return found
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_option_of_a_network_stands_on_a_page_with_its_default(name: str) -> None:
+    page = PAGES[ROOT / "docs" / "settings.md"]
+    common = page.partition("### All of them")[2].partition("###")[0]
+    told = [line for part in (common, _own_chapter(name)) for line in part.splitlines()]
+    for row in network_section(name).rows:
+        (line,) = (line for line in told if line.startswith(f"| `{row.key}` |"))
+        assert f"`{row.default}`" in line and row.meaning in line
 
 
 def test_every_public_name_stands_on_a_page() -> None:

@@ -38,14 +38,14 @@ def models(as_json: AsJson = False) -> None:
 def config(
     section: Annotated[
         str,
-        typer.Argument(
-            help="One section, e.g. split, or method.NAME for a method's own settings "
-            "(default: all but those)."
-        ),
+        typer.Argument(help="A section, method.NAME or model.NAME (default: all sections)."),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List the settings of an experiment: type, range or choices, default and meaning."""
+    """List the settings of an experiment: type, range or choices, default and meaning.
+
+    One section, e.g. split; method.NAME for a method's own settings; model.NAME for a network's.
+    """
     from nestling.cli.listing import setting_rows, setting_table
     from nestling.sections import section_of, sections
 

@@ -30,7 +30,7 @@ class Tier:
     cut:           what `ratio` is of: the width of every layer, or the parameters, met by leaving
                    out depth.
     model:         a network of its own, by name or "package.module:callable".
-    model_options: the arguments of that network.
+    model_options: the options of that network (`nestling config model.NAME`).
     share:         of the fleet that is in this tier; all shares add up to 1.
     count:         how many devices are in this tier, in place of a share.
     memory_mean:   the memory that is free in a round is mean − |N(0, std)| percent of the device's

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from torch import nn
 
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import Network, conv2d, image, named, pooled, scaled
+from nestling.settings import Count, Positive
 
 
 def cnn(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    channels: tuple[int, ...] = (64, 128, 256, 512),
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    channels: tuple[Count, ...] = (64, 128, 256, 512),
 ) -> nn.Module:
-    """3x3 convolutions with bias, each but the last followed by pooling by 2."""
+    """3x3 convolutions with bias, each but the last followed by pooling by 2.
+
+    channels: of every convolution.
+    """
     before, _, _ = image("cnn", shape, least=2 ** (len(channels) - 1))
     stages = []
     for number, full in enumerate(channels, start=1):

@@ -5,20 +5,25 @@ from __future__ import annotations
 
 from torch import nn
 
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import Network, he_init, named, scaled, sequence
+from nestling.settings import Count, Positive
 
 
 def cnn1d(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    channels: tuple[int, ...] = (32, 64, 64),
-    kernel: int = 5,
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    channels: tuple[Count, ...] = (32, 64, 64),
+    kernel: Count = 5,
 ) -> nn.Module:
-    """One convolution with stride 2 for every entry of `channels`, then the mean over time."""
+    """One convolution with stride 2 for every entry of `channels`, then the mean over time.
+
+    channels: of every convolution.
+    kernel:   how many steps of time a convolution sees.
+    """
     before, _ = sequence("cnn1d", shape)
     stages = []
     for full in channels:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import (
     Network,
+    Stem,
     check_stem,
     conv2d,
     he_init,
@@ -21,6 +22,7 @@ from nestling.models.parts import (
     pooled,
     scaled,
 )
+from nestling.settings import Count, Positive
 
 BOTTLENECK = 4
 
@@ -50,15 +52,21 @@ def densenet(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    blocks: tuple[int, ...] = (6, 12, 24, 16),
-    growth: int = 32,
-    initial: int = 64,
-    stem: str = "imagenet",
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    blocks: tuple[Count, ...] = (6, 12, 24, 16),
+    growth: Count = 32,
+    initial: Count = 64,
+    stem: Stem = "imagenet",
 ) -> nn.Module:
-    """`blocks` counts the dense layers of every block; a transition that halves channels and size
-    stands between blocks."""
+    """A stem, dense blocks, and between them transitions that halve channels and size.
+
+    blocks:  the dense layers of every block.
+    growth:  the channels that a dense layer adds.
+    initial: the stem's channels.
+    stem:    imagenet (7x7 with stride 2, then pooling: a quarter of the size) or cifar (3x3, for
+             small images).
+    """
     halvings = max(0, len(blocks) - 1)
     least = 2**halvings if check_stem(stem) == "cifar" else 4 * 2**halvings - 3
     before, _, _ = image("densenet", shape, least=least)

@@ -4,19 +4,21 @@ a smaller network."""
 from __future__ import annotations
 
 import copy
-from typing import cast
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError, unknown
-from nestling.models.norm import norm_layer
-from nestling.models.parts import conv2d, he_init, image, image_stem, named, pooled, scaled
+from nestling.models.norm import Norm, norm_layer
+from nestling.models.parts import Stem, conv2d, he_init, image, image_stem, named, pooled, scaled
 from nestling.models.resnet import basic_stages
+from nestling.settings import Count, OneOf, Positive
 
 HEADS = ("plain", "convs", "attention")
 INFERENCE = ("last", "mean")
+HeadKind = Annotated[str, OneOf(HEADS)]
 
 
 class ExitNet(nn.Module):
@@ -115,13 +117,19 @@ def exitcnn(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    channels: tuple[int, ...] = (16, 32, 64, 128),
-    heads: str = "plain",
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    channels: tuple[Count, ...] = (16, 32, 64, 128),
+    heads: HeadKind = "plain",
 ) -> nn.Module:
     """One 3x3 convolution and one exit for every entry of `channels`; strides halve the map from
-    the second stage on."""
+    the second stage on.
+
+    channels: of every stage.
+    heads:    plain (mean over pixels, linear), convs (three convolutions before that, as in
+              ScaleFL) or attention (a gate and separable convolutions up to the last stage's width,
+              as in DepthFL).
+    """
     before, _, _ = image("exitcnn", shape)
     stages: list[nn.Module] = []
     for number, full in enumerate(channels):
@@ -137,18 +145,22 @@ def exitresnet(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    blocks: tuple[int, ...] = (2, 2, 2, 2),
-    channels: tuple[int, ...] = (64, 64, 128, 256, 512),
-    stem: str = "cifar",
-    heads: str = "plain",
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    blocks: tuple[Count, ...] = (2, 2, 2, 2),
+    channels: tuple[Count, ...] = (64, 64, 128, 256, 512),
+    stem: Stem = "cifar",
+    heads: HeadKind = "plain",
 ) -> nn.Module:
-    """A `resnet` of basic blocks with an exit behind every stage.
+    """A residual network of basic blocks with an exit behind every stage.
 
-    `heads` is "plain" (mean over pixels, linear), "convs" (three convolutions before that, as in
-    ScaleFL) or "attention" (a gate and separable convolutions up to the last stage's width, as in
-    DepthFL).
+    blocks:   the basic blocks of every stage.
+    channels: of the stem, then of every stage.
+    stem:     imagenet (7x7 with stride 2, then pooling: a quarter of the size) or cifar (3x3, for
+              small images).
+    heads:    plain (mean over pixels, linear), convs (three convolutions before that, as in
+              ScaleFL) or attention (a gate and separable convolutions up to the last stage's width,
+              as in DepthFL).
     """
     before, _, _ = image("exitresnet", shape)
     stages = basic_stages(blocks, channels, width, norm)
@@ -161,12 +173,15 @@ def tinyexits(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    channels: tuple[int, ...] = (12, 24, 48, 48),
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    channels: tuple[Count, ...] = (12, 24, 48, 48),
 ) -> nn.Module:
     """A strided 5x5 convolution, then 3x3 ones, with an exit behind each; every other stage halves
-    the map. The first stage and its exit train within 64 KB."""
+    the map. The first stage and its exit train within 64 KB.
+
+    channels: of every stage.
+    """
     before, high, wide = image("tinyexits", shape)
     stages: list[nn.Module] = []
     exits: list[nn.Sequential] = []

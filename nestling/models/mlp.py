@@ -6,19 +6,23 @@ import math
 
 from torch import nn
 
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import Network, named, scaled
+from nestling.settings import Count, Positive
 
 
 def mlp(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "none",
-    hidden: tuple[int, ...] = (200,),
+    width: Positive = 1.0,
+    norm: Norm = "none",
+    hidden: tuple[Count, ...] = (200,),
 ) -> nn.Module:
-    """One stage per hidden layer; `hidden=()` is softmax regression."""
+    """One stage per hidden layer.
+
+    hidden: the units of every hidden layer; none is softmax regression.
+    """
     size, stages = math.prod(shape), []
     for units in hidden:
         after = scaled(units, width)

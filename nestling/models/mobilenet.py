@@ -5,8 +5,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nestling.models.norm import norm_layer
-from nestling.models.parts import Network, check_stem, conv2d, he_init, image, named, pooled, scaled
+from nestling.models.norm import Norm, norm_layer
+from nestling.models.parts import (
+    Network,
+    Stem,
+    check_stem,
+    conv2d,
+    he_init,
+    image,
+    named,
+    pooled,
+    scaled,
+)
+from nestling.settings import Positive
 
 _TABLE = (
     (1, 16, 1, 1),
@@ -39,15 +50,17 @@ def mobilenetv2(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    stem: str = "cifar",
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    stem: Stem = "cifar",
     expand_first: bool = False,
 ) -> nn.Module:
-    """`stem="imagenet"` starts with stride 2, "cifar" with stride 1 (as FlexFL does).
+    """Seventeen inverted residuals between a 3x3 and a 1x1 convolution, the mean over pixels, the
+    head.
 
-    `expand_first` gives the first block a 1x1 convolution of its own although it does not widen,
-    which FlexFL's has.
+    stem:         imagenet starts with stride 2, cifar with stride 1 (as FlexFL does).
+    expand_first: gives the first block a 1x1 convolution of its own although it does not widen,
+                  which FlexFL's has.
     """
     before, _, _ = image("mobilenetv2", shape)
     entry = _unit(

@@ -16,14 +16,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError, unknown
+from nestling.settings import OneOf
 
 NORMS = ("group", "batch", "sbn", "tracked", "per-width", "none")
+Norm = Annotated[str, OneOf(NORMS, more="per-width:0.25,0.5,1")]
 GROUP_SIZE = 4
 WIDTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 """The widths of `per-width`, unless stated."""

@@ -1,5 +1,5 @@
-"""Check a model's options against its builder's signature, so that the signature is the only place
-that names them."""
+"""A model's options, which its builder's signature and docstring name and nothing else: they are
+checked against it, and told from it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from nestling.errors import InputError, unknown
+from nestling.settings import told_in
 
 _GIVEN = ("shape", "classes")
 _WORDS: dict[type, str] = {
@@ -21,11 +22,42 @@ _WORDS: dict[type, str] = {
     float: "a number",
     int: "a whole number",
 }
+_EVERYWHERE = {
+    "width": "the share of its hidden channels or units that every layer has, rounded up.",
+    "norm": "what normalises: group (groups of four channels), batch (by the batch at hand, in "
+    "tests too), sbn (the same, until it is given statistics once, after training), tracked "
+    "(running statistics), per-width (running statistics for every width, which may be named), "
+    "none.",
+}
+"""What options mean that every builder has."""
+
+
+def function_of(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """The function behind a builder, which may only give it other defaults."""
+    return build.func if isinstance(build, functools.partial) else build
 
 
 def option_names(build: Callable[..., nn.Module]) -> list[str]:
     """The options a builder takes beside shape and classes."""
     return [name for name in inspect.signature(build).parameters if name not in _GIVEN]
+
+
+def option_hints(build: Callable[..., nn.Module]) -> dict[str, Any]:
+    """The type of every option, with what it allows."""
+    hints = typing.get_type_hints(function_of(build), include_extras=True)
+    return {name: hints[name] for name in option_names(build)}
+
+
+def option_defaults(build: Callable[..., nn.Module]) -> dict[str, Any]:
+    """The default of every option."""
+    found = inspect.signature(build).parameters
+    return {name: found[name].default for name in option_names(build)}
+
+
+def told_of_options(build: Callable[..., nn.Module]) -> tuple[str, dict[str, str]]:
+    """What a builder's docstring tells of its network, and what every option means."""
+    text, own = told_in(function_of(build).__doc__ or "", option_names(build))
+    return text, _EVERYWHERE | own
 
 
 def check_options(
@@ -37,7 +69,7 @@ def check_options(
     for name in options:
         if name not in allowed:
             raise unknown(f"option of model {model!r}:", name, allowed, field=f"model.{name}")
-    hints = typing.get_type_hints(build.func if isinstance(build, functools.partial) else build)
+    hints = typing.get_type_hints(function_of(build))
     return {name: _checked(f"model.{name}", value, hints[name]) for name, value in options.items()}
 
 

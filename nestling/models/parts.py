@@ -6,14 +6,17 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError, unknown
 from nestling.models.norm import norm_layer
+from nestling.settings import OneOf
 
 STEMS = ("imagenet", "cifar")
+Stem = Annotated[str, OneOf(STEMS)]
 
 
 class Network(nn.Module):

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import Network, conv2d, image, named, pooled, scaled
 from nestling.models.resnet import plan
+from nestling.settings import Count, Positive
 
 
 class PreBlock(nn.Module):
@@ -37,13 +38,17 @@ def preresnet18(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    blocks: tuple[int, ...] = (2, 2, 2, 2),
-    channels: tuple[int, ...] = (64, 128, 256, 512),
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    blocks: tuple[Count, ...] = (2, 2, 2, 2),
+    channels: tuple[Count, ...] = (64, 128, 256, 512),
 ) -> nn.Module:
     """A 3x3 stem, one stage for every entry of `blocks`, a last normalisation, the mean over
-    pixels, the head."""
+    pixels, the head.
+
+    blocks:   the blocks of every stage.
+    channels: of every stage; the stem has those of the first.
+    """
     before, _, _ = image("preresnet18", shape)
     planned = plan(blocks, (*channels[:1], *channels))
     stages = [nn.Sequential(*(_block(*place, width, norm) for place in stage)) for stage in planned]

@@ -13,8 +13,19 @@ from functools import partial
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.models.norm import norm_layer
-from nestling.models.parts import Network, conv2d, he_init, image, image_stem, named, pooled, scaled
+from nestling.models.norm import Norm, norm_layer
+from nestling.models.parts import (
+    Network,
+    Stem,
+    conv2d,
+    he_init,
+    image,
+    image_stem,
+    named,
+    pooled,
+    scaled,
+)
+from nestling.settings import Count, Positive
 
 EXPANSION = 4
 
@@ -72,14 +83,19 @@ def resnet(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    blocks: tuple[int, ...] = (2, 2, 2, 2),
-    channels: tuple[int, ...] = (64, 64, 128, 256, 512),
-    stem: str = "imagenet",
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    blocks: tuple[Count, ...] = (2, 2, 2, 2),
+    channels: tuple[Count, ...] = (64, 64, 128, 256, 512),
+    stem: Stem = "imagenet",
 ) -> nn.Module:
-    """`blocks` counts the basic blocks of every stage; `channels` is the stem's, then one per
-    stage."""
+    """A stem, one stage for every entry of `blocks`, the mean over pixels, the head.
+
+    blocks:   the basic blocks of every stage.
+    channels: of the stem, then of every stage.
+    stem:     imagenet (7x7 with stride 2, then pooling: a quarter of the size) or cifar (3x3, for
+              small images).
+    """
     before, _, _ = image("resnet", shape)
     stages = basic_stages(blocks, channels, width, norm)
     entry = image_stem(before, scaled(channels[0], width), stem=stem, norm=norm)
@@ -90,13 +106,19 @@ def bottleneck(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    blocks: tuple[int, ...] = (3, 4, 6, 3),
-    channels: tuple[int, ...] = (64, 64, 128, 256, 512),
-    stem: str = "imagenet",
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    blocks: tuple[Count, ...] = (3, 4, 6, 3),
+    channels: tuple[Count, ...] = (64, 64, 128, 256, 512),
+    stem: Stem = "imagenet",
 ) -> nn.Module:
-    """As `resnet`, of bottleneck blocks: a stage of c channels puts out 4·c."""
+    """As the smaller ones, of bottleneck blocks: a stage of c channels puts out 4·c.
+
+    blocks:   the bottleneck blocks of every stage.
+    channels: of the stem, then of every stage, inside its blocks.
+    stem:     imagenet (7x7 with stride 2, then pooling: a quarter of the size) or cifar (3x3, for
+              small images).
+    """
     before, _, _ = image("resnet", shape)
     stages = _bottleneck_stages(blocks, channels, width, norm)
     entry = image_stem(before, scaled(channels[0], width), stem=stem, norm=norm)

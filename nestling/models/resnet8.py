@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from torch import nn
 
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import Network, conv2d, he_init, image, named, pooled, scaled
 from nestling.models.resnet import BasicBlock, plan
+from nestling.settings import Count, Positive
 
 
 def resnet8(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    blocks: tuple[int, ...] = (1, 1, 1),
-    channels: tuple[int, ...] = (16, 32, 64),
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    blocks: tuple[Count, ...] = (1, 1, 1),
+    channels: tuple[Count, ...] = (16, 32, 64),
 ) -> nn.Module:
-    """As in the benchmark all convolutions carry a bias and shortcuts no normalisation.
+    """A 3x3 stem, one stage for every entry of `blocks`, the mean over pixels, the head.
 
-    On 3x32x32 and 10 classes: 77 706 parameters without normalisation (the published figure of the
+    As in the benchmark all convolutions carry a bias and shortcuts no normalisation. On
+    3x32x32 and 10 classes: 77 706 parameters without normalisation (the published figure of the
     folded model); 78 666 with "tracked", running statistics counted.
+
+    blocks:   the basic blocks of every stage.
+    channels: of every stage.
     """
     before, _, _ = image("resnet8", shape)
     planned = plan(blocks, (*channels[:1], *channels))

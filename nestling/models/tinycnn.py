@@ -5,23 +5,26 @@ from __future__ import annotations
 
 from torch import nn
 
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import Network, conv2d, he_init, image, named, scaled
+from nestling.settings import Count, Positive
 
 
 def tinycnn(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    channels: tuple[int, ...] = (20, 40, 80),
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    channels: tuple[Count, ...] = (20, 40, 80),
 ) -> nn.Module:
     """A 5x5 convolution with stride 2, then a 3x3 convolution and a 2x2 pool for every further
     entry of `channels`.
 
     Halving the map in the first layer keeps the activations, which are what fills a
     microcontroller's memory, small.
+
+    channels: of every convolution.
     """
     before, high, wide = image("tinycnn", shape)
     stages = []

@@ -9,26 +9,29 @@ from torch import nn
 
 from nestling.errors import InputError
 from nestling.models.exits import ExitNet
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import Network, conv2d, he_init, image, named, scaled
 from nestling.models.resnet import basic_stages, plan
+from nestling.settings import Count, Positive
 
 
 def tinyresnet(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    blocks: tuple[int, ...] = (3, 3),
-    channels: tuple[int, ...] = (4, 8, 8),
-    exits: tuple[int, ...] = (),
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    blocks: tuple[Count, ...] = (3, 3),
+    channels: tuple[Count, ...] = (4, 8, 8),
+    exits: tuple[Count, ...] = (),
 ) -> nn.Module:
-    """A stem that quarters the map, `blocks` basic blocks per stage, a coarse mean, the head.
+    """A stem that quarters the map, `blocks` basic blocks per stage, a coarse mean, the head. With
+    one block per stage it trains within 64 KB.
 
-    `channels` is the stem's, then one per stage. With one block per stage it trains within 64 KB.
-    `exits` makes it a network with early exits: after so many blocks, counted over all stages,
-    there is another neck and head; the last one stands behind the last block.
+    blocks:   the basic blocks of every stage.
+    channels: of the stem, then of every stage.
+    exits:    makes it a network with early exits: after so many blocks, counted over all stages,
+              there is another neck and head; the last one stands behind the last block.
     """
     before, high, wide = image("tinyresnet", shape, least=4)
     size = scaled(channels[0], width)

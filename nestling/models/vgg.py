@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from nestling.errors import InputError
-from nestling.models.norm import norm_layer
+from nestling.models.norm import Norm, norm_layer
 from nestling.models.parts import Network, conv2d, image, named, scaled
+from nestling.settings import Count, Positive, ShareBelowOne
 
 _CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 _POOLED, _LATE = (1, 3, 6, 9, 12), (2, 4, 7, 10, 12)
@@ -17,18 +18,20 @@ def vgg16(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "group",
-    hidden: tuple[int, ...] = (4096, 4096),
-    dropout: float = 0.5,
+    width: Positive = 1.0,
+    norm: Norm = "group",
+    hidden: tuple[Count, ...] = (4096, 4096),
+    dropout: ShareBelowOne = 0.5,
     late: bool = False,
 ) -> nn.Module:
     """One stage per convolution. Pooling follows every group of them; the last is left out where
     the map is one pixel already.
 
-    `late` pools as FlexFL's released code does: after the first convolution of the next group
-    instead of before it, so that those four see maps of twice the side. The parameters are the
-    same. FlexFL uses `hidden=(256, 256)` on one-channel images.
+    hidden:  the units of the fully connected layers; FlexFL uses (256, 256) on one-channel images.
+    dropout: the share of those units that is left out of a training step.
+    late:    pools as FlexFL's released code does: after the first convolution of the next group
+             instead of before it, so that those four see maps of twice the side. The parameters
+             are the same.
     """
     if not 0 <= dropout < 1:
         raise InputError(
