@@ -66,7 +66,8 @@ def fleet_of(method: Any, home: Path, **changes: Any) -> tuple[Path, Path]:
 
 
 def of_three(method: Any, **changes: Any) -> Any:
-    split = SplitConfig(kind="iid", size=60, public=0.02)
+    """Two clients of one tier and one of another, who lack some classes."""
+    split = SplitConfig(kind="dirichlet", alpha=0.3, size=60, public=0.02)
     return six(method, rounds=2, fleet=FleetConfig(tiers=TIERS), split=split, **changes)
 
 
@@ -101,7 +102,8 @@ def test_the_device_writes_what_the_simulator_writes(
     here = export_device(run.device, data="experiment", shared=shared, out=tmp_path / "device")
     assert same_files(tmp_path / "device", tmp_path / "simulated")
     assert {**here, "folder": ""} == {**there, "folder": ""} and here["client"] == run.client
-    assert here["round"] == 2 and here["calibration_rows"] == 60 and verify(tmp_path / "device")
+    assert here["round"] == 2 and 0 < here["calibration_rows"] <= 60 and verify(tmp_path / "device")
+    assert (run.simulated.federation.world.split.counts(run.client) == 0).any()
     other = next(c for c in range(3) if c not in (run.client, *_wide(run)))
     export_device(
         run.devices / str(other), data="experiment", shared=shared, out=tmp_path / "other"
@@ -203,7 +205,8 @@ def test_a_damaged_file_is_named(played: Callable[[str], Played], tmp_path: Path
         with pytest.raises(InputError, match=str(path)):
             export_device(device, data="experiment", shared=server, out=tmp_path / "out")
         path.write_bytes(good)
-    shutil.rmtree(memory.parent)
+    for version in memory.parent.iterdir():
+        version.unlink()
     with pytest.raises(InputError, match="kept after round 2 is not in"):
         export_device(device, data="experiment", shared=server, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -251,5 +254,5 @@ def test_of_several_runs_the_newest_is_taken(
 
 def test_what_the_server_keeps_is_exported_there(tmp_path: Path) -> None:
     devices, _ = fleet_of("shared-average", tmp_path)
-    with pytest.raises(InputError, match="are on the server .* nestling export RUN"):
+    with pytest.raises(InputError, match=r"are on the server .* nestling export RUN"):
         export_device(devices / "0", data="experiment", out=tmp_path / "out")

@@ -47,7 +47,7 @@ from nestling.views import State
 from nestling.world import World
 
 _SHARED_FIX = (
-    f"copy {checkpoint.NAME}, {ROSTER} and clients/ from the server's run folder (or all of it) "
+    f"copy {checkpoint.NAME}, {ROSTER} and, where it has them, clients/ from the server's run folder "
     "and name the copy with --shared"
 )
 
@@ -203,10 +203,11 @@ def _client_model(kept: _ClientRun, data: str, shared: Path | None) -> ClientMod
     else:
         Records(store).put(kept.client, server.record, counted)
         method = _with_server(method, experiment, server.state)
-    if not memory and not (server and server.record):
+    place = kept.folder / "memory"
+    # With some methods a client keeps nothing, or not yet: it has no such folder.
+    if not memory and (server is None or place.is_dir()):
         raise InputError(
-            f"what client {kept.client} kept after round {counted} is not in "
-            f"{kept.folder / 'memory'}",
+            f"what client {kept.client} kept after round {counted} is not in {place}",
             field="RUN",
             fix="name the server's folder as it is now with --shared" if server else None,
         )
