@@ -181,14 +181,7 @@ class ClientStore:
         return path
 
     def _read(self, client: int, round: int) -> State:
-        path = self._path(client, round)
-        try:
-            return dict(Message.from_bytes(read_sealed(path))["memory"])
-        except (OSError, KeyError, InputError) as error:
-            raise InputError(
-                f"client {client}'s state cannot be read from {path}: {error}",
-                fix="start the run again",
-            ) from error
+        return _state_in(self._path(client, round), client)
 
     def _remember(self, client: int, state: State) -> None:
         self._bytes += _size(state) - _size(self._recent.pop(client, {}))
@@ -222,6 +215,33 @@ class Records:
     def put(self, client: int, state: State, round: int) -> None:
         """Writes down what is known of a client as of a round."""
         self._store.put(_SERVER + client, state, round)
+
+
+def memory_at(folder: Path, client: int, round: int) -> State:
+    """What a client had kept after `round`, nothing where it had not; from a store's folder that is
+    another's, in which nothing is changed."""
+    return _version_at(folder, client, round)
+
+
+def record_at(folder: Path, client: int, round: int) -> State:
+    """What the server had written down of a client after `round`, likewise."""
+    return _version_at(folder, _SERVER + client, round)
+
+
+def _version_at(folder: Path, client: int, round: int) -> State:
+    names = [found for path in folder.glob("*.bin") if (found := _FILE.fullmatch(path.name))]
+    versions = [int(n[2]) for n in names if int(n[1]) == client and int(n[2]) <= round]
+    return _state_in(folder / f"{client}.{max(versions)}.bin", client) if versions else {}
+
+
+def _state_in(path: Path, client: int) -> State:
+    try:
+        return dict(Message.from_bytes(read_sealed(path))["memory"])
+    except (OSError, KeyError, InputError) as error:
+        raise InputError(
+            f"client {client}'s state cannot be read from {path}: {error}",
+            fix="start the run again",
+        ) from error
 
 
 def _size(state: State) -> int:

@@ -24,6 +24,7 @@ from nestling.cli.shared import (
     print_table,
     show_comparison,
 )
+from nestling.errors import InputError
 
 
 def report(
@@ -96,13 +97,20 @@ def compare(
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="The folder of a run, or the one that `nestling join` keeps on a device.",
+        ),
+    ],
     device: Annotated[
         str,
         typer.Option(
-            help="Whose model: a tier of the run, or its device.", autocompletion=complete_device
+            help="Whose model: a tier of the run, or its device (a device knows its own).",
+            autocompletion=complete_device,
         ),
-    ],
+    ] = "",
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write (default: RUN/export-TIER).")
     ] = None,
@@ -117,27 +125,74 @@ def export(
         Path | None,
         typer.Option(metavar="KEY", help="Sign the files with this key (see `nestling keygen`)."),
     ] = None,
+    data: Annotated[
+        str,
+        typer.Option(metavar="PATH", help="On a device: its data, as `nestling join` has them."),
+    ] = "",
+    shared: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="On a device: the server's run folder, or a copy, for what clients share.",
+        ),
+    ] = None,
+    run: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="On a device: which of its runs (default: the last)."),
+    ] = "",
+    client: Annotated[
+        int | None, typer.Option(metavar="K", help="On a device: which of several clients.")
+    ] = None,
     as_json: AsJson = False,
     trust: Trusted = None,
 ) -> None:
-    """Write a run's model for one of its devices: int8 C source and .tflite, and ONNX."""
-    from nestling.runs.export import export, export_table
+    """Write a run's model for one of its devices, or the model that is on a device: int8 C source
+    and .tflite, and ONNX."""
+    from nestling.runs.export import export_table
 
-    formats = tuple(part.strip() for part in format_.split(","))
-    report = export(
-        folder,
-        device=device,
-        out=out,
-        formats=formats,
-        calibration=calibration,
-        name=name,
-        trust=trust or (),
-        sign=sign,
-    )
+    wanted: dict[str, Any] = {
+        "device": device,
+        "out": out,
+        "formats": tuple(part.strip() for part in format_.split(",")),
+        "calibration": calibration,
+        "name": name,
+        "trust": trust or (),
+        "sign": sign,
+    }
+    only = {"data": data, "shared": shared, "run": run, "client": client}
+    report = _export(folder, wanted, only)
     if as_json:
         print(json.dumps(report, indent=1))
     else:
         print_table(export_table(report))
+
+
+def _export(folder: Path, wanted: dict[str, Any], only: dict[str, Any]) -> dict[str, Any]:
+    """The export of a run, or of a device, which alone has what is in `only`."""
+    from nestling.fleet.node.exporting import export_device, is_device_folder
+    from nestling.runfiles import EXPERIMENT
+    from nestling.runs.export import export
+
+    if is_device_folder(folder):
+        return export_device(folder, **wanted, **only)
+    if not (folder / EXPERIMENT).is_file():
+        raise InputError(
+            f"{folder} is neither a run folder nor a device's",
+            field="RUN",
+            fix=f"name a folder that holds {EXPERIMENT}, or the one that `nestling join` keeps",
+        )
+    for option, value in only.items():
+        if value not in ("", None):
+            raise InputError(
+                f"{folder} is a run's folder, and this is for a device's",
+                field=f"--{option}",
+                fix="leave it out",
+            )
+    if not wanted["device"]:
+        raise InputError(
+            "no device is named", field="--device", fix="name a tier of the run, or its device"
+        )
+    return export(folder, **wanted)
 
 
 def back(

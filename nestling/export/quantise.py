@@ -10,9 +10,10 @@ memory is rows, columns, channels.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nestling.errors import InputError
@@ -23,6 +24,8 @@ LOW, HIGH = -128, 127
 ADD_SHIFT = 20
 """The operands of a residual sum get this many bits below the point, as in TensorFlow Lite."""
 BATCH = 256
+BELOW = 16
+"""A class that is never said gets this part of the others' range less than the least of them."""
 KEEPS_SCALE = ("max_pool", "avg_pool", "activation")
 
 
@@ -109,10 +112,28 @@ def quantise(network: FoldedNetwork, rows: Tensor) -> Quantised:
         raise InputError(
             "no rows to calibrate with", field="--calibration", fix="give at least one"
         )
+    network = _without_infinity(network, rows)
     scales = _scales(network, ranges(network, rows))
     operations = tuple(_operation(layer, network, scales) for layer in network.layers)
     shapes = tuple((height, width, channels) for channels, height, width in network.shapes)
     return Quantised(operations, shapes, scales, network.input, network.output)
+
+
+def _without_infinity(network: FoldedNetwork, rows: Tensor) -> FoldedNetwork:
+    """The network with a number in the place of the −inf of classes that it never says (FedProto's,
+    of those that a client has no rows of): one below all that the other classes get, since eight
+    bits have no infinity."""
+    last = network.layers[-1]
+    never = torch.isneginf(last.bias)
+    if last.kind != "dense" or last.output != network.output or not never.any() or never.all():
+        return network
+    parts = rows.cpu().float().split(BATCH)
+    said = torch.cat([run(network, part)[network.output].flatten(1)[:, ~never] for part in parts])
+    low, high = float(said.min()), float(said.max())
+    floor = torch.tensor(low - max(high - low, 1.0) / BELOW)
+    weight = torch.where(never[:, None], 0.0, last.weight)
+    finite = replace(last, weight=weight, bias=torch.where(never, floor, last.bias))
+    return replace(network, layers=(*network.layers[:-1], finite))
 
 
 def ranges(network: FoldedNetwork, rows: Tensor) -> dict[int, tuple[float, float]]:

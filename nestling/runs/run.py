@@ -256,7 +256,8 @@ def need_models(result: Result) -> None:
             f"a client of {federation.method.as_set.title} has a model of its own, and in the run "
             "of a fleet these are on the devices, not on the server",
             field="RUN",
-            fix="export it, or look at it, on the device",
+            fix="export it on the device: nestling export FOLDER --data DATA, with the folder that "
+            "`nestling join` keeps there",
         )
 
 

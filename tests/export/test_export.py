@@ -131,6 +131,32 @@ def test_a_range_is_covered_and_zero_is_exact(low: float, width: float) -> None:
     assert to_int8(np.zeros(1), scale)[0] == scale.zero
 
 
+def test_a_class_that_is_never_said_is_not_said_in_eight_bits(tmp_path: Path) -> None:
+    """FedProto decides among the classes of which its client has rows: the others' bias is −inf."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = spiced(build("mlp", shape=(1, 8, 8), classes=6))
+        x = torch.randn(300, 1, 8, 8)
+    plain = quantise(fold(module, (1, 8, 8)), x)
+    head = [part for part in module.modules() if isinstance(part, nn.Linear)][-1]
+    with torch.no_grad():
+        head.weight[1:3], head.bias[1:3] = 0.0, -torch.inf
+    wanted = module(x).argmax(-1).numpy()
+    quantised = quantise(fold(module, (1, 8, 8)), x)
+    said = reference.infer(quantised, quantised.quantise(x)).astype(int)
+    others = np.delete(said, [1, 2], axis=1)
+    assert said[:, 1:3].max() < others.min() and not np.isin(wanted, [1, 2]).any()
+    before = reference.infer(plain, plain.quantise(x)).astype(int)
+    assert np.isin(before.argmax(1), [1, 2]).any()  # with their own biases they are said
+    assert np.mean(said.argmax(1) == wanted) > 0.95
+    x = x[:20]
+    assert np.array_equal(on_host(quantised, quantised.quantise(x), tmp_path), said[:20])
+    with torch.no_grad():
+        head.bias.fill_(-torch.inf)
+    with pytest.raises(InputError, match="not finite"):
+        quantise(fold(module, (1, 8, 8)), x)
+
+
 def test_a_bias_far_larger_than_its_weights_stays_a_32_bit_number() -> None:
     scale = weight_scales(np.array([1e-9, 0.0]), np.array([1000.0, 0.0]), 0.01)
     assert np.all(np.abs(np.array([1000.0, 0.0]) / (0.01 * scale.astype(np.float64))) < 2**31)

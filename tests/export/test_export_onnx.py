@@ -58,3 +58,12 @@ def test_one_of_every_operation(norm: type[nn.Module]) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         check(spiced(Zoo(norm)), Zoo.shape)
+
+
+def test_a_class_that_is_never_said() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = spiced(build("mlp", shape=(1, 8, 8), classes=6))
+    with torch.no_grad():
+        [part for part in module.modules() if isinstance(part, nn.Linear)][-1].bias[2] = -torch.inf
+    check(module, (1, 8, 8))

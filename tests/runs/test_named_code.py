@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,20 @@ import pytest
 import tomli_w
 
 import nestling
-from nestling import Evaluation, InputError
+from nestling import Evaluation, FleetConfig, InputError, Named, Tier
 from nestling.cli.main import main
-from nestling.files import read_toml
+from nestling.files import read_sealed, read_toml, sealed
+from nestling.fleet.node.exporting import export_device
 from nestling.fleet.protocol.courier import LoopCourier
+from nestling.fleet.protocol.wire import Welcome
+from nestling.fleet.server.engine import Patience
 from nestling.fleet.server.serving import play
 from nestling.runs import reproduction
 from nestling.runs.analysis import analyse
 from nestling.runs.export import export
 from nestling.runs.run import opened
 from nestling.runs.sweep import Sweep
+from tests.fleet.loop import six, workers_of
 from tests.small import small
 
 MODULE = "made_by_a_stranger"
@@ -204,6 +209,40 @@ def test_what_the_user_names_is_imported(
     assert call(monkeypatch, *go_on, "--trust", name) == 0
     assert call(monkeypatch, "analyse", run, "--rows", "20", "--trust", name) == 0
     assert nestling.resume(run, overrides=("rounds=3",), trust=[name]).metrics[-1]["round"] == 3
+
+
+def test_a_devices_folder_is_data_too(
+    ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the server's experiment names is imported for an export where the user names it too."""
+    workers = workers_of(tmp_path / "devices", 1)
+    courier = LoopCourier({0: workers[0].handle})
+    tiers = (Tier(name="one", ratio=1.0, count=1),)
+    experiment = six("local", rounds=1, fleet=FleetConfig(tiers=tiers))
+    experiment = experiment.with_changes(model=Named("tinycnn", {"channels": [8, 16, 16]}))
+    play(courier, experiment, tmp_path / "server", patience=Patience(poll=0.0))
+    device = tmp_path / "devices" / "0"
+    (path,) = (device / "runs").glob("*/welcome")
+    told = Welcome.from_bytes(read_sealed(path))
+    for change in PLACES:
+        table = experiment.to_table()
+        change(table)
+        if table["fleet"].get("path"):
+            (tmp_path / "fleet.toml").write_text(tomli_w.dumps({"tiers": table["fleet"]["tiers"]}))
+            table["fleet"] = {"path": str(tmp_path / "fleet.toml")}
+        welcome = replace(told, experiment=tomli_w.dumps(table))
+        path.write_bytes(sealed(welcome.to_bytes()))
+        words = ("export", str(device), "--data", "experiment")
+        for more in ((), ("--trust", f"{MODULE}:other")):
+            assert call(monkeypatch, *words, *more) == 2, change
+            said = capsys.readouterr().err
+            assert f"{MODULE}:" in said and "--trust" in said and len(said.splitlines()) == 1, said
+    assert not ran.exists() and MODULE not in sys.modules
+    table = experiment.to_table()
+    in_the_model(table)
+    path.write_bytes(sealed(replace(told, experiment=tomli_w.dumps(table)).to_bytes()))
+    export_device(device, data="experiment", formats=("c",), trust=[NETWORK])
+    assert ran.exists() and (device / "export-one" / "model.c").exists()
 
 
 def test_the_block_ends_and_the_users_own_names_work_again(

@@ -193,7 +193,7 @@ class _Run:
     def __init__(self, folder: Path, welcome: Welcome, own: Experiment | None) -> None:
         torch.set_num_threads(1)  # as in every engine: sums then run in the same order everywhere
         self.folder, self.welcome = folder, welcome
-        self.experiment = _experiment(welcome, own)
+        self.experiment = experiment_of(welcome, own)
         self.method = self.experiment.make_method()
         self._own = own
         self._sites: dict[int, Site] = {}
@@ -274,7 +274,7 @@ class _Run:
             id(own) if own is not None else 0,
         )
         if key not in _worlds:
-            given = None if data == EXPERIMENT else _form(told)
+            given = None if data == EXPERIMENT else form_of(told)
             _, whole, world = make_world(self.experiment, given=given)
             # holding `own` keeps its id from being given to another
             _worlds[key] = world, whole, own
@@ -368,7 +368,7 @@ class OwnRows(Split):
         return np.arange(len(self._y))
 
 
-def _experiment(welcome: Welcome, own: Experiment | None) -> Experiment:
+def experiment_of(welcome: Welcome, own: Experiment | None = None) -> Experiment:
     """The experiment as this node carries it out: on its CPU, with its own copies of what only code
     can say."""
     experiment = Experiment.from_table(parse_toml(welcome.experiment, "the experiment"))
@@ -381,7 +381,7 @@ def _share(whole: Dataset, split: Split, client: int) -> Rows:
     return Rows(whole.x[rows], whole.y[rows])
 
 
-def _form(welcome: Welcome) -> Given:
+def form_of(welcome: Welcome) -> Given:
     """Data of the form of the experiment's, which take no memory: the networks, and what fits a
     device, depend on the form only."""
     x = torch.zeros(1, *welcome.shape)
