@@ -105,6 +105,7 @@ def line_chart(
     inside = [tick for tick in x_ticks if x_range[0] <= tick <= x_range[1]]
     body = _grid(inside, y_ticks, across, up, x, y)
     body += [_band(one, across, up) for one in drawn if one.band]
+    # that of everybody is the widest and lies below: one that is equal to it is seen inside it
     for one in sorted(drawn, key=lambda s: s.style != INK):
         body += _line(one, across, up, x, y)
     read_out = [
@@ -121,12 +122,15 @@ def heat_map(
     *,
     rows: Sequence[str],
     columns: Sequence[str],
+    across: str,
+    tell: Callable[[int, int], str],
     groups: Sequence[SvgGroup],
     title: str,
     desc: str,
     ident: str,
 ) -> Markup:
-    """`counts[row][column]` as a map; `groups` marks runs of neighbouring columns. Shades go by the
+    """`counts[row][column]` as a map; `across` says what a column is, `tell` what is said of the
+    cell in a row and column, and `groups` marks runs of neighbouring columns. Shades go by the
     square root of a count."""
     tall, wide = clamp(560 / max(len(rows), 1), 7, 24), clamp(980 / max(len(columns), 1), 9, 50)
     left = 14 + 7.2 * max((len(cut_short(name)) for name in rows), default=1)
@@ -144,9 +148,9 @@ def heat_map(
             )
         for c, value in enumerate(counts[r]):
             if value > 0:
-                note = f"client {columns[c]}, class {name}: {value:,.0f}" if titled else ""
+                note = tell(r, c) if titled else ""
                 body.append(_heat_cell(left + c * wide, y, wide, tall, shade(value, most), note))
-    body += _column_names(columns, left, wide, top + tall * len(rows))
+    body += _column_names(columns, across, left, wide, top + tall * len(rows))
     return frame(
         "heat",
         width,
@@ -195,7 +199,7 @@ def pair_map(
             body.append(_heat_cell(x, y, size, size, strongest * clamp(value, 0, 1), note))
             if written:
                 body.append(_label("in", x + (size - 1) / 2, y + size / 2 + 3.5, f"{value:.2f}"))
-    body += _column_names(names, left, size, top + side)
+    body += _column_names(names, "client", left, size, top + side)
     width, height = left + side + 2, top + side + 40
     return frame(
         "heat",
@@ -459,15 +463,18 @@ def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[
     return strips
 
 
-def _column_names(columns: Sequence[str], left: float, wide: float, below: float) -> list[Markup]:
+def _column_names(
+    columns: Sequence[str], across: str, left: float, wide: float, below: float
+) -> list[Markup]:
     """As many of the names as there is room for, and what they are."""
-    every = math.ceil((10 + 7 * max((len(name) for name in columns), default=1)) / wide)
+    short = [cut_short(name) for name in columns]
+    every = math.ceil((10 + 7 * max((len(name) for name in short), default=1)) / wide)
     names = [
         text_at("tick", left + (c + 0.5) * wide, below + 17, name, text_anchor="middle")
-        for c, name in enumerate(columns)
+        for c, name in enumerate(short)
         if c % every == 0
     ]
-    return [*names, text_at("axis", left, below + 35, "client")]
+    return [*names, text_at("axis", left, below + 35, across)]
 
 
 def _heat_cell(x: float, y: float, wide: float, tall: float, opacity: float, note: str) -> Markup:

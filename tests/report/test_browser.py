@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import re
 import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -52,6 +54,12 @@ return [charts.length, charts.filter((chart) => {
 }).map((chart) => chart.querySelector('title').textContent)];
 """
 
+SMALLEST_TEXT = """
+return Math.min(...[...document.querySelectorAll('svg.chart')].map((chart) =>
+  chart.getBoundingClientRect().width / chart.viewBox.baseVal.width
+  * parseFloat(getComputedStyle(chart.querySelector('text')).fontSize)));
+"""
+
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
@@ -91,11 +99,12 @@ def page(request: pytest.FixtureRequest, made: dict[str, Path], driver: Any) -> 
     return show(driver, made[request.param])
 
 
-def show(driver: Any, path: Path, *, width: int = 1280, scheme: str = "light") -> Any:
+def show(driver: Any, page: Path | str, *, width: int = 1280, scheme: str = "light") -> Any:
+    """A file or an address, in a window of this width and in these colours."""
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     emulate(driver, scheme)
-    driver.get(path.as_uri())
+    driver.get(page.as_uri() if isinstance(page, Path) else page)
     return driver
 
 
@@ -154,13 +163,7 @@ def test_no_page_scrolls_sideways(page: Any, width: int) -> None:
 
 def test_text_in_charts_is_readable_on_a_phone(driver: Any, made: dict[str, Path]) -> None:
     show(driver, made["run"], width=360)
-    sizes = driver.execute_script(
-        "return [...document.querySelectorAll('svg.chart')].map((chart) => "
-        "chart.getBoundingClientRect().width"
-        " / chart.viewBox.baseVal.width * "
-        "parseFloat(getComputedStyle(chart.querySelector('text')).fontSize))"
-    )
-    assert min(sizes) >= 9
+    assert driver.execute_script(SMALLEST_TEXT) >= 9
 
 
 def test_dark_follows_the_system(page: Any) -> None:
@@ -295,6 +298,67 @@ def test_a_watched_page_shows_a_later_round_without_a_reload(driver: Any, tmp_pa
             driver.find_elements("css selector", "svg.chart")
         )
         assert driver.get_log("browser") == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_watched_page_is_readable_on_a_phone(driver: Any, tmp_path: Path, scheme: str) -> None:
+    """Also after a round that came while it was open, which is drawn by the page's own script."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    folder = write_run(tmp_path / "live", rounds=6, done=2)
+    with showing(folder) as server:
+        show(driver, server.url, width=390, scheme=scheme)
+        back = background(driver)
+        assert (sum(map(int, re.findall(r"\d+", back)[:3])) < 3 * 128) == (scheme == "dark")
+        assert driver.find_element("css selector", ".brand .live").is_displayed()
+        for done in (2, 3):
+            write_run(folder, rounds=6, done=done)
+            WebDriverWait(driver, 60).until(
+                lambda it, so=f"{done} of 6 rounds": (
+                    so in it.find_element("css selector", ".state").text
+                )
+            )
+            assert driver.execute_script("return document.scrollingElement.scrollWidth") <= 391
+            assert driver.execute_script(SMALLEST_TEXT) >= 9
+            count, undrawn = driver.execute_script(UNDRAWN)
+            assert count >= 4 and undrawn == []
+            assert background(driver) == back
+
+
+def test_the_tables_of_a_comparison_fit_a_desktop(driver: Any, made: dict[str, Path]) -> None:
+    show(driver, made["comparison"], width=1280)
+    widths = driver.execute_script(
+        "return [...document.querySelectorAll('.scroll')].map((one) => "
+        "[one.getAttribute('aria-label'), one.scrollWidth, one.clientWidth])"
+    )
+    assert {label for label, _, _ in widths} >= {"Results", "Accuracy by tier", "Runs"}
+    assert [one for one in widths if one[1] > one[2]] == []
+
+
+def test_a_thousand_rounds_of_a_hundred_clients_open_in_two_seconds(
+    driver: Any, tmp_path: Path
+) -> None:
+    """The best of three, since a machine that has other things to do is no fault of the page."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    folder = write_run(tmp_path, rounds=1000, clients=100)
+    everybody = list(range(100))
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for record in records:
+        at = record["round"]
+        record["clients"], record["missed"] = everybody, [7 * at % 100]
+        record["trained"] = [1_000 - (client + at) % 3 * 50 for client in everybody]
+        record["refusals"] = [{"client": client, "reason": "late"} for client in range(at % 20)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    page = write_report(folder)
+    times = []
+    for _ in range(3):
+        show(driver, page)
+        loaded = "return performance.getEntriesByType('navigation')[0].loadEventEnd"
+        times.append(WebDriverWait(driver, 60).until(lambda it: it.execute_script(loaded)))
+        # what its script adds at the end is there
+        assert len(driver.find_elements("css selector", ".saves")) >= 8
+    assert min(times) < 2000, times
 
 
 def test_a_click_on_a_heading_sorts(driver: Any, made: dict[str, Path]) -> None:

@@ -137,6 +137,8 @@ def test_a_heat_map_draws_what_is_there_and_darker_for_more() -> None:
         [[0, 1], [4, 2]],
         rows=["a", "b"],
         columns=["0", "1"],
+        across="house",
+        tell=lambda row, column: f"{'ab'[row]} in {column}",
         groups=[SvgGroup("g", 0, 2)],
         title="T",
         desc="D",
@@ -147,13 +149,9 @@ def test_a_heat_map_draws_what_is_there_and_darker_for_more() -> None:
         for c in ET.fromstring(image).iter("rect")
         if "cell" in c.attrib["class"]
     }
-    assert list(cells) == ["client 1, class a: 1", "client 0, class b: 4", "client 1, class b: 2"]
-    assert (
-        cells["client 1, class a: 1"]
-        < cells["client 1, class b: 2"]
-        < cells["client 0, class b: 4"]
-        == 1.0
-    )
+    assert list(cells) == ["a in 1", "b in 0", "b in 1"]
+    assert cells["a in 1"] < cells["b in 1"] < cells["b in 0"] == 1.0
+    assert ET.fromstring(image).find("text[@class='axis']").text == "house"
 
 
 def test_text_is_escaped() -> None:
