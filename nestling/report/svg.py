@@ -28,6 +28,7 @@ _MOST_POINTS = 400
 _MOST_MARKERS = 12
 _MOST_TITLED_CELLS = 5000
 _ROOM_FOR_A_NUMBER = 30
+_CLOSEST_MARKS = 0.06  # of the height, for the text of a tick
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Series:
 @dataclass(frozen=True)
 class Axis:
     """How one direction of a chart reads: `form` writes a tick, `tell` a read-out; `floor` and
-    `ceiling` bound the range."""
+    `ceiling` bound the range. `places` spreads values unevenly, with ticks at `marks`, where that
+    tells them apart."""
 
     label: str
     form: Callable[[float], str]
@@ -52,6 +54,8 @@ class Axis:
     ceiling: float | None = None
     from_zero: bool = False
     integers: bool = False
+    places: Callable[[float], float] | None = None
+    marks: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,16 @@ def line_chart(
     x_ticks = ticks(
         *_span([at for s in drawn for at, _ in s.points], x), count=5, integers=x.integers
     )
-    highs = [value for s in drawn for _, value in s.points] + [
-        edge for s in drawn for _, *pair in s.band for edge in pair
-    ]
-    y_ticks = ticks(*_span(highs, y, pad=0.03), count=5, integers=y.integers)
+    highs, bent = _heights(drawn), is_bent(drawn, y)
+    y_ticks = (
+        _marks_around(highs, y)
+        if bent
+        else ticks(*_span(highs, y, pad=0.03), count=5, integers=y.integers)
+    )
     x_range = _x_range(drawn, x, x_ticks)
     y_range = (min(y_ticks[0], *highs), max(y_ticks[-1], *highs))
     across = _scale(x_range, (_LEFT, _WIDTH - _RIGHT))
-    up = _scale(y_range, (_HEIGHT - _BOTTOM, _TOP))
+    up = _scale(y_range, (_HEIGHT - _BOTTOM, _TOP), y.places if bent else None)
     inside = [tick for tick in x_ticks if x_range[0] <= tick <= x_range[1]]
     body = _grid(inside, y_ticks, across, up, x, y)
     body += [_band(one, across, up) for one in drawn if one.band]
@@ -277,6 +283,16 @@ def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> Markup:
     return frame("bars", width, step * len(rows) - 8, title, desc, ident, body, told)
 
 
+def is_bent(series: Sequence[Series], axis: Axis) -> bool:
+    """Whether the axis spreads these lines unevenly: where what an even one has in its lower half
+    is then in the lowest quarter."""
+    values = _heights(series)
+    low, high = min(values), max(values)
+    if axis.places is None or low == high:
+        return False
+    return _scale((low, high), (0, 1), axis.places)((low + high) / 2) < 0.25
+
+
 def swatch(style: int) -> Markup:
     """The legend's key for one style: a piece of the line with its marker."""
     line = tag(
@@ -325,6 +341,27 @@ def thin(
     return [*kept, points[-1]]
 
 
+def _heights(series: Sequence[Series]) -> list[float]:
+    """What lines and their bands reach."""
+    edges = [edge for one in series for _, *pair in one.band for edge in pair]
+    return [value for one in series for _, value in one.points] + edges
+
+
+def _marks_around(values: Sequence[float], axis: Axis) -> list[float]:
+    """The marks of an uneven axis that lie around these values, without those for which there is
+    no room."""
+    first = max((mark for mark in axis.marks if mark <= min(values)), default=axis.marks[0])
+    last = min((mark for mark in axis.marks if mark >= max(values)), default=axis.marks[-1])
+    at = _scale((first, last), (0, 1), axis.places)
+    kept = [last]
+    for mark in reversed([mark for mark in axis.marks if first <= mark < last]):
+        if at(kept[-1]) - at(mark) >= _CLOSEST_MARKS and (
+            mark == first or at(mark) >= _CLOSEST_MARKS
+        ):
+            kept.append(mark)
+    return kept[::-1]
+
+
 def _span(values: Sequence[float], axis: Axis, pad: float = 0.0) -> tuple[float, float]:
     low, high = min(values), max(values)
     if axis.from_zero:
@@ -344,9 +381,17 @@ def _x_range(drawn: Sequence[Series], x: Axis, x_ticks: Sequence[float]) -> tupl
     return (low, high) if high > low else (x_ticks[0], x_ticks[-1])
 
 
-def _scale(source: tuple[float, float], target: tuple[float, float]) -> Callable[[float], float]:
-    span = (source[1] - source[0]) or 1.0
-    return lambda value: target[0] + (value - source[0]) / span * (target[1] - target[0])
+
+
+def _scale(
+    source: tuple[float, float],
+    target: tuple[float, float],
+    places: Callable[[float], float] | None = None,
+) -> Callable[[float], float]:
+    place = places or float
+    low, high = map(place, source)
+    span = (high - low) or 1.0
+    return lambda value: target[0] + (place(value) - low) / span * (target[1] - target[0])
 
 
 def _grid(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nestling.errors import InputError
+from nestling.report.charts import ACCURACY, BENT
 from nestling.report.compare import compare
 from nestling.report.comparison import spread
 from nestling.report.folder import read_run, summarise
@@ -91,7 +92,8 @@ def test_the_page_gives_mean_and_spread_and_keeps_columns_apart(tmp_path: Path) 
 def test_the_seeds_of_a_setting_have_a_band_of_one_deviation(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
     alone = write_run(tmp_path / "alone", method="fedavg", title="FedAvg")
-    chart = drawn(write_comparison([*runs, alone], tmp_path / "all.html"), "c-global-rounds")
+    page = write_comparison([*runs, alone], tmp_path / "all.html")
+    chart = drawn(page, "c-global-rounds")
     bands = [path for path in chart.iter("path") if str(path.get("class")).startswith("band")]
     assert [band.get("class") for band in bands] == ["band s0"]  # one seed has no spread
     rows = [row.split("\t") for row in str(chart.get("data-table")).split("\n")]
@@ -109,7 +111,10 @@ def test_the_seeds_of_a_setting_have_a_band_of_one_deviation(tmp_path: Path) -> 
     # what is drawn is as high as these numbers: along the upper edge, and back along the lower
     edge = [float(pair.split()[1]) for pair in str(bands[0].get("d"))[1:-1].split("L")]
     upper, lower = edge[: len(edge) // 2], edge[: len(edge) // 2 - 1 : -1]
-    widths = [float(row[4]) - float(row[3]) for row in rows[1:] if row[0] == "HeteroFL"]
+    assert ACCURACY.places is not None and BENT in page.read_text()
+    place = ACCURACY.places
+    edges = [map(float, row[3:]) for row in rows[1:] if row[0] == "HeteroFL"]
+    widths = [place(high) - place(low) for low, high in edges]
     tall = [low - high for low, high in zip(lower, upper, strict=True)]
     scale = max(tall) / max(widths)
     assert scale > 0
