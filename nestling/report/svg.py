@@ -381,8 +381,6 @@ def _x_range(drawn: Sequence[Series], x: Axis, x_ticks: Sequence[float]) -> tupl
     return (low, high) if high > low else (x_ticks[0], x_ticks[-1])
 
 
-
-
 def _scale(
     source: tuple[float, float],
     target: tuple[float, float],

@@ -180,7 +180,9 @@ def test_hovering_over_what_was_taken_for_what(tmp_path: Path) -> None:
     change(folder / "federation.json", split={**split, "class_names": ["a", "b"]})
     page = write_report(folder)
     chart = drawn(page, "c-confusion")
-    cells = [cell.find("title").text for cell in chart.iter("rect") if cell.find("title") is not None]
+    cells = [
+        cell.find("title").text for cell in chart.iter("rect") if cell.find("title") is not None
+    ]
     assert cells == ["class a recognised: 31", "class a taken for b: 5", "class b recognised: 24"]
     words = [text.text for text in chart.iter("text")]
     assert words == ["a", "b", "a", "b", "taken for"]
