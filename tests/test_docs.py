@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from nestling import Experiment
 from nestling.methods import METHODS
+from nestling.runs.assemble import assemble
+from nestling.runs.describe import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "methods"
@@ -61,3 +64,30 @@ def test_every_test_that_the_threat_model_names_is_there() -> None:
             path = ROOT / name if name.startswith("tests") else folder / name
             assert path.exists(), path
             folder = path.parent
+
+
+def test_the_pictures_are_small_and_each_is_shown() -> None:
+    pictures = {path.name: path.stat().st_size for path in (ROOT / "docs/pictures").iterdir()}
+    assert max(pictures.values()) < 100_000 and sum(pictures.values()) < 600_000
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/reading_the_page.md")]
+    named = {name for text in pages for name in re.findall(r"pictures/([\w-]+\.png)", text)}
+    assert named == set(pictures)
+    for name in ("page", "coverage", "live"):
+        assert {f"{name}.png", f"{name}-dark.png"} <= named
+
+
+def test_the_drawing_of_the_readme_is_what_the_default_run_gives_each_device() -> None:
+    text = (ROOT / "README.md").read_text()
+    (sizes, pieces), *_ = re.findall(
+        r"^( +\d+ KB .*)\n(.*) parameters trained$", text, re.MULTILINE
+    )
+    kilobytes = [int(size) for size in re.findall(r"(\d+) KB", sizes)]
+    *small, whole = [int(n.replace(" ", "")) for n in re.findall(r"\d{1,3}(?: \d{3})+", pieces)]
+    assert len(small) == len(kilobytes) == 3 and "Raspberry Pi, GPU box" in sizes
+    tiers = {tier["name"]: tier for tier in describe(*assemble(Experiment()))["tiers"]}
+    trained = {tier["limits"]["ram"]: tier["params"] for tier in tiers.values()}
+    assert [trained[size * 1024] for size in kilobytes] == small
+    assert {tiers[name]["params"] for name in ("raspberry-pi-zero-2w", "gpu-box")} == {whole}
+    assert max(trained.values()) == whole
+    devices = sum(tier["count"] for tier in tiers.values())
+    assert f"{devices} devices of {len(tiers)} kinds" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
@@ -206,20 +206,23 @@ def _tiers(settings: Sequence[Setting]) -> Markup:
             } | tiers
     if not tiers:
         return Markup("")
+    return section(
+        "tiers",
+        "Accuracy by tier",
+        "",
+        joined(_tier_table(settings, tiers, kind) for kind in ("global", "personal")),
+    )
+
+
+def _tier_table(settings: Sequence[Setting], tiers: Mapping[str, str], kind: str) -> Markup:
+    group = f"{kind.capitalize()} accuracy, last"
     columns = [Column("Method", numeric=False)]
-    columns += [
-        Column(label, group=group)
-        for group in ("Global accuracy, last", "Personal accuracy, last")
-        for label in tiers.values()
-    ]
+    columns += [Column(label, group=group) for label in tiers.values()]
     rows = [
-        [
-            Cell(setting.label, style=index),
-            *(_tier_cell(setting, tier, kind) for kind in ("global", "personal") for tier in tiers),
-        ]
+        [Cell(setting.label, style=index), *(_tier_cell(setting, tier, kind) for tier in tiers)]
         for index, setting in enumerate(settings)
     ]
-    return section("tiers", "Accuracy by tier", "", table(columns, rows, label="Accuracy by tier"))
+    return table(columns, rows, label=f"{group}, by tier")
 
 
 def _tier_cell(setting: Setting, tier: str, kind: str) -> Cell:
@@ -244,14 +247,10 @@ def _coverage(settings: Sequence[Setting]) -> Markup:
 
 
 def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup:
-    columns = [
-        Column("Run", numeric=False),
-        Column("Method", numeric=False),
-        Column("Data", numeric=False),
-        Column("Model", numeric=False),
-        Column("Seed"),
-        Column("Rounds"),
-    ]
+    # what all runs have in common stands in the head
+    told = [key for key in ("data", "model") if len({e.summary.get(key) for e in entries}) > 1]
+    columns = [Column(name, numeric=False) for name in ("Run", "Method", *map(str.title, told))]
+    columns += [Column("Seed"), Column("Rounds")]
     columns += [
         Column(label, group=group)
         for group in ("Global accuracy", "Personal accuracy")
@@ -278,6 +277,7 @@ def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup
             entry,
             styles.get(id(entry)),
             entry.run.name if names[entry.run.name] == 1 else str(entry.run.folder),
+            told,
         )
         for entry in entries
     ]
@@ -291,7 +291,7 @@ def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup
     return section("runs", "Runs", "", body)
 
 
-def _run_cells(entry: ComparedRun, style: int | None, name: str) -> list[Cell]:
+def _run_cells(entry: ComparedRun, style: int | None, name: str, told: Sequence[str]) -> list[Cell]:
     summary = entry.summary
     seed, done, rounds = (number(summary.get(key)) for key in ("seed", "rounds_done", "rounds"))
     progress = (
@@ -309,8 +309,7 @@ def _run_cells(entry: ComparedRun, style: int | None, name: str) -> list[Cell]:
     return [
         Cell(name, style=style),
         Cell(entry.title),
-        Cell(str(summary.get("data") or DASH)),
-        Cell(str(summary.get("model") or DASH)),
+        *(Cell(str(summary.get(key) or DASH)) for key in told),
         Cell(DASH if seed is None else f"{seed:.0f}", seed),
         Cell(progress, done),
         *_accuracies([entry]),

@@ -159,10 +159,15 @@ def split_part(run: Run, rows: Sequence[Row]) -> Markup:
     ]
     groups = tier_groups(clients, order, labels)
     title = "Samples of each class on each client"
+    idents = [str(client.get("id", index)) for index, client in enumerate(clients)]
     image = heat_map(
         counts,
         rows=names,
-        columns=[str(client.get("id", index)) for index, client in enumerate(clients)],
+        columns=idents,
+        across="client",
+        tell=lambda row, column: (
+            f"client {idents[column]}, class {names[row]}: {counts[row][column]:,.0f}"
+        ),
         groups=groups,
         title=title,
         desc=f"{plural(len(names), 'class', 'classes')} by {plural(len(clients), 'client')}, "
@@ -170,7 +175,15 @@ def split_part(run: Run, rows: Sequence[Row]) -> Markup:
         "the stronger a cell's colour, the more samples.",
         ident="c-split",
     )
-    body = fill("split.html", title=title, image=image, groups=groups, shades=shades_of(counts))
+    body = fill(
+        "heat.html",
+        title=title,
+        said="A column is a client, a row a class.",
+        image=image,
+        groups=groups,
+        counted="Samples",
+        shades=shades_of(counts),
+    )
     read = mapping(run.federation, "data").get("line")
     body += note(f"What was read: {read}.") if isinstance(read, str) else Markup("")
     return section("split", "Data split", _split_lead(split, len(clients)), body)

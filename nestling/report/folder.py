@@ -216,7 +216,7 @@ def _last_round(run: Run) -> int:
 
 
 def _identity(run: Run) -> Record:
-    """What the configuration tells about a run that has no summary yet."""
+    """What configuration and federation tell about a run that has no summary yet."""
     found: Record = {}
     for key in ("method", "data", "model"):
         value = run.config.get(key)
@@ -226,5 +226,8 @@ def _identity(run: Run) -> Record:
     for key in ("seed", "rounds"):
         if number(run.config.get(key)) is not None:
             found[key] = run.config[key]
-    name = mapping(run.federation, "model").get("name")
-    return {"model": name, **found} if name else found
+    for key, part, what in (("model", "model", "name"), ("title", "method", "title")):
+        told = mapping(run.federation, part).get(what)
+        if isinstance(told, str) and told:
+            found.setdefault(key, told)
+    return found

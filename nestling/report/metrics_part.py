@@ -98,17 +98,33 @@ def _confusion(by_class: Row, labels: Sequence[str]) -> Markup:
     figures = [[number(value) or 0.0 for value in row] for row in counts]
     names = [_label(labels, at) for at in range(len(figures))]
     title = "What rows of a class were taken for"
+
+    def tell(row: int, column: int) -> str:
+        taken = "recognised" if row == column else f"taken for {names[column]}"
+        return f"class {names[row]} {taken}: {whole(figures[row][column])}"
+
     image = heat_map(
         figures,
         rows=names,
-        columns=[str(at) for at in range(len(figures))],
+        columns=names,
+        across="taken for",
+        tell=tell,
         groups=[],
         title=title,
         desc=f"{plural(len(names), 'class', 'classes')} down, the same across: the stronger a "
         "cell's colour, the more test rows of the one were taken for the other.",
         ident="c-confusion",
     )
-    return fill("split.html", title=title, image=image, groups=[], shades=shades_of(figures))
+    return fill(
+        "heat.html",
+        title=title,
+        said="A row is a class of the test rows, a column what the model took them for; what was "
+        "recognised lies on the diagonal.",
+        image=image,
+        groups=[],
+        counted="Test rows",
+        shades=shades_of(figures),
+    )
 
 
 def _label(labels: Sequence[str], at: int) -> str:

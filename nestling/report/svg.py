@@ -28,6 +28,7 @@ _MOST_POINTS = 400
 _MOST_MARKERS = 12
 _MOST_TITLED_CELLS = 5000
 _ROOM_FOR_A_NUMBER = 30
+_CLOSEST_MARKS = 0.06  # of the height, for the text of a tick
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Series:
 @dataclass(frozen=True)
 class Axis:
     """How one direction of a chart reads: `form` writes a tick, `tell` a read-out; `floor` and
-    `ceiling` bound the range."""
+    `ceiling` bound the range. `places` spreads values unevenly, with ticks at `marks`, where that
+    tells them apart."""
 
     label: str
     form: Callable[[float], str]
@@ -52,6 +54,8 @@ class Axis:
     ceiling: float | None = None
     from_zero: bool = False
     integers: bool = False
+    places: Callable[[float], float] | None = None
+    marks: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,20 @@ def line_chart(
     x_ticks = ticks(
         *_span([at for s in drawn for at, _ in s.points], x), count=5, integers=x.integers
     )
-    highs = [value for s in drawn for _, value in s.points] + [
-        edge for s in drawn for _, *pair in s.band for edge in pair
-    ]
-    y_ticks = ticks(*_span(highs, y, pad=0.03), count=5, integers=y.integers)
+    highs, bent = _heights(drawn), is_bent(drawn, y)
+    y_ticks = (
+        _marks_around(highs, y)
+        if bent
+        else ticks(*_span(highs, y, pad=0.03), count=5, integers=y.integers)
+    )
     x_range = _x_range(drawn, x, x_ticks)
     y_range = (min(y_ticks[0], *highs), max(y_ticks[-1], *highs))
     across = _scale(x_range, (_LEFT, _WIDTH - _RIGHT))
-    up = _scale(y_range, (_HEIGHT - _BOTTOM, _TOP))
+    up = _scale(y_range, (_HEIGHT - _BOTTOM, _TOP), y.places if bent else None)
     inside = [tick for tick in x_ticks if x_range[0] <= tick <= x_range[1]]
     body = _grid(inside, y_ticks, across, up, x, y)
     body += [_band(one, across, up) for one in drawn if one.band]
+    # that of everybody is the widest and lies below: one that is equal to it is seen inside it
     for one in sorted(drawn, key=lambda s: s.style != INK):
         body += _line(one, across, up, x, y)
     read_out = [
@@ -121,12 +128,15 @@ def heat_map(
     *,
     rows: Sequence[str],
     columns: Sequence[str],
+    across: str,
+    tell: Callable[[int, int], str],
     groups: Sequence[SvgGroup],
     title: str,
     desc: str,
     ident: str,
 ) -> Markup:
-    """`counts[row][column]` as a map; `groups` marks runs of neighbouring columns. Shades go by the
+    """`counts[row][column]` as a map; `across` says what a column is, `tell` what is said of the
+    cell in a row and column, and `groups` marks runs of neighbouring columns. Shades go by the
     square root of a count."""
     tall, wide = clamp(560 / max(len(rows), 1), 7, 24), clamp(980 / max(len(columns), 1), 9, 50)
     left = 14 + 7.2 * max((len(cut_short(name)) for name in rows), default=1)
@@ -144,9 +154,9 @@ def heat_map(
             )
         for c, value in enumerate(counts[r]):
             if value > 0:
-                note = f"client {columns[c]}, class {name}: {value:,.0f}" if titled else ""
+                note = tell(r, c) if titled else ""
                 body.append(_heat_cell(left + c * wide, y, wide, tall, shade(value, most), note))
-    body += _column_names(columns, left, wide, top + tall * len(rows))
+    body += _column_names(columns, across, left, wide, top + tall * len(rows))
     return frame(
         "heat",
         width,
@@ -195,7 +205,7 @@ def pair_map(
             body.append(_heat_cell(x, y, size, size, strongest * clamp(value, 0, 1), note))
             if written:
                 body.append(_label("in", x + (size - 1) / 2, y + size / 2 + 3.5, f"{value:.2f}"))
-    body += _column_names(names, left, size, top + side)
+    body += _column_names(names, "client", left, size, top + side)
     width, height = left + side + 2, top + side + 40
     return frame(
         "heat",
@@ -273,6 +283,16 @@ def bars(rows: Sequence[Bar], *, title: str, desc: str, ident: str) -> Markup:
     return frame("bars", width, step * len(rows) - 8, title, desc, ident, body, told)
 
 
+def is_bent(series: Sequence[Series], axis: Axis) -> bool:
+    """Whether the axis spreads these lines unevenly: where what an even one has in its lower half
+    is then in the lowest quarter."""
+    values = _heights(series)
+    low, high = min(values), max(values)
+    if axis.places is None or low == high:
+        return False
+    return _scale((low, high), (0, 1), axis.places)((low + high) / 2) < 0.25
+
+
 def swatch(style: int) -> Markup:
     """The legend's key for one style: a piece of the line with its marker."""
     line = tag(
@@ -321,6 +341,27 @@ def thin(
     return [*kept, points[-1]]
 
 
+def _heights(series: Sequence[Series]) -> list[float]:
+    """What lines and their bands reach."""
+    edges = [edge for one in series for _, *pair in one.band for edge in pair]
+    return [value for one in series for _, value in one.points] + edges
+
+
+def _marks_around(values: Sequence[float], axis: Axis) -> list[float]:
+    """The marks of an uneven axis that lie around these values, without those for which there is
+    no room."""
+    first = max((mark for mark in axis.marks if mark <= min(values)), default=axis.marks[0])
+    last = min((mark for mark in axis.marks if mark >= max(values)), default=axis.marks[-1])
+    at = _scale((first, last), (0, 1), axis.places)
+    kept = [last]
+    for mark in reversed([mark for mark in axis.marks if first <= mark < last]):
+        if at(kept[-1]) - at(mark) >= _CLOSEST_MARKS and (
+            mark == first or at(mark) >= _CLOSEST_MARKS
+        ):
+            kept.append(mark)
+    return kept[::-1]
+
+
 def _span(values: Sequence[float], axis: Axis, pad: float = 0.0) -> tuple[float, float]:
     low, high = min(values), max(values)
     if axis.from_zero:
@@ -340,9 +381,15 @@ def _x_range(drawn: Sequence[Series], x: Axis, x_ticks: Sequence[float]) -> tupl
     return (low, high) if high > low else (x_ticks[0], x_ticks[-1])
 
 
-def _scale(source: tuple[float, float], target: tuple[float, float]) -> Callable[[float], float]:
-    span = (source[1] - source[0]) or 1.0
-    return lambda value: target[0] + (value - source[0]) / span * (target[1] - target[0])
+def _scale(
+    source: tuple[float, float],
+    target: tuple[float, float],
+    places: Callable[[float], float] | None = None,
+) -> Callable[[float], float]:
+    place = places or float
+    low, high = map(place, source)
+    span = (high - low) or 1.0
+    return lambda value: target[0] + (place(value) - low) / span * (target[1] - target[0])
 
 
 def _grid(
@@ -459,15 +506,18 @@ def _group_strips(groups: Sequence[SvgGroup], left: float, wide: float) -> list[
     return strips
 
 
-def _column_names(columns: Sequence[str], left: float, wide: float, below: float) -> list[Markup]:
+def _column_names(
+    columns: Sequence[str], across: str, left: float, wide: float, below: float
+) -> list[Markup]:
     """As many of the names as there is room for, and what they are."""
-    every = math.ceil((10 + 7 * max((len(name) for name in columns), default=1)) / wide)
+    short = [cut_short(name) for name in columns]
+    every = math.ceil((10 + 7 * max((len(name) for name in short), default=1)) / wide)
     names = [
         text_at("tick", left + (c + 0.5) * wide, below + 17, name, text_anchor="middle")
-        for c, name in enumerate(columns)
+        for c, name in enumerate(short)
         if c % every == 0
     ]
-    return [*names, text_at("axis", left, below + 35, "client")]
+    return [*names, text_at("axis", left, below + 35, across)]
 
 
 def _heat_cell(x: float, y: float, wide: float, tall: float, opacity: float, note: str) -> Markup:

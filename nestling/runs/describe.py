@@ -20,6 +20,7 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     """The content of `federation.json`."""
     world = federation.world
     return {
+        "method": {"name": experiment.method.name, "title": federation.method.as_set.title},
         "model": {
             "name": experiment.model.name,
             "params": ratio_cost(world.main, 1.0).params,

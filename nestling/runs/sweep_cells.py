@@ -23,8 +23,9 @@ from nestling.engines import choose_where
 from nestling.engines.pool import cores, main_script_hidden
 from nestling.errors import InputError
 from nestling.experiment import Experiment
-from nestling.runs.cell import play_cell
+from nestling.runs.cell import play_cell, rounds_done
 from nestling.runs.logged import logged
+from nestling.runs.pictured import picture
 from nestling.runs.run import Watcher
 from nestling.schema import require
 
@@ -127,6 +128,8 @@ def _play_one(cell: SweepCell, runs: Path, watcher: Watcher, log: tuple[str, ...
                 overrides=_how_played(experiment),
                 field="--out",
             )
+        if rounds_done(runs / cell.name) >= experiment.rounds:  # and not stopped before
+            picture(runs / cell.name)
     except InputError as error:
         return str(error)
     except Exception as error:

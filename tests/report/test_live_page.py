@@ -153,6 +153,7 @@ def test_a_run_is_seen_while_it_runs(tmp_path: Path) -> None:
         with showing(path) as server:
             first = json.loads(ask(server, "/parts")[1])
             assert "1 of 2 rounds, not finished" in first["body"]
+            assert "<h1>HeteroFL</h1>" in first["body"] and first["title"].startswith("HeteroFL ")
             assert ["coverage", "Coverage"] in first["sections"]
             go_on.set()
             run.join(timeout=300)

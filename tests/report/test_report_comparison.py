@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nestling.errors import InputError
+from nestling.report.charts import ACCURACY, BENT
 from nestling.report.compare import compare
 from nestling.report.comparison import spread
 from nestling.report.folder import read_run, summarise
@@ -14,7 +15,7 @@ from nestling.report.grouping import ComparedRun, settings_of
 from nestling.report.page import write_comparison
 from nestling.report.words import duration, energy
 from tests.report.made_up_run import change, write_run
-from tests.report.test_report_page import outline
+from tests.report.test_report_page import drawn, outline
 
 
 def entries(*folders: Path) -> list[ComparedRun]:
@@ -145,6 +146,38 @@ def test_what_a_target_took_in_time_and_energy(tmp_path: Path) -> None:
     assert columns["target_joules"].title == "energy to 80%"
     never = compare(*runs, target=0.9999)
     assert "target_seconds" not in {column.key for column in never.columns}
+
+
+def test_the_seeds_of_a_setting_have_a_band_of_one_deviation(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    alone = write_run(tmp_path / "alone", method="fedavg", title="FedAvg")
+    page = write_comparison([*runs, alone], tmp_path / "all.html")
+    chart = drawn(page, "c-global-rounds")
+    bands = [path for path in chart.iter("path") if str(path.get("class")).startswith("band")]
+    assert [band.get("class") for band in bands] == ["band s0"]  # one seed has no spread
+    rows = [row.split("\t") for row in str(chart.get("data-table")).split("\n")]
+    assert rows[0][-2:] == ["low", "high"]
+    told = {(row[0], int(row[1])): row[2:] for row in rows[1:]}
+    accuracies = [
+        {one["round"]: one["global_accuracy"] for one in read_run(run).metrics} for run in runs
+    ]
+    for at in (1, 10, 20):
+        values = [one[at] for one in accuracies]
+        mean, sd = statistics.fmean(values), statistics.stdev(values)
+        found = [float(value) for value in told["HeteroFL", at]]
+        assert found == pytest.approx([mean, mean - sd, mean + sd])
+        assert told["FedAvg", at][1:] == ["", ""]
+    # what is drawn is as high as these numbers: along the upper edge, and back along the lower
+    edge = [float(pair.split()[1]) for pair in str(bands[0].get("d"))[1:-1].split("L")]
+    upper, lower = edge[: len(edge) // 2], edge[: len(edge) // 2 - 1 : -1]
+    assert ACCURACY.places is not None and BENT in page.read_text()
+    place = ACCURACY.places
+    edges = [map(float, row[3:]) for row in rows[1:] if row[0] == "HeteroFL"]
+    widths = [place(high) - place(low) for low, high in edges]
+    tall = [low - high for low, high in zip(lower, upper, strict=True)]
+    scale = max(tall) / max(widths)
+    assert scale > 0
+    assert tall == pytest.approx([scale * width for width in widths], abs=0.25)
 
 
 def test_runs_on_different_data_carry_a_warning(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import html
 import json
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -124,6 +125,72 @@ def test_charts_over_rounds_and_over_bytes_have_their_own_axis(tmp_path: Path) -
         "c-bytes": ["19.8 MB"] * 5,
         "c-personal": ["round 20"] * 5,
     }
+
+
+def drawn(page: Path, ident: str) -> ET.Element:
+    """The chart of a page whose ids begin with `ident`."""
+    charts = re.findall(r'<svg class="chart.*?</svg>', page.read_text(encoding="utf-8"), re.DOTALL)
+    (found,) = (chart for chart in charts if f'id="{ident}-title"' in chart)
+    # XML would make spaces of the tabs and line breaks in attributes
+    return ET.fromstring(found.replace("\t", "&#9;").replace("\n", "&#10;"))
+
+
+def test_the_axis_of_accuracies_is_the_datas(tmp_path: Path) -> None:
+    """It covers what was measured and not much more, wherever that lies."""
+    folder = write_run(tmp_path)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    values = []
+    for record in records:
+        for block in (record, *record["by_tier"].values()):
+            if block["global_accuracy"] is not None:
+                block["global_accuracy"] = 0.9 + 0.05 * block["global_accuracy"]
+                values.append(100 * block["global_accuracy"])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    chart = drawn(write_report(folder), "c-rounds")
+    told = [str(text.text) for text in chart.iterfind("text[@class='tick']")]
+    ticks = [float(text[:-1]) for text in told if text.endswith("%")]
+    step = ticks[1] - ticks[0]
+    assert len(ticks) >= 4
+    assert ticks[0] <= min(values) < ticks[0] + 1.5 * step
+    assert ticks[-1] - 1.5 * step < max(values) <= ticks[-1]
+
+
+def test_the_global_line_stands_out_from_those_of_the_tiers(tmp_path: Path) -> None:
+    lines = drawn(write_report(write_run(tmp_path)), "c-rounds").findall("path")
+    kinds = [str(one.get("class")).split() for one in lines]
+    order = [kind[-1] for kind in kinds if "line" in kind]
+    assert sorted(order) == ["ink", "s0", "s1", "s2", "s3"]
+    assert order[0] == "ink"  # drawn first: a tier whose line is the same is seen inside it
+    (line,) = (one for one in lines if one.get("class") == "mark line ink")
+    assert line.get("stroke-dasharray") is None
+    css = (PACKAGE / "page.css").read_text()
+    thin, thick = (
+        float(re.search(rf"^\.{kind} \{{[^}}]*stroke-width: ([\d.]+)", css, re.M)[1])  # type: ignore[index]
+        for kind in ("line", r"line\.ink")
+    )
+    assert thick >= thin + 2  # a pixel on either side of a tier's that is the same
+
+
+def test_hovering_over_what_was_taken_for_what(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, classes=2)
+    matrix = [[31, 5], [0, 24]]
+    found = {"macro_f1": {"last": 0.9, "best": 0.9, "best_round": 20}}
+    change(folder / "summary.json", metrics=found, by_class={"confusion": matrix})
+    split = json.loads((folder / "federation.json").read_text())["split"]
+    change(folder / "federation.json", split={**split, "class_names": ["a", "b"]})
+    page = write_report(folder)
+    chart = drawn(page, "c-confusion")
+    cells = [
+        cell.find("title").text for cell in chart.iter("rect") if cell.find("title") is not None
+    ]
+    assert cells == ["class a recognised: 31", "class a taken for b: 5", "class b recognised: 24"]
+    words = [text.text for text in chart.iter("text")]
+    assert words == ["a", "b", "a", "b", "taken for"]
+    section = re.search(r'<section id="metrics".*?</section>', page.read_text(), re.DOTALL)
+    assert section is not None
+    shown = Outline(section[0]).text
+    assert "What rows of a class were taken for A row is a class of the test rows" in shown
+    assert "Test rows:" in shown and "Samples" not in shown and "client" not in " ".join(words)
 
 
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:

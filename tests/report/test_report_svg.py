@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nestling.report.charts import ACCURACY, BENT, ROUNDS, chart
 from nestling.report.svg import (
     INK,
     Axis,
@@ -28,8 +29,8 @@ Y = Axis("accuracy", str, str, floor=0, ceiling=1)
 finite = st.floats(min_value=-1e9, max_value=1e9, allow_nan=False, width=32)
 
 
-def draw(series: list[Series]) -> ET.Element:
-    return ET.fromstring(line_chart(series, title="T", desc="D", x=X, y=Y, ident="c"))
+def draw(series: list[Series], y: Axis = Y) -> ET.Element:
+    return ET.fromstring(line_chart(series, title="T", desc="D", x=X, y=y, ident="c"))
 
 
 @example([(1, 0.0), (2, 5e-324)])
@@ -63,6 +64,48 @@ def test_higher_values_are_drawn_higher_and_later_ones_further_right() -> None:
     (x1, y1), (x2, y2) = (map(float, pair.split()) for pair in line[1:].split("L"))
     assert x2 > x1
     assert y2 < y1
+
+
+@example([0.1, 0.999, 1.0])
+@example([0.0, 1.0])
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
+def test_an_uneven_axis_keeps_order_and_has_room_for_its_ticks(values: list[float]) -> None:
+    root = draw([Series("a", list(enumerate(values)), 0)], ACCURACY)
+    (line,) = (path for path in root.iter("path") if "line" in path.attrib["class"].split())
+    heights = [float(pair.split()[1]) for pair in line.attrib["d"][1:].split("L")]
+    assert all(0 <= height <= 316 for height in heights)
+    ranked = [height for _, height in sorted(zip(values, heights, strict=True))]
+    assert ranked == sorted(ranked, reverse=True)
+    told = [text for text in root.iter("text") if str(text.text).endswith("%")]
+    ats = [float(text.attrib["y"]) for text in told]
+    assert len(ats) >= 2
+    assert all(below - above >= 12 for below, above in pairwise(ats))
+    shares = [float(str(text.text)[:-1]) / 100 for text in told]
+    assert shares == sorted(shares)
+    assert shares[0] <= min(values) + 1e-6 and max(values) - 1e-6 <= shares[-1]
+
+
+def test_accuracies_that_end_close_together_are_told_apart() -> None:
+    """Unevenly where an even axis would have them on one line, and then the chart says so."""
+
+    def heights(values: list[float]) -> list[float]:
+        root = draw([Series("a", list(enumerate(values)), 0)], ACCURACY)
+        (line,) = (path for path in root.iter("path") if "line" in path.attrib["class"].split())
+        return [float(pair.split()[1]) for pair in line.attrib["d"][1:].split("L")]
+
+    def noted(values: list[float]) -> bool:
+        lines = [Series("a", list(enumerate(values)), 0)]
+        words = {"title": "T", "note": "", "ident": "c", "nothing": ""}
+        return BENT in chart(lines, x=ROUNDS, y=ACCURACY, **words)
+
+    learned = [0.42, 0.91, 0.95, 0.96, 0.98]
+    first, *_, before, last = heights(learned)
+    assert before - last > 0.15 * (first - last)  # evenly it would be a thirtieth
+    assert noted(learned)
+    close = [0.91, 0.95, 0.93]
+    first, high, low = heights(close)
+    assert (low - high) / (first - high) == pytest.approx(0.5, abs=0.01)
+    assert not noted(close)
 
 
 def test_a_chart_says_what_it_shows() -> None:
@@ -137,6 +180,8 @@ def test_a_heat_map_draws_what_is_there_and_darker_for_more() -> None:
         [[0, 1], [4, 2]],
         rows=["a", "b"],
         columns=["0", "1"],
+        across="house",
+        tell=lambda row, column: f"{'ab'[row]} in {column}",
         groups=[SvgGroup("g", 0, 2)],
         title="T",
         desc="D",
@@ -147,13 +192,9 @@ def test_a_heat_map_draws_what_is_there_and_darker_for_more() -> None:
         for c in ET.fromstring(image).iter("rect")
         if "cell" in c.attrib["class"]
     }
-    assert list(cells) == ["client 1, class a: 1", "client 0, class b: 4", "client 1, class b: 2"]
-    assert (
-        cells["client 1, class a: 1"]
-        < cells["client 1, class b: 2"]
-        < cells["client 0, class b: 4"]
-        == 1.0
-    )
+    assert list(cells) == ["a in 1", "b in 0", "b in 1"]
+    assert cells["a in 1"] < cells["b in 1"] < cells["b in 0"] == 1.0
+    assert ET.fromstring(image).find("text[@class='axis']").text == "house"
 
 
 def test_text_is_escaped() -> None:

@@ -16,6 +16,7 @@ import nestling
 from nestling import FleetConfig, SplitConfig, Tier
 from nestling.cli.main import main
 from nestling.models import build
+from nestling.runs.sweep_cells import SweepWatcher
 from tests.small import small
 from tests.test_bad_input import SMALL, call
 
@@ -95,6 +96,27 @@ def test_tensorboard_shows_the_curves(tmp_path: Path, monkeypatch: pytest.Monkey
     assert shown.encoded_image_string.startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert pictures("without") == []
+
+
+def test_tensorboard_shows_the_curves_of_a_cell_that_is_done(tmp_path: Path) -> None:
+    """A cell of a sweep has its picture once: not where it was stopped, but where it went on."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("matplotlib")
+    rounds: list[str] = []
+    stopping = SweepWatcher(round=lambda name, _: rounds.append(name), stop=lambda: bool(rounds))
+
+    def pictures(watcher: SweepWatcher | None) -> list[int]:
+        nestling.sweep(
+            small(), out=tmp_path / "s", methods=["fedavg"], seeds=1, jobs=1, watcher=watcher
+        )
+        (folder,) = (path for path in (tmp_path / "s" / "runs").iterdir() if path.is_dir())
+        reader = events.EventAccumulator(str(folder / "tensorboard"))
+        reader.Reload()
+        return [one.step for one in reader.Images("accuracy")] if reader.Tags()["images"] else []
+
+    assert pictures(stopping) == []
+    assert pictures(None) == [2]
+    assert pictures(None) == [2]
 
 
 def test_json_mode_prints_rounds_and_then_the_summary(
