@@ -15,6 +15,8 @@ stopped, and it is looked at
   for each letter is there or not as it happens;
 - whether any reply was lost or counted twice: in every round that stands, those who were asked and
   are not said to be missing were accepted, each once (by the audit log, which must be whole);
+- whether any round that stands took longer than its deadline and 5 s more, in the life of the server
+  that ended it: no device holds the others. Who alone is asked is waited for;
 - whether the result is that of the simulator in which the same clients missed the same rounds, bit
   for bit.
 
@@ -35,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,8 @@ from tests.fleet.processes import Client, ProcessFleet, Running, fleet
 MANY = 100_000
 """Rounds that no hour is long enough for."""
 FLAT, DIRECT = 0.05, "direct"
+HELD = 5.0
+"""Seconds beyond its deadline that a round may take."""
 PAUSE, REST = (2.0, 20.0), (3.0, 12.0)
 """How long somebody is stopped, and how long it is until the next fault."""
 PASSING = ("flwr-clientapp",)
@@ -296,6 +300,19 @@ def replies(run: Path) -> tuple[int, list[str]]:
     return total, wrong
 
 
+def held(rows: Sequence[Mapping[str, Any]], deadline: float) -> tuple[float, list[str]]:
+    """The seconds of the longest round of several devices, and which took longer than they may. The
+    seconds of a round are those in the life of the server that ended it."""
+    several = [row for row in rows if len(row["clients"]) > 1]
+    wrong = [
+        f"round {row['round']}: {row['seconds']:.1f} s of a deadline of {deadline:.0f} s, "
+        f"{len(row['clients'])} devices asked, {len(row['missed'])} gave no reply"
+        for row in several
+        if row["seconds"] > deadline + HELD
+    ]
+    return max((row["seconds"] for row in several), default=0.0), wrong
+
+
 def same_as_simulated(run: Path, asked: Experiment) -> bool:
     """Whether the simulator ends the same if the same clients miss the same rounds."""
     saved = checkpoint.load(run)
@@ -376,7 +393,7 @@ def measured(root: Path, given: argparse.Namespace) -> int:
             assert load.server is not None
             load.server.stop()
             (root / "memory.json").write_text(json.dumps(load.megabytes))
-            return verdict(load, made.root / "run", asked)
+            return verdict(load, made.root / "run", asked, given.deadline)
     finally:
         for broker in brokers:
             broker.stop()
@@ -396,7 +413,7 @@ def _until_a_round(run: Path) -> None:
         time.sleep(1.0)
 
 
-def verdict(load: Load, run: Path, asked: Experiment) -> int:
+def verdict(load: Load, run: Path, asked: Experiment, deadline: float) -> int:
     for what, times in load.happened.most_common():
         print(f"{times} times {what}")
     seen = {name: longest(lives) for name, lives in load.megabytes.items()}
@@ -408,15 +425,18 @@ def verdict(load: Load, run: Path, asked: Experiment) -> int:
             f"{minutes:.0f} minutes, {grown[name]:+.1%} at the end"
         )
     total, wrong = replies(run)
-    rounds = len(lines_of(run / "metrics.jsonl"))
-    print(f"{rounds} rounds, {total} replies, {len(wrong)} rounds with lost or doubled ones")
+    rows = lines_of(run / "metrics.jsonl")
+    print(f"{len(rows)} rounds, {total} replies, {len(wrong)} rounds with lost or doubled ones")
     print("\n".join(wrong[:10]), end="\n" if wrong else "")
+    most, late = held(rows, deadline)
+    print(f"the longest round took {most:.1f} s; {len(late)} took more than {deadline + HELD:.0f} s")
+    print("\n".join(late[:10]), end="\n" if late else "")
     same = same_as_simulated(run, asked)
     print(f"the result is {'the same as' if same else 'NOT that of'} the simulator's")
     flat = all(share <= FLAT for share in grown.values())
-    held = flat and not wrong and same
-    print("all of it holds" if held else "NOT all of it holds")
-    return 0 if held else 1
+    all_of_it = flat and not wrong and not late and same
+    print("all of it holds" if all_of_it else "NOT all of it holds")
+    return 0 if all_of_it else 1
 
 
 if __name__ == "__main__":
