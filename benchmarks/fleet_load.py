@@ -15,8 +15,9 @@ stopped, and it is looked at
   for each letter is there or not as it happens;
 - whether any reply was lost or counted twice: in every round that stands, those who were asked and
   are not said to be missing were accepted, each once (by the audit log, which must be whole);
-- whether any round that stands took longer than its deadline and 5 s more, in the life of the server
-  that ended it: no device holds the others. Who alone is asked is waited for;
+- whether any round that stands took longer than its deadline and 5 s more, in the life of the
+  server that ended it, though a reply was there by then: no device holds the others. Rounds of
+  which the server's log says that there was none yet are counted beside;
 - whether the result is that of the simulator in which the same clients missed the same rounds, bit
   for bit.
 
@@ -37,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ from fleet_gateway import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nestling import Experiment, FleetConfig, Server, Tier
-from nestling.fleet.care import certs
+from nestling.fleet.care import certs, logs
 from nestling.fleet.care.audit import BrokenChain, check
 from nestling.runfiles import lines_of
 from nestling.runs import checkpoint
@@ -300,17 +301,20 @@ def replies(run: Path) -> tuple[int, list[str]]:
     return total, wrong
 
 
-def held(rows: Sequence[Mapping[str, Any]], deadline: float) -> tuple[float, list[str]]:
-    """The seconds of the longest round of several devices, and which took longer than they may. The
-    seconds of a round are those in the life of the server that ended it."""
-    several = [row for row in rows if len(row["clients"]) > 1]
+def held(run: Path, deadline: float) -> tuple[float, int, list[str]]:
+    """The seconds of the longest round that had a reply at its deadline; how many had none; and
+    which took longer than they may. The seconds of a round are those in the life of the server that
+    ended it."""
+    log = logs.read(run / logs.SERVER_LOG, last=10**6, most=2**30)
+    short = {line["round"] for line in log if line["event"] == "short"}
+    rows = [row for row in lines_of(run / "metrics.jsonl") if row["round"] not in short]
     wrong = [
-        f"round {row['round']}: {row['seconds']:.1f} s of a deadline of {deadline:.0f} s, "
-        f"{len(row['clients'])} devices asked, {len(row['missed'])} gave no reply"
-        for row in several
+        f"round {row['round']}: {row['seconds']:.1f} s, {len(row['clients'])} devices were asked, "
+        f"{len(row['missed'])} gave no reply"
+        for row in rows
         if row["seconds"] > deadline + HELD
     ]
-    return max((row["seconds"] for row in several), default=0.0), wrong
+    return max((row["seconds"] for row in rows), default=0.0), len(short), wrong
 
 
 def same_as_simulated(run: Path, asked: Experiment) -> bool:
@@ -425,11 +429,14 @@ def verdict(load: Load, run: Path, asked: Experiment, deadline: float) -> int:
             f"{minutes:.0f} minutes, {grown[name]:+.1%} at the end"
         )
     total, wrong = replies(run)
-    rows = lines_of(run / "metrics.jsonl")
-    print(f"{len(rows)} rounds, {total} replies, {len(wrong)} rounds with lost or doubled ones")
+    rounds = len(lines_of(run / "metrics.jsonl"))
+    print(f"{rounds} rounds, {total} replies, {len(wrong)} rounds with lost or doubled ones")
     print("\n".join(wrong[:10]), end="\n" if wrong else "")
-    most, late = held(rows, deadline)
-    print(f"the longest round took {most:.1f} s; {len(late)} took more than {deadline + HELD:.0f} s")
+    most, short, late = held(run, deadline)
+    print(
+        f"the longest round took {most:.1f} s, {len(late)} took more than {deadline + HELD:.0f} s; "
+        f"{short} others had no reply at their deadline and waited for one"
+    )
     print("\n".join(late[:10]), end="\n" if late else "")
     same = same_as_simulated(run, asked)
     print(f"the result is {'the same as' if same else 'NOT that of'} the simulator's")

@@ -42,11 +42,13 @@ def asked(merge: str, rounds: int = ROUNDS, **server: Any) -> Experiment:
     )
 
 
-def handles(home: Path, lie: Callable[[str, Worker], Handle]) -> dict[str, Handle]:
-    """What each device answers by: `lie` says what those without a number do. Who declares rows
-    that it has not says nothing of their classes."""
+def handles(
+    home: Path, lie: Callable[[str, Worker], Handle], flipped: tuple[str, ...] = ("labels",)
+) -> dict[str, Handle]:
+    """What each device answers by: `lie` says it, and whose labels are `flipped` in their files.
+    Who declares rows that it has not says nothing of their classes."""
     home.mkdir()
-    data = files(home)
+    data = files(home, flipped)
     return {
         name: lie(
             name, Worker(home / name, [Member(name, c)], data[c], tell_classes=name != "rows")
@@ -65,15 +67,15 @@ def all_three(name: str, worker: Worker) -> Handle:
     return worker.handle
 
 
-def files(home: Path) -> list[str]:
-    """Each device's rows; those of "labels" have the label 9 − y."""
+def files(home: Path, flipped: tuple[str, ...]) -> list[str]:
+    """Each device's rows; those of some have the label 9 − y."""
     _, federation = assemble(asked("mean"))
     bench, found = federation.bench, []
     for client, name in enumerate(NAMES):
         rows = federation.world.split.indices(client)
         x, y = bench.x[rows].numpy(), bench.y[rows].numpy()
         found.append(str(home / f"{name}.npz"))
-        np.savez(found[-1], x=x, y=9 - y if name == "labels" else y)
+        np.savez(found[-1], x=x, y=9 - y if name in flipped else y)
     return found
 
 
