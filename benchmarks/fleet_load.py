@@ -15,6 +15,9 @@ stopped, and it is looked at
   for each letter is there or not as it happens;
 - whether any reply was lost or counted twice: in every round that stands, those who were asked and
   are not said to be missing were accepted, each once (by the audit log, which must be whole);
+- whether any round that stands took longer than its deadline and 5 s more, in the life of the
+  server that ended it, though a reply was there by then: no device holds the others. Rounds of
+  which the server's log says that there was none yet are counted beside;
 - whether the result is that of the simulator in which the same clients missed the same rounds, bit
   for bit.
 
@@ -56,7 +59,7 @@ from fleet_gateway import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nestling import Experiment, FleetConfig, Server, Tier
-from nestling.fleet.care import certs
+from nestling.fleet.care import certs, logs
 from nestling.fleet.care.audit import BrokenChain, check
 from nestling.runfiles import lines_of
 from nestling.runs import checkpoint
@@ -67,6 +70,8 @@ from tests.fleet.processes import Client, ProcessFleet, Running, fleet
 MANY = 100_000
 """Rounds that no hour is long enough for."""
 FLAT, DIRECT = 0.05, "direct"
+HELD = 5.0
+"""Seconds beyond its deadline that a round may take."""
 PAUSE, REST = (2.0, 20.0), (3.0, 12.0)
 """How long somebody is stopped, and how long it is until the next fault."""
 PASSING = ("flwr-clientapp",)
@@ -296,6 +301,22 @@ def replies(run: Path) -> tuple[int, list[str]]:
     return total, wrong
 
 
+def held(run: Path, deadline: float) -> tuple[float, int, list[str]]:
+    """The seconds of the longest round that had a reply at its deadline; how many had none; and
+    which took longer than they may. The seconds of a round are those in the life of the server that
+    ended it."""
+    log = logs.read(run / logs.SERVER_LOG, last=10**6, most=2**30)
+    short = {line["round"] for line in log if line["event"] == "short"}
+    rows = [row for row in lines_of(run / "metrics.jsonl") if row["round"] not in short]
+    wrong = [
+        f"round {row['round']}: {row['seconds']:.1f} s, {len(row['clients'])} devices were asked, "
+        f"{len(row['missed'])} gave no reply"
+        for row in rows
+        if row["seconds"] > deadline + HELD
+    ]
+    return max((row["seconds"] for row in rows), default=0.0), len(short), wrong
+
+
 def same_as_simulated(run: Path, asked: Experiment) -> bool:
     """Whether the simulator ends the same if the same clients miss the same rounds."""
     saved = checkpoint.load(run)
@@ -376,7 +397,7 @@ def measured(root: Path, given: argparse.Namespace) -> int:
             assert load.server is not None
             load.server.stop()
             (root / "memory.json").write_text(json.dumps(load.megabytes))
-            return verdict(load, made.root / "run", asked)
+            return verdict(load, made.root / "run", asked, given.deadline)
     finally:
         for broker in brokers:
             broker.stop()
@@ -396,7 +417,7 @@ def _until_a_round(run: Path) -> None:
         time.sleep(1.0)
 
 
-def verdict(load: Load, run: Path, asked: Experiment) -> int:
+def verdict(load: Load, run: Path, asked: Experiment, deadline: float) -> int:
     for what, times in load.happened.most_common():
         print(f"{times} times {what}")
     seen = {name: longest(lives) for name, lives in load.megabytes.items()}
@@ -411,12 +432,18 @@ def verdict(load: Load, run: Path, asked: Experiment) -> int:
     rounds = len(lines_of(run / "metrics.jsonl"))
     print(f"{rounds} rounds, {total} replies, {len(wrong)} rounds with lost or doubled ones")
     print("\n".join(wrong[:10]), end="\n" if wrong else "")
+    most, short, late = held(run, deadline)
+    print(
+        f"the longest round took {most:.1f} s, {len(late)} took more than {deadline + HELD:.0f} s; "
+        f"{short} others had no reply at their deadline and waited for one"
+    )
+    print("\n".join(late[:10]), end="\n" if late else "")
     same = same_as_simulated(run, asked)
     print(f"the result is {'the same as' if same else 'NOT that of'} the simulator's")
     flat = all(share <= FLAT for share in grown.values())
-    held = flat and not wrong and same
-    print("all of it holds" if held else "NOT all of it holds")
-    return 0 if held else 1
+    all_of_it = flat and not wrong and not late and same
+    print("all of it holds" if all_of_it else "NOT all of it holds")
+    return 0 if all_of_it else 1
 
 
 if __name__ == "__main__":

@@ -223,6 +223,21 @@ def test_too_few_replies_stop_the_run(tmp_path: Path) -> None:
     assert [row["dropped"] for row in play(federation)] == [4] and 20 <= courier.time.now < 25
 
 
+def test_a_round_that_lacks_replies_at_its_deadline_says_that_it_waits(tmp_path: Path) -> None:
+    """Once, and only where it does."""
+    plan = {(100 + c, 1): 30.0 for c in range(5)}
+    told = {}
+    for quorum in (1, 2):
+        patience = Patience(deadline=20.0, quorum=quorum, most=60.0, resend=1000.0, poll=1.0)
+        home = tmp_path / str(quorum)
+        federation, _, _ = stormy("shared-average", home, plan, patience, rounds=1)
+        (row,) = list(play(federation))
+        waits = [note for note in federation.engine.notes if "at its deadline" in note]
+        told[quorum] = row["merged"], waits
+    words = "1 of the 2 replies that it needs are there; it waits for them"
+    assert told == {1: (1, []), 2: (6, [f"round 1: at its deadline {words}"])}
+
+
 def test_a_node_that_comes_back_under_another_number_goes_on(
     tmp_path: Path, worked: list[tuple[int, int]]
 ) -> None:

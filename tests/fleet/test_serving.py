@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nestling import InputError, Named, Tier
+from nestling import InputError, Named, Server, Tier
 from nestling.experiment import FleetConfig
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
@@ -143,6 +143,26 @@ def test_it_waits_for_clients_and_says_so(tmp_path: Path) -> None:
     )
     assert same(state_of(result.federation), state_of(plain("shared-average")[0]))
     assert any(note.startswith("waiting for clients: 2 of 6") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("method", "merge", "said"),
+    [
+        ("shared-average", "mean", 'server.merge = "aligned" bears some that lie'),
+        ("fedproto", "mean", 'server.merge = "aligned" bears some that lie'),
+        ("lg-fedavg", "mean", "LG-FedAvg has no merge that bears any"),
+        ("shared-average", "aligned", ""),
+    ],
+)
+def test_it_says_at_the_start_whom_it_believes(
+    method: str, merge: str, said: str, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    asked, watcher = six(method, server=Server(merge=merge)), Watcher(note=notes.append)
+    with pytest.raises(NoQuorum):  # nobody comes: it is said before that
+        play(courier_of({}), asked, tmp_path / "run", wait=0.0, watcher=watcher)
+    told = [note for note in notes if "believes every device" in note]
+    assert len(told) == bool(said) and all(said in note for note in told)
 
 
 def test_what_fits_now_is_what_is_sent(tmp_path: Path) -> None:

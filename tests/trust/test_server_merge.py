@@ -125,6 +125,14 @@ def test_methods_without_shared_weights_refuse_and_name_those_with(method: str) 
     assert not method_class(method).shares_weights
 
 
+@pytest.mark.parametrize("method", [*SHARING, *TELLING])
+def test_every_method_that_says_so_plays_a_round_under_a_rule(method: str) -> None:
+    """What a class says of itself its heirs say too, whose merge may be another."""
+    asked = small(method, rounds=1, participants=4, server=Server(merge="aligned"))
+    (row,) = nestling.run(asked).metrics
+    assert row["merged"] == 4
+
+
 class OwnWay(SharedWeights):
     """A method that does not let the server choose."""
 

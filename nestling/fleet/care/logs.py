@@ -29,6 +29,9 @@ SERVER_LOG, DEVICE_LOG = "server.log.jsonl", "join.log.jsonl"
 FIELDS = ("round", "client", "node", "name", "reason")
 """What a record may say besides its text."""
 
+BELIEVING = "believing"
+"""The event of a run whose server takes every device at its word."""
+
 LIMIT, KEPT_BACK, TEXT = 10_000_000, 1000, 4000
 HIDDEN = "[hidden]"
 

@@ -160,11 +160,15 @@ def _watcher() -> Watcher:
         facts = {"round": round, "client": client, "reason": reason}
         logs.tell(log, logs.Note(text, "clipped", **facts), logging.WARNING)
 
+    def note(text: str) -> None:
+        event = getattr(text, "facts", {}).get("event")
+        logs.tell(log, text, logging.WARNING if event == logs.BELIEVING else logging.INFO)
+
     return Watcher(
         started=started,
         round=round,
         refusal=refusal,
-        note=lambda text: logs.tell(log, text),
+        note=note,
         clipped=clipped,
     )
 

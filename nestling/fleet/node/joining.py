@@ -51,6 +51,8 @@ AHEAD, BEHIND = 5.0, 300.0
 LOOK_FIRST, LOOK_LONGEST = 1.0, 30.0
 SOCKET_PATH = 80
 """Characters: a socket's path may have about a hundred."""
+LOOP_DAYS = 3650
+"""How long the certificate lasts that the device's own processes know each other by."""
 TASK_POLL = 0.3
 """Seconds between a node's looks for a new letter to start a process for: it is part of every
 round's time."""
@@ -246,6 +248,9 @@ def _node(options: JoinOptions, place: Path, port: int) -> Program:
     ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--node-config", str(settings)]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(_secret(options))]
+    own = _own_loop(options)
+    command += ["--ssl-certfile", str(own.certificate), "--ssl-keyfile", str(own.key)]
+    command += ["--ssl-ca-certfile", str(own.ca)]
     if options.certs is None:
         command += ["--insecure"]
     else:
@@ -268,7 +273,8 @@ def _executor(options: JoinOptions, port: int) -> Program:
         flower_command("flower-superexec"),
         "--runtime-api-address",
         f"127.0.0.1:{port}",
-        "--insecure",
+        "--root-certificates",
+        str(_own_loop(options).ca),
     ]
     command += ["--superexec-auth-secret-file", str(_secret(options))]
     env = flower_env(options.folder / "flower") | {
@@ -284,6 +290,17 @@ def _secret(options: JoinOptions) -> Path:
     if not path.exists():
         certs.write_private(path, secrets.token_bytes(32))
     return path
+
+
+def _own_loop(options: JoinOptions) -> certs.ServerFiles:
+    """What the node shows to those who ask it for work on 127.0.0.1. They run the code that they
+    are given there: without it that of any user of this machine who has the port before the
+    node."""
+    files = certs.ServerFiles(options.folder / "loop")
+    if not files.certificate.exists():  # the last one to be written
+        shutil.rmtree(files.root, ignore_errors=True)
+        certs.make_loopback_authority(files.root, days=LOOP_DAYS)
+    return files
 
 
 def _sick(line: str) -> bool:

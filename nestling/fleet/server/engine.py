@@ -147,7 +147,7 @@ class FleetEngine(Engine):
         self._round, self._done = (tasks[0].round if tasks else self._round), 0
         self._wanted = self._prepared(tasks)
         self._chosen = tuple(task.client for task in tasks)
-        needed = min(max(1, self.patience.quorum), len(tasks))
+        needed, short = min(max(1, self.patience.quorum), len(tasks)), False
         start = looked = self._start = self._heard = self.clock()
         while self._wanted:
             self._send()
@@ -158,8 +158,12 @@ class FleetEngine(Engine):
             yield from self._told()
             self.watch()
             now = self.clock()
-            if not self._wanted or (now - start >= self.patience.deadline and self._done >= needed):
+            over = now - start >= self.patience.deadline
+            if not self._wanted or (over and self._done >= needed):
                 break
+            if over and not short:
+                short = True
+                self._note_short(needed)
             if now - start >= max(self.patience.most, self.patience.deadline):
                 raise NoQuorum(
                     f"round {self._round}: {self._done} clients answered within "
@@ -182,6 +186,14 @@ class FleetEngine(Engine):
         self._wanted, self._chosen = {}, ()
         self.roster.save()  # before a checkpoint can rely on whose results counted
         self.watch()
+
+    def _note_short(self, needed: int) -> None:
+        """Says that a round lasts longer than its deadline, and why."""
+        text = (
+            f"round {self._round}: at its deadline {self._done} of the {needed} replies that it "
+            "needs are there; it waits for them"
+        )
+        self.notes.append(Note(text, "short", round=self._round))
 
     def _has_time(self, spent: float) -> bool:
         """Whether there is time for others than those who are asked: not just before the

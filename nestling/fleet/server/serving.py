@@ -17,6 +17,7 @@ from nestling.experiment import Experiment
 from nestling.fleet.care.audit import ACCEPTED, MERGED, STARTED, Audit, digest_of
 from nestling.fleet.care.certs import KeyHolder
 from nestling.fleet.care.disk import Room
+from nestling.fleet.care.logs import BELIEVING, Note
 from nestling.fleet.care.status import DONE, GATHERING, MERGING, ROUND, STATUS, STOPPED, StatusFile
 from nestling.fleet.protocol.courier import Courier
 from nestling.fleet.protocol.wire import Order, Parcel, Welcome
@@ -88,6 +89,7 @@ def play(
                 settled, federation, courier, home, keys, patience, watcher or Watcher(), allow
             )
             live.room = room
+            live.say_who_is_believed()
             live.gather(min_clients, wait)
             description = describe(settled, federation)
             if home:
@@ -158,6 +160,25 @@ class Live:
             raise NoQuorum(f"{here} clients are there after {seconds:.0f} s, {wanted} are needed")
         self._tell(MERGING, {})
         self.federation.bench.panel = [client for client in self.panel if self._known(client)]
+
+    def say_who_is_believed(self) -> None:
+        """Says where one device can ruin what all the others learned, and what would bear it."""
+        method = self.federation.method
+        if method.robust is not None:
+            return
+        bears = method.shares_weights or method.by_rule
+        other = (
+            'server.merge = "aligned" bears some that lie'
+            if bears
+            else f"{method.as_set.title} has no merge that bears any"
+        )
+        self.told.note(
+            Note(
+                f'server.merge = "mean" believes every device: one that lies may ruin the model; '
+                f"{other} (docs/trust.md)",
+                BELIEVING,
+            )
+        )
 
     def _known(self, client: int) -> bool:
         """Whether the mix of classes of a client is known, by which its model is judged."""

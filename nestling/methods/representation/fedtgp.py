@@ -50,6 +50,7 @@ class FedTGP(TrainsOnPrototypes, FedProto):
     network: Prototypes = made()
     trained: State = kept()
 
+    by_rule = False  # the server trains on single prototypes: there is no mean that a rule could take the place of
     info = Info.of_own_networks(
         "representation",
         "any: networks never meet, features have one size",

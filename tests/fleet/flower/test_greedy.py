@@ -119,6 +119,6 @@ def test_the_round_ends_by_its_deadline_with_the_replies_of_the_others(story: St
         json.loads(line) for line in (story.server.out / "metrics.jsonl").read_text().splitlines()
     ]
     assert [row["merged"] for row in rows] == [1, 1] and rows[0]["missed"] == [1, 2, 3]
-    # a few seconds more than the deadline, on a machine that may be busy; Flower waits for minutes
-    assert max(row["seconds"] for row in rows) < 6 * DEADLINE
+    # this is a promise of time, and the server's own record of it; Flower waits for minutes
+    assert max(row["seconds"] for row in rows) <= DEADLINE + 5.0
     until(lambda: not story.fleet.leftovers(), 60, "the end of all processes")

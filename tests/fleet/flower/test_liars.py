@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,30 +25,18 @@ from nestling.fleet.care import logs
 from nestling.fleet.care.audit import check
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.wire import Answer, Failed, Member, Order, kind_of
-from nestling.message import Message
 from tests.fleet.flower.wire_device import wire_device
 from tests.fleet.loop import six
+from tests.fleet.lying import Handle, times, with_weights
 from tests.fleet.processes import SECONDS, ProcessFleet, Server, fleet
 from tests.fleet.test_claims import LIES, Liar, claiming
 from tests.fleet.test_forged_lines import EVIL, SHOWN
 
-Handle = Callable[[bytes], bytes]
 ROUNDS = 2
 
 
-def times(factor: float) -> Callable[[Message], Message]:
-    """Weights so many times as large."""
-    return lambda reply: _with_weights(reply, lambda t: t * factor)
-
-
-def one_huge(reply: Message) -> Message:
-    """One finite value among ordinary ones."""
-    return _with_weights(reply, lambda t: t.index_fill(0, torch.tensor([0]), 3e38))
-
-
-def _with_weights(reply: Message, change: Callable[[Any], Any]) -> Message:
-    weights = {n: change(t) if t.is_floating_point() else t for n, t in reply["weights"].items()}
-    return Message({**reply.parts, "weights": weights}, reply.facts)
+one_huge = with_weights(lambda t: t.index_fill(0, torch.tensor([0]), 3e38))
+"""One finite value among ordinary ones."""
 
 
 class Drawing(Liar):
@@ -153,6 +141,8 @@ def test_one_value_that_is_too_large_is_refused(story: Story) -> None:
 
 
 def test_who_goes_far_is_brought_back(story: Story) -> None:
+    """To a step that is bounded, which a model may still be ruined by: what bears such devices is
+    played in `test_liars_under_a_rule`."""
     said = reasons(story, "clipped", "far")
     assert said and all("times the median" in reason for reason in said)
     weights = load_file(story.server.out / "global.safetensors")
