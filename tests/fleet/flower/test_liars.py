@@ -96,11 +96,14 @@ class Story:
     rows: list[dict[str, Any]]
 
 
-def told(root: Path, asked: Experiment, devices: dict[str, Handle]) -> Story:
+def told(
+    root: Path, asked: Experiment, devices: dict[str, Handle], deadline: float = 60.0
+) -> Story:
     with fleet(root) as made, ExitStack() as answers:
         made.keys(*devices)
         count = str(len(devices))
-        server = made.start_server(asked, "run", "--min-clients", count, "--deadline", "60")
+        words = ("--min-clients", count, "--deadline", str(deadline))
+        server = made.start_server(asked, "run", *words)
         server.wait_for("listening on")
         for name, handle in devices.items():
             answers.enter_context(answering(made, name, handle))

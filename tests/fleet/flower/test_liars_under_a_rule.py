@@ -12,13 +12,14 @@ pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
 from tests.fleet import lying
 from tests.fleet.flower.test_liars import Story, told
 from tests.fleet.loop import inline
+from tests.fleet.processes import SECONDS
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     root: Path = tmp_path_factory.mktemp("rule")
     devices = lying.handles(root / "devices", lying.all_three)
-    return told(root, lying.asked("aligned"), devices)
+    return told(root, lying.asked("aligned"), devices, deadline=SECONDS)  # all are heard
 
 
 def test_the_model_ends_near_that_of_an_honest_fleet(story: Story) -> None:
