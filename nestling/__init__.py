@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nestling.report.compare import Comparison, compare
     from nestling.runs.run import Result, Watcher, load, resume, run
     from nestling.runs.sweep import sweep
+    from nestling.runs.sweep_cells import SweepWatcher
 
 _HOME = {
     "InputError": "nestling.errors",
@@ -54,6 +55,7 @@ _HOME = {
     ),
     **dict.fromkeys(("Result", "Watcher", "load", "resume", "run"), "nestling.runs.run"),
     "attacks": "nestling.attacks",
+    "SweepWatcher": "nestling.runs.sweep_cells",
     "sweep": "nestling.runs.sweep",
     **dict.fromkeys(("Comparison", "compare"), "nestling.report.compare"),
 }
@@ -72,6 +74,7 @@ __all__ = [
     "Result",
     "Server",
     "SplitConfig",
+    "SweepWatcher",
     "Tier",
     "Train",
     "Watcher",

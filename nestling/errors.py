@@ -7,6 +7,7 @@ how to put it right. Any other exception is our fault (exit code 1).
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -31,6 +32,11 @@ class InputError(ValueError):
 
 def _rebuild(message: str, field: str | None, fix: str | None) -> InputError:
     return InputError(message, field=field, fix=fix)
+
+
+def seen(value: object) -> str:
+    """What was given, in a few words on one line: an array or a long list only as it begins."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def unknown(

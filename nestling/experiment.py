@@ -32,14 +32,14 @@ from nestling.data import (
 from nestling.data.recipe import LAYOUTS, MISSING, SCALES, TRANSFORMS
 from nestling.devices import FleetConfig, Tier, read_fleet
 from nestling.engines import DEVICES, ENGINES, PRECISIONS
-from nestling.errors import InputError
+from nestling.errors import InputError, seen
 from nestling.files import parse_toml, read_toml
 from nestling.message import TRANSPORTS
 from nestling.methods import ALIASES, METHODS, Method, method_class
 from nestling.methods.server import Server
 from nestling.models import MODELS
-from nestling.schema import convert, from_table, require, to_table
-from nestling.settings import Bounds, Count, OneOf, Whole, check_settings
+from nestling.schema import convert, from_table, one_or_more, require, to_table
+from nestling.settings import Bounds, Count, OneOf, Whole, check_settings, take_types
 from nestling.tasks.own_metric import name_of
 from nestling.training.phase import Train
 
@@ -211,6 +211,12 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         """Notes functions by their names, under which a file knows them."""
+        if isinstance(self.metrics, str) or not isinstance(self.metrics, Iterable):
+            raise InputError(
+                f"expected a list of functions or their names, got {seen(self.metrics)}",
+                field="evaluate.metrics",
+                fix="write metrics=[...], with one alone too",
+            )
         given = tuple(self.metrics)
         names = tuple(name_of(metric) for metric in given)
         known = {n: m for n, m in zip(names, given, strict=True) if not isinstance(m, str)}
@@ -223,7 +229,8 @@ class Experiment:
     """One run. `Experiment()` is the default; `Experiment(method="heterofl", rounds=50)` changes
     what it names.
 
-    In Python method and model may be a name or a `Named`, a `Method` object and an `nn.Module`.
+    In Python method and model may be a name or a `Named`, a `Method` object and an `nn.Module`, and
+    every section may be a dict, as a file has it.
 
     method:       what clients do and how the server merges it (`nestling methods`).
     rounds:       how many rounds are played.
@@ -265,30 +272,34 @@ class Experiment:
 
         def __init__(
             self,
-            method: str | Named | Method = ...,
+            method: str | Named | Method | Mapping[str, Any] = ...,
             rounds: int = ...,
             seed: int = ...,
             participants: int = ...,
             time_budget: float = ...,
-            data: str | Data = ...,
-            split: SplitConfig = ...,
-            model: str | Named | nn.Module = ...,
-            fleet: str | FleetConfig | Sequence[Tier] = ...,
-            train: Train = ...,
-            server: Server = ...,
-            attack: Attack = ...,
-            engine: EngineConfig = ...,
-            evaluate: Evaluation = ...,
+            data: str | Data | Mapping[str, Any] = ...,
+            split: SplitConfig | Mapping[str, Any] = ...,
+            model: str | Named | nn.Module | Mapping[str, Any] = ...,
+            fleet: str | Path | FleetConfig | Sequence[Tier] | Mapping[str, Any] = ...,
+            train: Train | Mapping[str, Any] = ...,
+            server: Server | Mapping[str, Any] = ...,
+            attack: Attack | Mapping[str, Any] = ...,
+            engine: EngineConfig | Mapping[str, Any] = ...,
+            evaluate: Evaluation | Mapping[str, Any] = ...,
         ) -> None:
             """Takes any of the fields, some of them in a shorter form."""
 
     def __post_init__(self) -> None:
-        """Expands shorthand and refuses values out of range, and settings of the server or of an
-        attack that do not suit the method."""
+        """Expands shorthand and refuses what is of another type or out of range, and settings of
+        the server or of an attack that do not suit the method."""
         self._take_shorthand()
         check_settings(self, "")
-        check_settings(self.engine, "engine")
-        check_settings(self.evaluate, "evaluate")
+        for section in _SECTIONS:
+            # the numbers of a fleet are checked with those of its file
+            check = take_types if section == "fleet" else check_settings
+            check(getattr(self, section), section)
+        for index, tier in enumerate(self.fleet.tiers):
+            take_types(tier, f"fleet.tiers[{index}]")
         self.train.over(self.rounds)  # refuses a warm-up as long as the run
         method = self.make_method()
         self.server.check(method)
@@ -299,34 +310,13 @@ class Experiment:
     def _take_shorthand(self) -> None:
         """Lets callers write method="heterofl", method=MyMethod(), model=my_module, data="mnist",
         fleet=(Tier(...), ...)."""
-        given = self.method
-        if isinstance(given, Method):
-            object.__setattr__(self, "own_method", given)
-            object.__setattr__(
-                self,
-                "method",
-                Named(f"{type(given).__module__}:{type(given).__qualname__}", to_table(given)),
-            )
-        elif isinstance(given, str):
-            object.__setattr__(self, "method", Named(given))
-        if self.method.name in ALIASES:
-            named = Named(ALIASES[self.method.name], self.method.options)
-            object.__setattr__(self, "method", named)
-        if isinstance(self.model, nn.Module):
-            object.__setattr__(self, "own_model", self.model)
-            object.__setattr__(
-                self,
-                "model",
-                Named(f"{type(self.model).__module__}:{type(self.model).__qualname__}"),
-            )
-        elif isinstance(self.model, str):
-            object.__setattr__(self, "model", Named(self.model))
-        if isinstance(self.data, str):
-            object.__setattr__(self, "data", Data(self.data))
-        if isinstance(self.fleet, (list, tuple)):
-            object.__setattr__(self, "fleet", FleetConfig(tiers=tuple(self.fleet)))
-        if isinstance(self.fleet, str):
-            object.__setattr__(self, "fleet", FleetConfig(path=self.fleet))
+        for name, kind in _OBJECTS.items():
+            given = getattr(self, name)
+            if isinstance(given, kind):
+                object.__setattr__(self, f"own_{name}", given)
+            object.__setattr__(self, name, _named_in(name, given))
+        for name in _SECTIONS:
+            object.__setattr__(self, name, _section_in(name, getattr(self, name)))
 
     def make_method(self) -> Method:
         """A fresh method object with the experiment's settings."""
@@ -414,6 +404,10 @@ class Experiment:
         refused."""
         if data is None:
             return self
+        if not isinstance(data, Data):
+            raise InputError(
+                f"expected rows, got {seen(data)}", field="data", fix="write data=Data.of(x, y)"
+            )
         if self.data.name != GIVEN:
             raise InputError(
                 f"the run reads {self.data.name!r} itself", field="data", fix="leave data= out"
@@ -426,6 +420,23 @@ class Experiment:
                 fix="give the same to Data.of, or start another run",
             )
         return self.with_changes(data=data)
+
+
+def experiment_of(given: object) -> Experiment:
+    """The experiment that a caller gave; None stands for the default one."""
+    if given is None:
+        return Experiment()
+    if isinstance(given, Experiment):
+        return given
+    is_file = isinstance(given, os.PathLike) or str(given).endswith(".toml")
+    if is_file:
+        fix = f"read it: nestling.Experiment.read({str(given)!r})"
+    else:
+        name = repr(given) if isinstance(given, str) else "..."
+        fix = f"write nestling.Experiment(method={name})"
+    raise InputError(
+        f"expected a nestling.Experiment, got {seen(given)}", field="experiment", fix=fix
+    )
 
 
 def fleet_of(config: FleetConfig) -> FleetConfig:
@@ -446,6 +457,72 @@ def fleet_of(config: FleetConfig) -> FleetConfig:
     return with_devices(config)
 
 
+_OBJECTS: dict[str, type] = {"method": Method, "model": nn.Module}
+_SECTIONS: dict[str, type] = {
+    "data": Data,
+    "split": SplitConfig,
+    "fleet": FleetConfig,
+    "train": Train,
+    "server": Server,
+    "attack": Attack,
+    "engine": EngineConfig,
+    "evaluate": Evaluation,
+}
+_WANTED = {
+    "method": "a name, a Named or a Method object",
+    "model": "a name, a Named or an nn.Module",
+    "data": "a name, a Data or Data.of(x, y)",
+    "fleet": "a file's path, a FleetConfig or a list of Tiers",
+}
+"""What callers may give for a field in more than one form, as errors say it."""
+
+
+def _named_in(name: str, given: Any) -> Named:
+    """What stands in a file for the method or the model that a caller gave."""
+    if isinstance(given, _OBJECTS[name]):
+        kind = type(given)
+        options = to_table(given) if name == "method" else {}
+        return Named(f"{kind.__module__}:{kind.__qualname__}", options)
+    if not isinstance(given, (str, Named, Mapping)):
+        is_class = isinstance(given, type)
+        raise InputError(
+            f"expected {_WANTED[name]}, got {'a class' if is_class else seen(given)}",
+            field=name,
+            fix=f"make an object of it: {given.__name__}(...)"
+            if is_class
+            else f"`nestling {name}s` lists the names",
+        )
+    named = given if isinstance(given, Named) else _named(given, name)
+    take_types(named, name)
+    if name == "method" and named.name in ALIASES:
+        return Named(ALIASES[named.name], named.options)
+    return named
+
+
+def _section_in(name: str, given: Any) -> Any:
+    """The section that a caller gave, or still a dict of its fields."""
+    kind = _SECTIONS[name]
+    if isinstance(given, (kind, Mapping)):
+        return given
+    if name == "data" and isinstance(given, str):
+        return Data(given)
+    if name == "fleet" and isinstance(given, (str, Path)):
+        return FleetConfig(path=str(given))
+    if name == "fleet" and isinstance(given, (list, tuple)):
+        return FleetConfig(tiers=tuple(given))
+    # a section whose first field is a text goes by it: split by its kind, engine by its name
+    first = fields(kind)[0]
+    goes_by = isinstance(given, str) and isinstance(first.default, str)
+    inside = f"{first.name}={given!r}" if goes_by else "..."
+    write = "Data.of(x, y)" if name == "data" else f"{kind.__name__}({inside})"
+    article = "an" if kind.__name__[0] in "AE" else "a"
+    raise InputError(
+        f"expected {_WANTED.get(name, f'{article} {kind.__name__}')}, got {seen(given)}",
+        field=name,
+        fix=f"write {name}=nestling.{write}",
+    )
+
+
 def _named(value: Any, key: str) -> Named:
     if isinstance(value, str):
         return Named(value)
@@ -458,7 +535,7 @@ def _named(value: Any, key: str) -> Named:
 def overridden(table: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """The tables of an experiment with `key.path=value` overrides."""
     changed = copy.deepcopy(dict(table))
-    for override in overrides:
+    for override in one_or_more(overrides, "overrides"):
         _override(changed, override)
     return changed
 
@@ -513,6 +590,7 @@ __all__ = [
     "SplitConfig",
     "Tier",
     "Train",
+    "experiment_of",
     "fleet_of",
     "overridden",
     "value_of",

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nestling.errors import InputError
+from nestling.errors import InputError, seen
 from nestling.harmless import harmless
 
 if sys.version_info >= (3, 11):
@@ -142,6 +142,13 @@ def append_whole(path: Path, text: str) -> None:
         except OSError:
             file.truncate(size)
             raise
+
+
+def path_in(given: object, field: str, what: str = "the path of a folder") -> Path:
+    """The path that a caller gave."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise InputError(f"expected {what}, got {seen(given)}", field=field)
+    return Path(given)
 
 
 def read_toml(path: str | Path, field: str | None = None) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from nestling.errors import InputError, unknown
+from nestling.errors import InputError, seen, unknown
 
 T = TypeVar("T")
 
@@ -23,7 +25,7 @@ def from_table(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
     configuration."""
     if not isinstance(table, Mapping):
         raise InputError(
-            f"expected a table of {cls.__name__} fields, got {table!r}", field=path or None
+            f"expected a table of {cls.__name__} fields, got {seen(table)}", field=path or None
         )
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
@@ -65,7 +67,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return _convert_tuple(arguments, value, path)
     if origin in (dict, Mapping) or hint is dict:
         if not isinstance(value, Mapping):
-            raise InputError(f"expected a table, got {value!r}", field=path)
+            raise InputError(f"expected a table, got {seen(value)}", field=path)
         return dict(value)
     return _convert_plain(hint, value, path)
 
@@ -83,9 +85,19 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
     raise error or InputError(f"{value!r} is not allowed", field=path)
 
 
+def one_or_more(given: Any, field: str, alone: tuple[type, ...] = (str,)) -> tuple[Any, ...]:
+    """What a caller gave where a list is wanted; one thing of a type of `alone` stands for a list
+    of it."""
+    if isinstance(given, alone):
+        return (given,)
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise InputError(f"expected a list, got {seen(given)}", field=field)
+    return tuple(given)
+
+
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise InputError(f"expected a list, got {value!r}", field=path)
+        raise InputError(f"expected a list, got {seen(value)}", field=path)
     kinds = (
         [arguments[0]] * len(value)
         if len(arguments) == 2 and arguments[1] is Ellipsis
@@ -101,6 +113,7 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
 
 def _convert_plain(hint: Any, value: Any, path: str) -> Any:
     wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    value = _plain(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < 2**1023 else math.inf
     # In Python a bool is an int; in a configuration that is a slip.
@@ -109,10 +122,21 @@ def _convert_plain(hint: Any, value: Any, path: str) -> Any:
         or not isinstance(value, hint)
         or (isinstance(value, bool) and hint is not bool)
     ):
-        raise InputError(f"expected {wanted.get(hint, hint)}, got {value!r}", field=path)
+        raise InputError(f"expected {wanted.get(hint, hint)}, got {seen(value)}", field=path)
     if hint is float and not math.isfinite(value):
         raise InputError(f"expected a finite number, got {value!r}", field=path)
     return value
+
+
+def _plain(value: Any) -> Any:
+    """What only Python has, as a file could say it: paths as texts, and numbers of numpy's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_keys(table: Mapping[str, Any], allowed: Iterable[str], field: str) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import json
 import re
+import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from nestling.errors import InputError, unknown
+from nestling.schema import convert
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,25 @@ Compat = Literal["paper", "code"]
 
 def check_settings(settings: Any, section: str) -> None:
     """Refuses a dataclass one of whose fields is not what its type allows, with an error that names
-    `section` and the field."""
+    `section` and the field. A field holds afterwards what a file would have given it."""
+    take_types(settings, section)
     cls: type = type(settings)
     for name, hint in _hints(cls).items():
         own: dataclasses.Field[Any] = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
         _check(hint, getattr(settings, name), f"{section}.{name}" if section else name, own)
+
+
+def take_types(settings: Any, section: str) -> None:
+    """Gives the fields of a dataclass the types that they are declared with, where what they hold
+    means the same (a list for a tuple, 1 for 1.0), and refuses the others by name."""
+    cls: type = type(settings)
+    for name, hint in _types(cls).items():
+        given = getattr(settings, name)
+        if type(given) is hint:
+            continue  # a number that is not finite is for its bounds to refuse
+        found = convert(hint, given, f"{section}.{name}" if section else name)
+        if found is not given:
+            object.__setattr__(settings, name, found)  # also where it is frozen
 
 
 def allowed(cls: type, name: str) -> str:
@@ -178,6 +194,23 @@ def _hints(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     return {name: hints[name] for name in names if allowed_words(hints[name])}
+
+
+@lru_cache(maxsize=256)
+def _types(cls: type) -> dict[str, Any]:
+    """The types of the fields that are settings and could stand in a file; a method of the user's
+    own may have others."""
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    return {name: hints[name] for name in names if _fits_a_file(hints[name])}
+
+
+def _fits_a_file(hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (tuple, typing.Union, types.UnionType):
+        return all(_fits_a_file(one) for one in arguments if one not in (..., type(None)))
+    known = hint in (bool, int, float, str, dict) or origin in (dict, Mapping, Literal)
+    return known or dataclasses.is_dataclass(hint)
 
 
 def _check(hint: Any, value: Any, field: str, own: dataclasses.Field[Any]) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -69,6 +70,28 @@ def test_a_callback_may_stop_a_run_and_keep_its_result(tmp_path: Path) -> None:
     assert gone_on.summary["global_accuracy"] == whole.summary["global_accuracy"]
     without = nestling.run(small(rounds=5), watcher=nestling.Watcher(stop=lambda: True))
     assert without.summary["rounds_done"] == 1
+
+
+def test_a_sweep_is_followed_and_stopped(tmp_path: Path) -> None:
+    """With what is public alone."""
+    told: list[object] = []
+    rounds: list[str] = []
+    watcher = nestling.SweepWatcher(
+        started=lambda cells: told.append(dict(cells)),
+        round=lambda name, row: rounds.append(f"{name} {row['round']}"),
+        ended=lambda name, why: told.append((name, why)),
+        stop=lambda: len(rounds) >= 3,
+    )
+    options: dict[str, Any] = {"methods": "fedavg", "seeds": 2, "jobs": 1}
+    found = nestling.sweep(small(rounds=2), out=tmp_path / "s", watcher=watcher, **options)
+    first, second = "fedavg-seed0", "fedavg-seed1"
+    assert rounds == [f"{first} 1", f"{first} 2", f"{second} 1"]
+    assert told == [{first: (2, 0), second: (2, 0)}, (first, ""), (second, "")]
+    assert any(f"{second} is not finished" in text for text in found.cautions)
+    told.clear(), rounds.clear()
+    finished = nestling.sweep(small(rounds=2), out=tmp_path / "s", watcher=watcher, **options)
+    assert told[0] == {first: (2, 2), second: (2, 1)} and rounds == [f"{second} 2"]
+    assert finished.cautions == []
 
 
 def test_a_notebook_shows_a_result_as_a_table(run: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +23,8 @@ from rich.progress import (
 from nestling.cli.shared import GentleStop
 from nestling.experiment import Experiment
 from nestling.report.metrics_part import metrics_line
+from nestling.report.pace import Pace, accuracies
 from nestling.report.tables import terminal_table
-from nestling.report.words import duration
 from nestling.runs.federation import Metrics
 from nestling.runs.run import Result, Watcher, emptiness
 from nestling.runs.sweep_cells import SweepWatcher
@@ -105,7 +104,7 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         bar.update(task, note=f"{state.get('accuracy', '')} clients {done}/{of}")
 
     def round_(metrics: Metrics) -> None:
-        state["accuracy"] = _accuracies(metrics) or state.get("accuracy", "")
+        state["accuracy"] = accuracies(metrics) or state.get("accuracy", "")
         bar.update(task, advance=1, note=state.get("accuracy", ""))
         if bar.disable:
             print(
@@ -154,36 +153,33 @@ def sweep_watcher(folder: Path, stop: GentleStop, quiet: bool) -> Iterator[Sweep
 
 def _follow_sweep(console: Console, bar: Progress, folder: Path, stop: GentleStop) -> SweepWatcher:
     task = bar.add_task("rounds", total=None, note="")
-    left: dict[str, int] = {}
+    pace = Pace({})
     latest: dict[str, str] = {}
     told: set[str] = set()
-    state = {"played": 0, "since": time.monotonic()}
 
     def started(cells: Mapping[str, tuple[int, int]]) -> None:
+        nonlocal pace
         stop.arm()
-        left.update({name: rounds - done for name, (rounds, done) in cells.items()})
+        pace = Pace({name: rounds - done for name, (rounds, done) in cells.items()})
         done = sum(rounds <= done for rounds, done in cells.values())
         console.print(f"sweep folder: {folder}", soft_wrap=True)
         console.print(f"{len(cells)} runs, {done} of them done")
         total = sum(rounds for rounds, _ in cells.values())
-        bar.update(task, total=total, completed=total - sum(left.values()))
+        bar.update(task, total=total, completed=total - pace.more)
 
     def round_(name: str, metrics: Metrics) -> None:
-        left[name] -= 1
-        state["played"] += 1
-        latest[name] = _accuracies(metrics) or latest.get(name, "")
+        pace.round(name)
+        latest[name] = accuracies(metrics) or latest.get(name, "")
         bar.update(task, advance=1, note=f"{name} {latest[name]}")
 
     def ended(name: str, why: str) -> None:
-        left[name] = 0
+        pace.over(name)
         if why:
             console.print(f"[bold]{escape(name)} failed: {escape(why)}[/bold]", soft_wrap=True)
             return
-        took = time.monotonic() - state["since"]
-        more = sum(left.values())
-        when = duration(took / state["played"] * more) if state["played"] and more else ""
+        when = pace.time_left()
         console.print(
-            f"{name}  {latest.get(name, '')}" + (f"  about {when} left" if when else ""),
+            f"{name}  {latest.get(name, '')}" + (f"  {when}" if when else ""),
             highlight=False,
             soft_wrap=True,
         )
@@ -194,11 +190,6 @@ def _follow_sweep(console: Console, bar: Progress, folder: Path, stop: GentleSto
             console.print(f"[dim]{escape(text)}[/dim]")
 
     return SweepWatcher(started, round_, ended, note, stop)
-
-
-def _accuracies(metrics: Metrics) -> str:
-    words = ((kind, metrics.get(f"{kind}_accuracy")) for kind in ("global", "personal"))
-    return " ".join(f"{kind} {value:.1%}" for kind, value in words if value is not None)
 
 
 @contextmanager

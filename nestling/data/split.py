@@ -19,7 +19,15 @@ from nestling.data import partition
 from nestling.data.dataset import Dataset
 from nestling.errors import InputError
 from nestling.seeds import stream
-from nestling.settings import Bounds, Count, OneOf, Positive, ShareBelowOne, check_settings
+from nestling.settings import (
+    Bounds,
+    Count,
+    OneOf,
+    Positive,
+    ShareBelowOne,
+    check_settings,
+    take_types,
+)
 
 KINDS = ("iid", "dirichlet", "classes", "quantity", "natural")
 
@@ -48,6 +56,10 @@ class SplitConfig:
     size: Annotated[int, Bounds(0, zero="the rows are divided")] = 0
     holdout: ShareBelowOne = 0.0
     public: ShareBelowOne = 0.01
+
+    def __post_init__(self) -> None:
+        """Refuses what is of another type; `check` refuses what is out of range."""
+        take_types(self, "split")
 
     def check(self, classes: int | None = None) -> None:
         """Raise `InputError` for a field out of range; `classes` is the number of classes of the

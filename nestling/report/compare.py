@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from nestling.errors import InputError, unknown
-from nestling.files import write_atomic, writing
+from nestling.files import path_in, write_atomic, writing
 from nestling.report import table_formats
 from nestling.report.differences import differences
 from nestling.report.folder import read_run, summarise
@@ -25,6 +25,7 @@ from nestling.report.result_rows import (
     rows_of,
 )
 from nestling.runfiles import METRICS, SWEEP, Record, number, object_in
+from nestling.schema import one_or_more
 
 FORMATS = {".md": "markdown", ".tex": "latex", ".csv": "csv", ".json": "json", ".html": "html"}
 """What a file's name says about its format."""
@@ -132,9 +133,10 @@ def compare(
     """
     if measure and measure not in MEASURES:
         raise unknown("measure", measure, MEASURES, field="--measure")
-    if target is not None and not 0 < target < 1:
+    if target is not None and not 0 < (number(target) or 0) < 1:
         raise InputError(f"{target} is no accuracy", field="--target", fix="give a share, e.g. 0.9")
-    given = [Path(folder) for folder in folders]
+    by, columns = one_or_more(by, "by"), one_or_more(columns, "columns")
+    given = [path_in(folder, "folders", "the path of a run folder") for folder in folders]
     sweeps = [object_in(folder / SWEEP) for folder in given]
     if not by and sweeps and all(sweeps):
         by = list(dict.fromkeys(name for sweep in sweeps for name in _names(sweep, "studied")))

@@ -130,6 +130,19 @@ def check_given(before: Fingerprint, experiment: Experiment, folder: object) -> 
     _check_method(before, experiment, folder)
 
 
+def check_method_given(before: Fingerprint, error: InputError, folder: object) -> None:
+    """Says how to give a method again that was given as an object, where its class cannot be had
+    (`error`)."""
+    if "method" in before.get("objects", ()):
+        # where only trust is missing, the class that the folder names would do as well
+        also = f"; {error.fix}" if error.__cause__ is None else ""
+        raise InputError(
+            f"the method of the run in {folder} was given as an object, and no file holds it",
+            field="method",
+            fix=_how("method", folder) + also,
+        ) from error
+
+
 def check_same(
     before: Fingerprint, experiment: Experiment, now: Mapping[str, Any], folder: object
 ) -> None:

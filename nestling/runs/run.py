@@ -13,20 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from nestling.engines import ENGINES
 from nestling.engines.engine import account
-from nestling.errors import InputError
-from nestling.experiment import Data, Experiment
+from nestling.errors import InputError, seen
+from nestling.experiment import Data, Experiment, experiment_of
+from nestling.files import path_in
 from nestling.methods import Method
 from nestling.named_code import only
 from nestling.report.folder import read_run
 from nestling.report.folder import summarise as summary_of
 from nestling.report.notebook import frame_of, plot_of, result_html
+from nestling.report.notebook_line import RunLine, in_notebook
 from nestling.report.page import write_report
 from nestling.runfiles import (
     COVERAGE,
@@ -46,6 +48,7 @@ from nestling.runs.describe import describe, norm_of
 from nestling.runs.federation import Federation, Metrics
 from nestling.runs.folder import RunFolder
 from nestling.runs.loop import play
+from nestling.schema import one_or_more
 from nestling.store import ClientStore
 from nestling.training.client import Task
 from nestling.training.terms import shares, weak
@@ -55,6 +58,8 @@ from nestling.world import Model
 CHECKPOINT_SECONDS = 1.0
 """Rounds that take longer are checkpointed one by one; of shorter ones at most this much work is
 done again after a crash."""
+
+W = TypeVar("W")
 
 COVERAGE_SECONDS = 10.0
 """How old the picture of who trained which channel may be while a run goes on."""
@@ -73,6 +78,38 @@ class Watcher:
     clipped: Callable[[int, int, str], None] = lambda *_: None
     # asked after every round: whether the run is to end there, with a checkpoint and its result
     stop: Callable[[], bool] = lambda: False
+
+
+@contextmanager
+def heard(watcher: Watcher | None) -> Iterator[Watcher]:
+    """The watcher that was given; in a notebook, where none was, one that shows in a line how the
+    run stands; elsewhere one that says nothing."""
+    if watcher is not None:
+        yield watcher_in(watcher, Watcher)
+    elif in_notebook():
+        line = RunLine()
+        try:
+            yield Watcher(
+                started=lambda experiment, _, done: line.started(experiment.rounds, done),
+                client=line.client,
+                round=line.round,
+            )
+        finally:
+            line.ended()
+    else:
+        yield Watcher()
+
+
+def watcher_in(given: Any, kind: type[W]) -> W:
+    """The watcher that a caller gave."""
+    if isinstance(given, kind):
+        return given
+    name = getattr(given, "__name__", "...") if callable(given) else "..."
+    raise InputError(
+        f"expected a nestling.{kind.__name__}, got {seen(given)}",
+        field="watcher",
+        fix=f"write watcher=nestling.{kind.__name__}(round={name})",
+    )
 
 
 @dataclass
@@ -129,20 +166,22 @@ def run(
     watcher: Watcher | None = None,
 ) -> Result:
     """Runs an experiment from its first round. With `out` it writes a run folder there; without, it
-    only gives the result."""
-    path = Path(out) if out is not None else None
+    only gives the result. In a notebook one line shows how it stands, unless a watcher is given;
+    `Watcher()` shows nothing."""
+    asked = experiment_of(experiment)
+    path = path_in(out, "out") if out is not None else None
     if path is not None:
         folder.check_new(path)
-    with one_thread():
+    with heard(watcher) as told, one_thread():
         store = ClientStore(path / "clients" if path else None)
-        settled, federation = assemble(experiment or Experiment(), store)
+        settled, federation = assemble(asked, store)
         description = describe(settled, federation)
         home = (
             folder.create(path, _first_files(settled, federation, description, path)).take()
             if path
             else None
         )
-        return play_rounds(settled, federation, description, home, watcher or Watcher(), fresh=True)
+        return play_rounds(settled, federation, description, home, told, fresh=True)
 
 
 def resume(
@@ -158,7 +197,8 @@ def resume(
     """Goes on with the run in a folder, from its last checkpoint. Only `rounds`, `engine` and
     `data.path` may be overridden. Code that the folder names, "package.module:callable", is
     imported where `trust` names it too. A network, a method or rows that the run was given as
-    objects must be given again, and be the same."""
+    objects must be given again, and be the same. It is shown as `run` is."""
+    overrides, trust = one_or_more(overrides, "overrides"), one_or_more(trust, "trust")
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key.split(".")[0] not in ("rounds", "engine") and key != "data.path":
@@ -167,7 +207,7 @@ def resume(
                 field=override.partition("=")[0],
                 fix="only rounds, engine.* and data.path may change",
             )
-    home = folder.reopen(Path(path))
+    home = folder.reopen(path_in(path, "path"))
     if (home.path / ROSTER).exists():
         raise InputError(
             f"the run in {home.path} is that of a fleet: its clients and their rows are on devices",
@@ -176,7 +216,7 @@ def resume(
         )
     home.take()
     try:
-        with one_thread():
+        with heard(watcher) as told, one_thread():
             settled, federation = restored(
                 home, overrides, trust=trust, model=model, method=method, data=data
             )
@@ -188,7 +228,7 @@ def resume(
                 federation,
                 describe(settled, federation),
                 home,
-                watcher or Watcher(),
+                told,
                 fresh=False,
             )
     finally:
@@ -205,13 +245,14 @@ def load(
 ) -> Result:
     """The result of the run in a folder, finished or not: its summary and metrics at once, its
     models when they are asked for. `trust`, `model`, `method` and `data` are those of `resume`."""
-    run = read_run(Path(path))
+    home, trusted = path_in(path, "path"), one_or_more(trust, "trust")
+    run = read_run(home)
 
     def federation() -> Federation:
-        with opened(path, trust, model, method, data) as result:
+        with opened(home, trusted, model, method, data) as result:
             return result.federation
 
-    return Result(summary_of(run), run.metrics, Path(path), federation)
+    return Result(summary_of(run), run.metrics, home, federation)
 
 
 @contextmanager
@@ -279,7 +320,7 @@ def restored(
     said = home.read_json(FEDERATION)
     before = fingerprint.stored(said)
     with only(trusted):
-        experiment = Experiment.read(home.path / EXPERIMENT, overrides).with_objects_of(own)
+        experiment = _described(home, overrides, before, method).with_objects_of(own)
         given = {"model": model, "method": method}
         experiment = experiment.with_data(data).with_changes(
             **{name: value for name, value in given.items() if value is not None}
@@ -304,6 +345,19 @@ def restored(
         )
         federation.totals = saved[1]
     return settled, federation
+
+
+def _described(
+    home: RunFolder, overrides: tuple[str, ...], before: fingerprint.Fingerprint, method: object
+) -> Experiment:
+    """The experiment of a folder. Its method's class is imported, which is refused where the method
+    was an object and is not given again: that has a way out of its own."""
+    try:
+        return Experiment.read(home.path / EXPERIMENT, overrides)
+    except InputError as error:
+        if method is None and error.field == "method.name":
+            fingerprint.check_method_given(before, error, home.path)
+        raise
 
 
 _EARLIER = (

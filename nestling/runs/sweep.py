@@ -13,22 +13,31 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from nestling.errors import InputError, unknown
-from nestling.experiment import Experiment, Named
-from nestling.files import check_place, read_toml, write_atomic, writing
+from nestling.errors import InputError, seen, unknown
+from nestling.experiment import Experiment, Named, experiment_of
+from nestling.files import check_place, path_in, read_toml, write_atomic, writing
 from nestling.loggers import logger_of
 from nestling.methods import ALIASES, Method
 from nestling.report.compare import FORMATS, Comparison, compare
 from nestling.runfiles import METRICS, NO_MATTER, SWEEP, object_in
 from nestling.runs.cell import check_cell, rounds_done
 from nestling.runs.data_file import with_whole_path
-from nestling.runs.sweep_cells import SweepCell, SweepWatcher, play_cells, room, taken
-from nestling.schema import require, to_table
+from nestling.runs.run import watcher_in
+from nestling.runs.sweep_cells import (
+    SweepCell,
+    SweepWatcher,
+    play_cells,
+    room,
+    sweep_heard,
+    taken,
+)
+from nestling.schema import convert, one_or_more, require, to_table
 from nestling.sections import SweepTable
 
 TABLE = "table"
@@ -54,6 +63,10 @@ class Sweep:
 
     def __post_init__(self) -> None:
         """Refuses axes that are empty, or that say the same thing twice."""
+        for method in self.methods:
+            if not isinstance(method, (str, Named, Method)):
+                fix = "give names, Nameds or Method objects"
+                raise InputError(f"{seen(method)} is no method", field="sweep.methods", fix=fix)
         require(bool(self.seeds), "there is no seed", "sweep.seeds", "give a number or a list")
         require(len(set(self.seeds)) == len(self.seeds), "a seed comes twice", "sweep.seeds")
         for name, values in self.vary.items():
@@ -121,7 +134,7 @@ def read_sweep(
         tuple(map(_method, methods or _listed(own, "methods"))),
         tuple(seeds) or seeds_of(own.get("seeds", 3), base.seed),
         {**varied, **(vary or {})},
-        target if target is not None else _share(found),
+        _share(target if target is not None else found),
         beside,
     )
 
@@ -141,10 +154,12 @@ def seeds_of(given: object, first: int = 0) -> tuple[int, ...]:
     """Seeds from a number of them or a list."""
     if isinstance(given, int) and not isinstance(given, bool) and 0 < given <= MOST_SEEDS:
         return tuple(range(first, first + given))
-    if isinstance(given, (list, tuple)) and given and all(isinstance(s, int) for s in given):
-        return tuple(given)
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        found = tuple(given)
+        if found and all(isinstance(seed, Integral) for seed in found):
+            return tuple(map(int, found))
     raise InputError(
-        f"{given!r} are no seeds", field="sweep.seeds", fix="give how many, or a list of them"
+        f"{seen(given)} are no seeds", field="sweep.seeds", fix="give how many, or a list of them"
     )
 
 
@@ -152,28 +167,31 @@ def sweep(
     experiment: Experiment | None = None,
     *,
     out: str | Path,
-    methods: Sequence[str | Named | Method] = (),
+    methods: str | Named | Method | Sequence[str | Named | Method] = (),
     seeds: int | Sequence[int] = 3,
     vary: Mapping[str, Sequence[Any]] | None = None,
     target: float | None = None,
     jobs: int = 0,
     watcher: SweepWatcher | None = None,
-    log: Sequence[str] = (),
+    log: str | Sequence[str] = (),
 ) -> Comparison:
     """Plays methods × seeds × settings into the folder `out`, and compares them; the same call goes
     on where it stood. `vary` maps fields to their values: {"split.alpha": [0.1, 1.0]}. `jobs` is
     how many runs are played at once (0: as many as there is room for), `log` where their rounds are
     logged beside their folders ("mlflow", "wandb"). A cell that fails does not end the others; the
-    comparison's cautions say why it failed."""
-    base = experiment or Experiment()
+    comparison's cautions say why it failed. In a notebook one line shows how it stands, unless a
+    watcher is given; `SweepWatcher()` shows nothing."""
+    base = experiment_of(experiment)
     made = Sweep(
         base,
-        tuple(methods),
-        seeds_of(seeds if isinstance(seeds, int) else list(seeds), base.seed),
-        dict(vary or {}),
-        target,
+        one_or_more(methods, "methods", (str, Named, Method)),
+        seeds_of(seeds, base.seed),
+        convert(dict, vary or {}, "vary"),
+        _share(target),
     )
-    return play_sweep(made, Path(out), jobs=jobs, watcher=watcher, log=tuple(log))
+    jobs = convert(int, jobs, "jobs")
+    place, logs = path_in(out, "out"), one_or_more(log, "log")
+    return play_sweep(made, place, jobs=jobs, watcher=watcher, log=logs)
 
 
 def play_sweep(
@@ -186,7 +204,8 @@ def play_sweep(
 ) -> Comparison:
     """Plays what is left of a sweep in its folder, and writes its table in every format."""
     require(jobs >= 0, "must not be negative (0: as there is room)", "--jobs")
-    told = watcher or SweepWatcher()
+    if watcher is not None:
+        watcher_in(watcher, SweepWatcher)
     for name in log:
         logger_of(name)  # refused here, not in every cell
     cells = made.cells()
@@ -196,7 +215,7 @@ def play_sweep(
         check_cell(cell.experiment, runs / cell.name, "--out")
     with writing(out):
         runs.mkdir(parents=True, exist_ok=True)
-    with taken(out):
+    with taken(out), sweep_heard(watcher) as told:
         return _play_taken(made, cells, out, jobs, told, log)
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from nestling.engines import choose_where
 from nestling.engines.pool import cores, main_script_hidden
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.report.notebook_line import SweepLine, in_notebook
 from nestling.runs.cell import play_cell, rounds_done
 from nestling.runs.logged import logged
 from nestling.runs.pictured import picture
@@ -55,6 +57,21 @@ class SweepWatcher:
     ended: Callable[[str, str], None] = lambda *_: None
     note: Callable[[str], None] = lambda _: None
     stop: Callable[[], bool] = lambda: False
+
+
+@contextmanager
+def sweep_heard(watcher: SweepWatcher | None) -> Iterator[SweepWatcher]:
+    """As `heard` for a run: what was given, in a notebook a line, elsewhere nothing."""
+    if watcher is not None:
+        yield watcher
+    elif in_notebook():
+        line = SweepLine()
+        try:
+            yield SweepWatcher(started=line.started, round=line.round, ended=line.cell)
+        finally:
+            line.ended()
+    else:
+        yield SweepWatcher()
 
 
 def room(cells: Sequence[SweepCell]) -> int:
@@ -201,7 +218,7 @@ class _Hand:
         self.line, theirs = context.Pipe()
         self.cell, self.halted = "", False
         self.process = context.Process(target=_serve, args=(theirs, runs, log))
-        with main_script_hidden():
+        with main_script_hidden(), _ctrl_c_withheld():
             self.process.start()
         theirs.close()
 
@@ -240,7 +257,6 @@ class _Hand:
 def _serve(line: Any, runs: Path, log: tuple[str, ...]) -> None:
     """A process that plays cells until nobody gives it any; None in their place ends the one under
     way after its round."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C belongs to the main process
     _end_with_parent()
     _share(runs.parent)
     watcher = Watcher(
@@ -253,6 +269,19 @@ def _serve(line: Any, runs: Path, log: tuple[str, ...]) -> None:
             cell = line.recv()
             if cell is not None:
                 line.send(("ended", _play_one(cell, runs, watcher, log)))
+
+
+@contextmanager
+def _ctrl_c_withheld() -> Iterator[None]:
+    """Ctrl-C belongs to the main process, which hears it after the block. Processes that are
+    started here never do: on a terminal it reaches all of them, even those that are not yet far
+    enough to ignore it themselves."""
+    resource_tracker.ensure_running()  # would let ctrl-C through again if the block started it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

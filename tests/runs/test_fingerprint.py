@@ -190,6 +190,33 @@ def test_a_method_given_as_an_object_must_be_the_same(tmp_path: Path) -> None:
     assert again.summary["rounds_done"] == 2
 
 
+def test_a_method_given_as_an_object_is_to_be_given_again(tmp_path: Path) -> None:
+    nestling.run(small(Mine(pace=2), rounds=1), out=tmp_path / "run")
+    name = f"{Mine.__module__}:Mine"
+    for call in (nestling.resume, lambda run: nestling.load(run).model):
+        with pytest.raises(InputError, match=r"given as an object, and no file holds it") as error:
+            call(tmp_path / "run")
+        assert error.value.field == "method" and error.value.fix is not None
+        assert f"nestling.resume('{tmp_path / 'run'}', method=...)" in error.value.fix
+        assert f"--trust {name}" in error.value.fix  # its class alone would do as well
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    again = nestling.resume(tmp_path / "run", overrides=("rounds=2",), method=Mine(pace=2))
+    trusted = nestling.resume(tmp_path / "copy", overrides=("rounds=2",), trust=name)
+    assert again.summary["global_accuracy"] == trusted.summary["global_accuracy"]
+    assert again.summary["rounds_done"] == 2
+
+
+def test_a_method_whose_class_is_gone_is_to_be_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a notebook was started anew: the folder names a class that is not there yet."""
+    nestling.run(small(Mine(), rounds=1), out=tmp_path / "run")
+    monkeypatch.delitem(globals(), "Mine")
+    with pytest.raises(InputError, match=r"method: .*resume\('.*run', method=\.\.\.\)") as error:
+        nestling.resume(tmp_path / "run", trust=(f"{__name__}:Mine",))
+    assert "--trust" not in str(error.value) and "allowed:" not in str(error.value)
+
+
 def test_a_run_opens_from_anywhere_and_after_it_was_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from nestling.runs.cell import rounds_done
 from nestling.runs.sweep import Sweep, SweepWatcher, play_sweep, read_sweep, room, seeds_of, sweep
 from nestling.schema import to_table
 from tests.runs.test_fingerprint import arrays, heads, on_arrays
+from tests.shell import ROOT
 from tests.small import TIERS, small
 
 FILES = ("table.md", "table.tex", "table.csv")
@@ -371,31 +374,42 @@ def test_the_command_line(
     assert head["studied"] == ["method", "split.alpha"] and len(head["cells"]) == 8
 
 
-def test_ctrl_c_ends_after_the_round_and_says_how_to_go_on(tmp_path: Path) -> None:
-    (tmp_path / "e.toml").write_text(small(rounds=400).to_toml())
-    command = [sys.executable, "-m", "nestling", "run", "e.toml", "--out", "run"]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+def interrupted(folder: Path, *command: str, when: Callable[[int], bool]) -> tuple[str, str]:
+    """What a command says on both outputs when ctrl-C is pressed as soon as `when`, which is told
+    its process, answers: as on a terminal, every process that it started hears it. It must end as
+    one that was interrupted."""
     process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
+        [sys.executable, "-m", "nestling", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 120
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while time.monotonic() < deadline and process.poll() is None:
-            if metrics.exists() and metrics.stat().st_size > 100:
-                break
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and process.poll() is None and not when(process.pid):
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        assert process.poll() is None, "it ended before it could be interrupted"
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=240)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert process.returncode == 130, err
+    return out, err
+
+
+def test_ctrl_c_ends_after_the_round_and_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(small(rounds=400).to_toml())
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    out, err = interrupted(
+        tmp_path,
+        *("run", "e.toml", "--out", "run"),
+        when=lambda _: metrics.exists() and metrics.stat().st_size > 100,
+    )
     assert "run folder: run" in out.splitlines()[0]
     assert "go on with: nestling run --resume run" in err
     done = json.loads((tmp_path / "run" / "summary.json").read_text())["rounds_done"]
@@ -404,6 +418,52 @@ def test_ctrl_c_ends_after_the_round_and_says_how_to_go_on(tmp_path: Path) -> No
     assert [row["round"] for row in gone_on.metrics] == list(range(1, done + 2))
     whole = nestling.run(small(rounds=done + 1))
     assert gone_on.summary["global_accuracy"] == whole.summary["global_accuracy"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_ends_a_sweep_after_its_rounds_and_the_same_command_goes_on(
+    tmp_path: Path, jobs: int
+) -> None:
+    (tmp_path / "e.toml").write_text(small("fedavg", rounds=400).to_toml())
+    command = ["sweep", "e.toml", "--seeds", "2", "--jobs", str(jobs), "--out", "s"]
+    runs = tmp_path / "s" / "runs"
+
+    def under_way(_: int) -> bool:
+        logs = list(runs.glob("*/metrics.jsonl"))
+        return len(logs) == jobs and all(log.stat().st_size > 100 for log in logs)
+
+    out, err = interrupted(tmp_path, *command, when=under_way)
+    assert err.count("finishing the round") == 1 and "Traceback" not in err
+    assert "stopped; the same command goes on where it stood" in err
+    assert "failed" not in out and "is not finished" in " ".join(out.split())
+    done = [len(log.read_text().splitlines()) for log in runs.glob("*/metrics.jsonl")]
+    assert len(done) == jobs and all(0 < rounds < 400 for rounds in done)
+    most = max(done) + 1
+    played: list[str] = []
+    found = sweep(
+        small("fedavg", rounds=most),
+        out=tmp_path / "s",
+        seeds=2,
+        jobs=1,
+        watcher=SweepWatcher(round=lambda name, _: played.append(name)),
+    )
+    assert len(played) == 2 * most - sum(done) and found.cautions == []
+    alone = nestling.run(small("fedavg", rounds=most, seed=0)).summary["global_accuracy"]["last"]
+    assert found.rows[0].values["global_last"][0] == alone
+
+
+def test_ctrl_c_while_processes_of_a_sweep_start_ends_them_quietly(tmp_path: Path) -> None:
+    """On a terminal they hear it too, before they could ignore it; each plays a round and ends."""
+    (tmp_path / "e.toml").write_text(small("fedavg", rounds=400).to_toml())
+    command = ["sweep", "e.toml", "--seeds", "2", "--jobs", "2", "--out", "s", "--quiet"]
+
+    def started(pid: int) -> bool:
+        return (
+            len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) >= 3
+        )  # beside both, one of Python's
+
+    out, err = interrupted(tmp_path, *command, when=started)
+    assert "Traceback" not in err and "failed" not in out
 
 
 def test_a_process_that_dies_costs_its_cell_alone(tmp_path: Path) -> None:
