@@ -7,6 +7,7 @@ out, since torch's fused attention is one client after another in a stack of cli
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from nestling.errors import unknown
 
-NORMS = ("layer", "none")
+StepNorm = Literal["layer", "none"]
+NORMS = get_args(StepNorm)
 
 
 class Attention(nn.Module):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nestling.models.attention import Block, First, Placed
+from nestling.models.attention import Block, First, Placed, StepNorm
 from nestling.models.parts import Network, named, scaled, sequence
+from nestling.settings import Count, Positive
 
 
 class Frames(nn.Module):
@@ -29,15 +30,23 @@ def kwt(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "layer",
-    dim: int = 64,
-    depth: int = 4,
-    heads: int = 4,
-    head_dim: int = 16,
-    hidden: int = 128,
+    width: Positive = 1.0,
+    norm: StepNorm = "layer",
+    dim: Count = 64,
+    depth: Count = 4,
+    heads: Count = 4,
+    head_dim: Count = 16,
+    hidden: Count = 128,
 ) -> nn.Module:
-    """`depth` blocks over the frames."""
+    """`depth` blocks over the frames.
+
+    norm:     what normalises each step: layer or none.
+    dim:      channels of a step.
+    depth:    blocks.
+    heads:    of the attention of every block.
+    head_dim: channels of a head.
+    hidden:   units of the perceptron of every block.
+    """
     one_picture = len(shape) == 3 and shape[0] == 1
     bands, frames = sequence("kwt", shape[1:] if one_picture else shape)
     dim, heads, hidden = (scaled(size, width) for size in (dim, heads, hidden))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.models.attention import step_norm
+from nestling.models.attention import StepNorm, step_norm
 from nestling.models.parts import Network, scaled, sequence
+from nestling.settings import Count, Positive, Whole
 
 
 class Recurrent(nn.Module):
@@ -47,14 +48,19 @@ def lstm(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "none",
-    hidden: tuple[int, ...] = (64,),
-    words: int = 0,
-    dim: int = 32,
+    width: Positive = 1.0,
+    norm: StepNorm = "none",
+    hidden: tuple[Count, ...] = (64,),
+    words: Whole = 0,
+    dim: Count = 32,
 ) -> nn.Module:
-    """One layer for every entry of `hidden`. Of texts, `words` is how many different token ids
-    there are, and each becomes a vector of `dim`."""
+    """One layer after the other, read at the last step.
+
+    norm:   what normalises the last step: layer or none.
+    hidden: the units of every layer.
+    words:  of texts, how many different token ids there are (0: no text).
+    dim:    channels of the vector that stands for a token id.
+    """
     stem: nn.Module = ByStep()
     if words:
         if len(shape) != 1:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.models.attention import Block, First, Placed
+from nestling.models.attention import Block, First, Placed, StepNorm
 from nestling.models.parts import Network, image, named, scaled
+from nestling.settings import Count, Positive
 
 
 class Patches(nn.Module):
@@ -26,17 +27,25 @@ def vit(
     *,
     shape: tuple[int, ...],
     classes: int,
-    width: float = 1.0,
-    norm: str = "layer",
-    patch: int = 4,
-    dim: int = 64,
-    depth: int = 4,
-    heads: int = 4,
-    head_dim: int = 16,
-    hidden: int = 128,
+    width: Positive = 1.0,
+    norm: StepNorm = "layer",
+    patch: Count = 4,
+    dim: Count = 64,
+    depth: Count = 4,
+    heads: Count = 4,
+    head_dim: Count = 16,
+    hidden: Count = 128,
 ) -> nn.Module:
-    """`depth` blocks over patches of `patch` pixels a side; what does not fill a patch at the right
-    and lower edge is not seen."""
+    """`depth` blocks over patches; what fills none at the right and lower edge is not seen.
+
+    patch:    pixels of a side of a patch.
+    norm:     what normalises each step: layer or none.
+    dim:      channels of a step.
+    depth:    blocks.
+    heads:    of the attention of every block.
+    head_dim: channels of a head.
+    hidden:   units of the perceptron of every block.
+    """
     channels, height, breadth = image("vit", shape)
     if patch > min(height, breadth):
         raise InputError(
