@@ -47,8 +47,8 @@ from nestling.views import State
 from nestling.world import World
 
 _SHARED_FIX = (
-    f"copy {checkpoint.NAME}, {ROSTER} and, where it has them, clients/ from the server's run folder "
-    "and name the copy with --shared"
+    f"copy {checkpoint.NAME}, {ROSTER} and, where it has them, clients/ from the server's run "
+    "folder and name the copy with --shared"
 )
 
 
