@@ -54,31 +54,38 @@ def chapter(section: Section) -> str:
 def networks() -> list[str]:
     """The part of the page that networks have: what all of them take, then family by family."""
     everybody = {name: network_section(name) for family in network_families() for name in family}
-    common = set.intersection(*({row.key for row in own.rows} for own in everybody.values()))
-    parts = [NETWORKS, family_chapter("All of them", "", everybody, common)]
+    named = set.intersection(*({row.key for row in own.rows} for own in everybody.values()))
+    common = {row.key: row for row in next(iter(everybody.values())).rows if row.key in named}
+    parts = [NETWORKS, family_chapter("All of them", "", everybody, set(common))]
     for family in network_families():
         own = {name: everybody[name] for name in family}
         first = own[family[0]]
         title = ", ".join(f"`{name}`" for name in family)
-        parts.append(
-            family_chapter(title, first.text, own, {row.key for row in first.rows} - common)
-        )
+        keys = {row.key for row in first.rows if not _same(row, common.get(row.key))}
+        parts.append(family_chapter(title, first.text, own, keys))
     return parts
+
+
+def _same(row: SettingRow, other: SettingRow | None) -> bool:
+    """Whether two networks mean the same by an option, whatever its default."""
+    return other is not None and (row.allowed, row.meaning) == (other.allowed, other.meaning)
 
 
 def family_chapter(title: str, text: str, own: dict[str, Section], keys: set[str]) -> str:
     """The rows of some networks that have these keys, with the defaults of each."""
     first = next(iter(own.values()))
-    rows = [_row(row, _defaults(row.key, own)) for row in first.rows if row.key in keys]
+    rows = [_row(row, _defaults(row, own)) for row in first.rows if row.key in keys]
     return _chapter(f"### {title}", text, rows)
 
 
-def _defaults(key: str, own: dict[str, Section]) -> str:
-    """The default of each network, by name where they differ; one that most have stands alone."""
+def _defaults(row: SettingRow, own: dict[str, Section]) -> str:
+    """The default of each network that means the same by it, by name where they differ; one that
+    most have stands alone."""
     found: dict[str, list[str]] = {}
     for name, section in own.items():
-        default = next(row.default for row in section.rows if row.key == key)
-        found.setdefault(default, []).append(name)
+        other = next(one for one in section.rows if one.key == row.key)
+        if _same(row, other):
+            found.setdefault(other.default, []).append(name)
     most = max(found, key=lambda value: len(found[value]))
     alone = most if 2 * len(found[most]) > len(own) else None
     return ", ".join(

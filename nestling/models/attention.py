@@ -7,16 +7,17 @@ out, since torch's fused attention is one client after another in a stack of cli
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import unknown
+from nestling.settings import OneOf
 
-StepNorm = Literal["layer", "none"]
-NORMS = get_args(StepNorm)
+NORMS = ("layer", "none")
+StepNorm = Annotated[str, OneOf(NORMS)]
 
 
 class Attention(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from nestling.errors import InputError
 from nestling.models.attention import StepNorm, step_norm
 from nestling.models.parts import Network, scaled, sequence
-from nestling.settings import Count, Positive, Whole
+from nestling.settings import Count, Positive
 
 
 class Recurrent(nn.Module):
@@ -51,14 +51,14 @@ def lstm(
     width: Positive = 1.0,
     norm: StepNorm = "none",
     hidden: tuple[Count, ...] = (64,),
-    words: Whole = 0,
+    words: int = 0,
     dim: Count = 32,
 ) -> nn.Module:
     """One layer after the other, read at the last step.
 
     norm:   what normalises the last step: layer or none.
     hidden: the units of every layer.
-    words:  of texts, how many different token ids there are (0: no text).
+    words:  of texts, how many different token ids there are; left out where there is no text.
     dim:    channels of the vector that stands for a token id.
     """
     stem: nn.Module = ByStep()

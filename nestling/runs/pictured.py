@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from nestling.events import EventFile
 from nestling.report.folder import read_run
 from nestling.report.notebook import png_of
 
+log = logging.getLogger("nestling")
+
 
 def picture(folder: Path) -> None:
     """Puts the accuracies of the run in a folder beside what TensorBoard reads there; nothing where
-    none was measured, or matplotlib is not installed."""
+    none was measured, or matplotlib is not installed. The run is over and stands: a picture that
+    cannot be drawn is said, and takes nothing from it."""
     run = read_run(folder)
-    png = png_of(run.metrics, run.name)
+    try:
+        png = png_of(run.metrics, run.name)
+    except Exception as error:  # whatever is wrong with matplotlib here
+        log.warning("%s has no picture of its curves: %s: %s", folder, type(error).__name__, error)
+        return
     if png is not None:
         events = EventFile(folder / "tensorboard")
         events.image("accuracy", png, step=int(run.metrics[-1]["round"]))

@@ -43,6 +43,7 @@ def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     shell = types.SimpleNamespace() if getattr(request, "param", "") == "terminal" else None
     ipython, inner = types.ModuleType("IPython"), types.ModuleType("IPython.display")
     ipython.get_ipython = lambda: shell or types.SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    ipython.version_info = (9, 0, 0)  # type: ignore[attr-defined] # which matplotlib asks
     inner.display = display  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", inner)

@@ -16,6 +16,7 @@ import nestling
 from nestling import FleetConfig, SplitConfig, Tier
 from nestling.cli.main import main
 from nestling.models import build
+from nestling.runs.pictured import picture
 from nestling.runs.sweep_cells import SweepWatcher
 from tests.small import small
 from tests.test_bad_input import SMALL, call
@@ -96,6 +97,20 @@ def test_tensorboard_shows_the_curves(tmp_path: Path, monkeypatch: pytest.Monkey
     assert shown.encoded_image_string.startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert pictures("without") == []
+
+
+def test_a_picture_that_cannot_be_drawn_takes_nothing_from_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    nestling.run(small(), out=tmp_path / "run")
+
+    def broken(**_: object) -> None:
+        raise AttributeError("no fonts")
+
+    monkeypatch.setattr(figure, "Figure", broken)
+    picture(tmp_path / "run")
+    assert "has no picture of its curves: AttributeError: no fonts" in caplog.text
 
 
 def test_tensorboard_shows_the_curves_of_a_cell_that_is_done(tmp_path: Path) -> None:
