@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nestling.errors import unknown
+
+MODES = ("offline", "online", "disabled", "shared")
+
 
 class WandbLog:
     """A run of Weights & Biases."""
@@ -31,12 +35,15 @@ def begin(folder: Path, settings: Mapping[str, str]) -> WandbLog:
     names; a folder that has one goes on with it."""
     import wandb
 
+    # Nothing leaves this machine unless it is asked for.
+    mode: Any = os.environ.get("WANDB_MODE", "offline")
+    if mode not in MODES:
+        raise unknown("mode", mode, MODES, field="WANDB_MODE")
     known = folder / "wandb.id"
     if not known.exists():
         known.write_text(f"{uuid.uuid4().hex[:12]}\n")
     run = wandb.init(
-        # Nothing leaves this machine unless it is asked for.
-        mode=os.environ.get("WANDB_MODE", "offline"),
+        mode=mode,
         dir=str(folder),
         project=os.environ.get("WANDB_PROJECT", "nestling"),
         name=folder.name,

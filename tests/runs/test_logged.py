@@ -100,6 +100,13 @@ def test_wandb_has_every_round_and_sends_nothing(
     assert ids == {((tmp_path / "run" / "wandb.id").read_text().strip(), "nestling", "run")}
 
 
+def test_wandb_in_another_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "of-line")
+    with pytest.raises(nestling.InputError, match=r"WANDB_MODE: .*of-line.*offline"):
+        played("wandb", tmp_path / "run")
+
+
 @pytest.mark.parametrize("name", LOGGERS)
 def test_a_missing_package_names_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
