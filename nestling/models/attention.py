@@ -40,7 +40,7 @@ class Attention(nn.Module):
         return self.out((likeness.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a perceptron, each behind a norm and beside a shortcut."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, hidden: int, norm: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nestling.models.attention import Block, First, Placed, StepNorm
+from nestling.models.attention import First, Placed, StepNorm, TransformerBlock
 from nestling.models.parts import Network, named, scaled, sequence
 from nestling.settings import Count, Positive
 
@@ -52,7 +52,7 @@ def kwt(
     dim, heads, hidden = (scaled(size, width) for size in (dim, heads, hidden))
     return Network(
         stem=named(frames=Frames(bands, dim), placed=Placed(frames, dim)),
-        stages=[Block(dim, heads, head_dim, hidden, norm) for _ in range(depth)],
+        stages=[TransformerBlock(dim, heads, head_dim, hidden, norm) for _ in range(depth)],
         neck=First(dim, norm),
         head=nn.Linear(dim, classes),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nestling.errors import InputError
-from nestling.models.attention import Block, First, Placed, StepNorm
+from nestling.models.attention import First, Placed, StepNorm, TransformerBlock
 from nestling.models.parts import Network, image, named, scaled
 from nestling.settings import Count, Positive
 
@@ -57,7 +57,7 @@ def vit(
     steps = (height // patch) * (breadth // patch)
     return Network(
         stem=named(patches=Patches(channels, dim, patch), placed=Placed(steps, dim)),
-        stages=[Block(dim, heads, head_dim, hidden, norm) for _ in range(depth)],
+        stages=[TransformerBlock(dim, heads, head_dim, hidden, norm) for _ in range(depth)],
         neck=First(dim, norm),
         head=nn.Linear(dim, classes),
     )
