@@ -88,6 +88,15 @@ class Attack:
                 fix=f"take labels or counts, or a method whose clients send {' or '.join(changes)}",
             )
 
+    def check_task(self, task: str) -> None:
+        """Refuses flipped labels where there are no classes to be flipped."""
+        if self.kind == "labels":
+            raise InputError(
+                f"labels are classes, and {task} is to be learned",
+                field="attack.kind",
+                fix="take another kind",
+            )
+
     def attackers(self, clients: int, seed: int) -> frozenset[int]:
         """Who lies."""
         count = round(self.share * clients) if self.on else 0

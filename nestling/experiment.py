@@ -40,6 +40,7 @@ from nestling.methods.server import Server
 from nestling.models import MODELS
 from nestling.schema import convert, from_table, one_or_more, require, to_table
 from nestling.settings import Bounds, Count, OneOf, Whole, check_settings, take_types
+from nestling.tasks import TASKS
 from nestling.tasks.own_metric import name_of
 from nestling.training.phase import Train
 
@@ -83,6 +84,10 @@ class Data:
     features:  the columns of the samples (empty: all others).
     test:      the column that marks held-out rows (empty: `test`, where there is one).
     transform: what becomes of a sample before all else; log-mel makes pictures of sounds.
+    task:      what is learned of the rows (docs/tasks.md).
+    normal:    the classes that are normal; with the task reconstruction all others are anomalies,
+               which stand among the test rows only.
+    horizon:   how many last steps of a sequence are foretold, with the task forecast.
     options:   further settings of the reader, of the transform, or of the user's callable.
     digest:    of rows that were given as objects, by which a resumed run knows them; never set by
                hand.
@@ -98,6 +103,9 @@ class Data:
     features: tuple[str, ...] = ()
     test: str = ""
     transform: Annotated[str, OneOf(TRANSFORMS)] = "none"
+    task: Annotated[str, OneOf(TASKS)] = "classification"
+    normal: tuple[str, ...] = ()
+    horizon: Annotated[int, Bounds(0, zero="an eighth of them")] = 0
     options: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     own: RawRows | None = field(default=None, init=False, repr=False, compare=False)
@@ -118,7 +126,7 @@ class Data:
 
         client is whose each row is (used with `split.kind = "natural"`); test marks rows by
         booleans, or is a pair (x, y), or a second `Dataset`. `settings` are layout, scale, missing,
-        transform and options.
+        transform, task, normal, horizon and options.
         """
         rows = raw_rows(x, y, client=client, test=test, features=features, class_names=class_names)
         data = Data(GIVEN, digest=digest_of(rows), **settings)

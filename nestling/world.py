@@ -34,6 +34,7 @@ from nestling.devices import (
 from nestling.devices.fit import RATIOS, exceeded
 from nestling.errors import InputError
 from nestling.store import ClientStore
+from nestling.tasks import Classification, Task
 from nestling.training.phase import Train
 from nestling.training.recorder import Recorder
 from nestling.views import Reference, State, View, prefix, to_spec
@@ -118,10 +119,11 @@ class World:
     fleet: Fleet
     split: Split
     plans: dict[str, Plan]
-    classes: int
+    classes: int  # outputs of a network: classes, or what else the task has
     train: Train
     seed: int
     class_names: tuple[str, ...] = ()
+    task: Task = field(default_factory=lambda: Classification(2))
     public: Tensor | None = None
     # for methods whose auxiliary data is labelled, and nobody else
     public_labels: Tensor | None = None

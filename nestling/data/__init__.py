@@ -23,6 +23,7 @@ from nestling.data.given import digest_of, raw_rows
 from nestling.data.prepare import prepare
 from nestling.data.recipe import AUTO, NONE, RawRows, Reading, Recipe
 from nestling.data.split import Split, SplitConfig, make_split, take_public
+from nestling.data.targets import for_task
 from nestling.errors import InputError, unknown
 
 __all__ = [
@@ -183,7 +184,8 @@ def _images(
     stats: _Stats,
     names: tuple[str, ...],
 ) -> Dataset:
-    request.recipe.check_only("missing", reader=request.name)  # which has nothing missing
+    # which has nothing missing
+    request.recipe.check_only("missing", *_LEARNED, reader=request.name)
     usual = " and ".join(", ".join(map(str, figures)) for figures in stats)
     reading = Reading(
         request.name,
@@ -199,7 +201,7 @@ def _images(
         len(names),
         0,
     )
-    return Dataset(
+    found = Dataset(
         request.name,
         normalise(x, *stats),
         as_labels(y),
@@ -210,6 +212,7 @@ def _images(
         names,
         reading,
     )
+    return for_task(found, request.recipe)
 
 
 @cache
@@ -285,6 +288,9 @@ def _named_npz(layout: str) -> Callable[[Request], Dataset]:
     return read
 
 
+_LEARNED = ("task", "normal", "horizon")
+
+
 def _door(read: Callable[[Path, Recipe], RawRows], *used: str) -> Callable[[Request], Dataset]:
     def through(request: Request) -> Dataset:
         request.recipe.check_only(*used, *_ROWS, reader=request.name)
@@ -294,7 +300,7 @@ def _door(read: Callable[[Path, Recipe], RawRows], *used: str) -> Callable[[Requ
     return through
 
 
-_ROWS = ("layout", "scale", "missing", "client")
+_ROWS = ("layout", "scale", "missing", "client", *_LEARNED)
 _TABLE = ("label", "features", "test", "options")
 
 

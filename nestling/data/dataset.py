@@ -12,22 +12,39 @@ from torch import Tensor
 
 from nestling.data.recipe import Reading
 from nestling.errors import InputError
+from nestling.tasks import Classification, NextToken, Task
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Training and test rows in memory. One sample is (C, H, W), (C, L) or (F,); channels come
-    first. Token ids are (L,) whole numbers."""
+    first. Token ids are (L,) whole numbers. A target is what the task says; `classes` is how many
+    outputs a network has for it: classes, values, or tokens."""
 
     name: str
     x: Tensor  # float32 (token ids: int64), normalised, contiguous
-    y: Tensor  # int64 (N,)
+    y: Tensor  # int64 (N,) of classes
     x_test: Tensor
     y_test: Tensor
     classes: int
     client: np.ndarray | None = None  # natural client of each training row, int64 0..K-1
     class_names: tuple[str, ...] = ()
     reading: Reading | None = None  # what was read, and what was done to it
+    task: Task | None = None  # None: classification
+    kinds: Tensor | None = None  # of rows that have no class: what stands for it in a split
+    kinds_test: Tensor | None = None
+
+    @property
+    def learned(self) -> Task:
+        """What is learned from the rows."""
+        return self.task or Classification(self.classes)
+
+    @property
+    def strata(self) -> tuple[Tensor, Tensor]:
+        """The classes of training and test rows, or the kinds that stand for them."""
+        if self.kinds is None or self.kinds_test is None:
+            return self.y, self.y_test
+        return self.kinds, self.kinds_test
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,7 +54,7 @@ class Dataset:
     def check(self) -> None:
         """Raise `InputError` unless the parts fit together: lengths, types, labels in range, finite
         values."""
-        if self.classes < 2:
+        if self.classes < 2 and self.learned.has_classes:
             raise self._wrong(f"{self.classes} class(es)", "at least two classes are needed")
         self._check_rows("training", self.x, self.y)
         self._check_rows("test", self.x_test, self.y_test)
@@ -56,12 +73,13 @@ class Dataset:
 
     def _check_rows(self, part: str, x: Tensor, y: Tensor) -> None:
         tokens = x.dtype == torch.int64 and x.dim() == 2
-        if (x.dtype != torch.float32 and not tokens) or y.dtype != torch.int64:
+        of_classes = self.learned.has_classes
+        if (x.dtype != torch.float32 and not tokens) or (of_classes and y.dtype != torch.int64):
             raise self._wrong(
                 f"{part} rows are {x.dtype} with {y.dtype} labels",
                 "samples are float32 (token ids int64), labels int64",
             )
-        if y.dim() != 1 or x.dim() not in (2, 3, 4):
+        if (of_classes and y.dim() != 1) or x.dim() not in (2, 3, 4):
             raise self._wrong(
                 f"{part} samples are {tuple(x.shape)}, labels {tuple(y.shape)}",
                 "samples are (N, F), (N, C, L) or (N, C, H, W)",
@@ -74,7 +92,7 @@ class Dataset:
             raise self._wrong(f"no {part} rows", "give at least one sample with at least one value")
         if not x.is_contiguous():
             raise self._wrong(f"{part} samples are not contiguous", "call .contiguous() on them")
-        low, high = int(y.min()), int(y.max())
+        low, high = (int(y.min()), int(y.max())) if self._counted else (0, 0)
         if low < 0 or high >= self.classes:
             raise self._wrong(
                 f"{part} labels run from {low} to {high}", f"labels lie in 0..{self.classes - 1}"
@@ -85,6 +103,11 @@ class Dataset:
             raise self._wrong(
                 f"{part} samples hold NaN or infinite values", "replace them before use"
             )
+
+    @property
+    def _counted(self) -> bool:
+        """Whether targets are numbers of outputs: classes, or tokens."""
+        return self.learned.has_classes or isinstance(self.learned, NextToken)
 
     def _check_client(self, client: np.ndarray) -> None:
         if client.dtype != np.int64 or client.shape != (len(self.y),):

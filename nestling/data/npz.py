@@ -46,7 +46,8 @@ def read_npz(
     `how` the fields of a recipe where none is given."""
     recipe = recipe or Recipe(**how)
     recipe.check()
-    recipe.check_only("layout", "scale", "missing", "client", "transform", "options", reader=name)
+    rows = ("layout", "scale", "missing", "client", "task", "normal", "horizon")
+    recipe.check_only(*rows, "transform", "options", reader=name)
     recipe.take_options(**options_of(recipe))
     whose = "client" if recipe.client in (AUTO, NONE) else recipe.client
     arrays = read_arrays(path, client=whose)

@@ -11,6 +11,7 @@ from nestling.data.layout import arranged
 from nestling.data.log_mel import OPTIONS, log_mel
 from nestling.data.recipe import NONE, RawRows, Reading, Recipe
 from nestling.data.scaling import scaled
+from nestling.data.targets import Values, for_task, needs_classes, needs_values
 from nestling.seeds import stream
 
 TEST_SHARE = 0.2
@@ -23,14 +24,18 @@ def prepare(name: str, raw: RawRows, recipe: Recipe) -> Dataset:
         known = {key: recipe.options[key] for key in OPTIONS if key in recipe.options}
         raw = log_mel(raw, {**OPTIONS, **known})
     x, layout = arranged(raw, recipe.layout)
-    labels = _ids("y", raw.y, raw)
-    _check_length("y", labels, len(x), raw)
+    labels = np.zeros(len(x), np.int64)
+    if needs_classes(recipe.task):
+        labels = _ids("y", raw.y, raw)
+        _check_length("y", labels, len(x), raw)
     client = None
     if raw.client is not None and recipe.client != NONE:
         client = _ids("client", raw.client, raw)
         _check_length("client", client, len(x), raw)
     test = _test_mask(labels, client, recipe.seed, raw)
-    y, names = _number_labels(labels, test, raw)
+    y, names = labels, raw.class_names
+    if needs_classes(recipe.task):
+        y, names = _number_labels(labels, test, raw)
     low, high = (float(f(x)) for f in (np.nanmin, np.nanmax)) if not _blank(x) else (0.0, 0.0)
     x, done = scaled(x, test, layout, recipe, raw)
     whose = None if client is None else np.unique(client[~test], return_inverse=True)[1]
@@ -59,8 +64,21 @@ def prepare(name: str, raw: RawRows, recipe: Recipe) -> Dataset:
             more=raw.more,
         ),
     )
-    dataset.check()
-    return dataset
+    values = Values(_values(raw, len(x)), test) if needs_values(recipe.task) else None
+    found = for_task(dataset, recipe, values)
+    found.check()
+    return found
+
+
+def _values(raw: RawRows, rows: int) -> np.ndarray:
+    """Targets that are no classes, (N, K); one value a row may stand alone."""
+    y = raw.y[:, None] if raw.y.ndim == 1 else raw.y
+    if y.ndim != 2 or not y.size or y.dtype.kind not in "biuf":
+        raise raw.bad(
+            f"y is {raw.y.dtype} {raw.y.shape}", "give one number a row, or a row of numbers"
+        )
+    _check_length("y", y, rows, raw)
+    return y
 
 
 def _blank(x: np.ndarray) -> bool:
@@ -69,7 +87,7 @@ def _blank(x: np.ndarray) -> bool:
 
 def _ids(key: str, values: np.ndarray, raw: RawRows) -> np.ndarray:
     what = "one class a row" if key == "y" else "one value a row"
-    only = "; what can be trained is classification" if key == "y" else ""
+    only = '; data.task is "classification", "regression" takes values' if key == "y" else ""
     if values.ndim != 1:
         raise raw.bad(f"{key} has shape {values.shape}", f"give {what}: shape (N,){only}")
     if values.dtype.kind == "S":

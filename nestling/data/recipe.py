@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nestling.errors import InputError, unknown
+from nestling.tasks import TASKS, Classification
 
 MISSING = ("refuse", "mean", "zero")
 SCALES = ("auto", "standard", "unit", "none")
@@ -32,6 +33,9 @@ class Recipe:
     label, test: the columns of the classes and of the held-out rows; features: those of the
                samples.
     transform: none or log-mel.
+    task:      what is learned of the rows.
+    normal:    the classes that are normal, where the others are anomalies.
+    horizon:   how many last steps of a sequence are foretold (0: an eighth of them).
     options:   further settings of a door, a transform, or of the user's own callable.
     seed:      chooses the held-out rows where nothing else does.
     """
@@ -44,6 +48,9 @@ class Recipe:
     features: tuple[str, ...] = ()
     test: str = ""
     transform: str = NONE
+    task: str = Classification.name
+    normal: tuple[str, ...] = ()
+    horizon: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -54,6 +61,7 @@ class Recipe:
             ("scale", SCALES),
             ("layout", LAYOUTS),
             ("transform", TRANSFORMS),
+            ("task", TASKS),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -137,6 +145,8 @@ class Reading:
     classes: int
     clients: int
     more: str = ""
+    task: str = Classification.name
+    outputs: int = 0  # of a network, where the task has no classes
 
     def line(self, kind: str) -> str:
         """All of it in one line; `kind` is how the split divides rows."""
@@ -145,7 +155,7 @@ class Reading:
             self.form(),
             f"values {_short(self.low)} to {_short(self.high)}, {self.scale}",
             self.more,
-            f"{self.classes} classes",
+            self.learned(),
             self.whose(kind),
         ]
         return f"data {self.name}: {'; '.join(filter(None, parts))}"
@@ -154,6 +164,12 @@ class Reading:
         """How a sample was read, and what it is now."""
         words = f"a sample of {_by(self.found)} read as {_WORDS[self.layout]}"
         return words if self.found == self.shape else f"{words}, now {_by(self.shape)}"
+
+    def learned(self) -> str:
+        """What is to be learned of the rows."""
+        if self.task == Classification.name:
+            return f"{self.classes} classes"
+        return f"{self.task}, {self.outputs} outputs"
 
     def whose(self, kind: str) -> str:
         """Whether the rows' clients are used."""
@@ -179,6 +195,7 @@ class Reading:
             "scale": self.scale,
             "classes": self.classes,
             "clients": self.clients,
+            "task": self.task,
         }
 
 

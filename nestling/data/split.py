@@ -278,6 +278,7 @@ def take_public(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Dat
     if share == 0:
         return dataset, None
     public = _public_rows(dataset, share, stream(seed, "public"))
+    kinds = dataset.kinds
     if not public.any():
         raise InputError(
             f"no row can be spared for a share of {share}",
@@ -286,14 +287,25 @@ def take_public(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Dat
         )
     mask = torch.from_numpy(public)
     client = None if dataset.client is None else dataset.client[~public]
-    rest = replace(dataset, x=dataset.x[~mask], y=dataset.y[~mask], client=client)
+    rest = replace(
+        dataset,
+        x=dataset.x[~mask],
+        y=dataset.y[~mask],
+        client=client,
+        kinds=None if kinds is None else kinds[~mask],
+    )
     return rest, replace(
-        dataset, name=f"{dataset.name} (public)", x=dataset.x[mask], y=dataset.y[mask], client=None
+        dataset,
+        name=f"{dataset.name} (public)",
+        x=dataset.x[mask],
+        y=dataset.y[mask],
+        client=None,
+        kinds=None if kinds is None else kinds[mask],
     )
 
 
 def _public_rows(dataset: Dataset, share: float, rng: np.random.Generator) -> np.ndarray:
-    y = dataset.y.numpy()
+    y = dataset.strata[0].numpy()
     spare = np.ones(len(y), bool)
     if dataset.client is not None:
         spare[np.unique(dataset.client, return_index=True)[1]] = False

@@ -19,6 +19,7 @@ class Info:
     global_model: bool = True
     own_networks: bool = False  # whether tiers may bring a network of their own
     personal: bool = False  # whether two clients of one tier end up with different models
+    any_task: bool = False  # whether it needs no classes: it then serves every task
     model: str = ""  # the network it takes where the user names none (empty: the data's default)
     title: str = ""
     paper: str = ""

@@ -14,6 +14,7 @@ from nestling.methods.info import Info, with_title
 from nestling.methods.kept import kept, made, put_back, state_of
 from nestling.methods.part import WEIGHTS, Facts, Part, Parts
 from nestling.settings import check_settings
+from nestling.tasks import Task
 from nestling.training.client import Client
 from nestling.training.phase import Phase
 from nestling.trust.robust import Robust
@@ -98,6 +99,13 @@ class Method:
         """What a microcontroller must have room for beside weights, gradients and momentum: "mask" (a flag for every weight), "anchor"
         (a second copy of the weights), "present" or "target" (a number for every class)."""
         return ()
+
+    def settings_for(self, task: Task) -> Mapping[str, Any]:
+        """Settings that change where something else than classes is learned; an `InputError` where it cannot be."""
+        if not (task.has_classes or self.as_set.any_task):
+            message = f"{self.as_set.title} serves classification only, and {task.name} is to be learned"
+            raise InputError(message, field="method.name", fix='take one that serves any task ("nestling methods" lists them)')
+        return {}
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ def make_world(
         experiment.engine.name, experiment.engine.device, experiment.engine.precision
     )
     place = where.device
-    experiment = _settle_model(experiment, dataset)
+    experiment = _settle_method(_settle_model(experiment, dataset), dataset)
     main = _main_network(experiment, dataset)
     experiment = _settle_networks(_settle_fleet(experiment, dataset, main), dataset)
     fleet = make_fleet(experiment.fleet, experiment.seed)
@@ -101,6 +101,7 @@ def make_world(
         experiment.seed,
     )
     world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
+    world.task = dataset.learned
     if given is not None:
         world.public = given.public
     elif public is not None:
@@ -131,15 +132,21 @@ def _fingerprint(whole: Dataset, split: Split, references: dict[str, Reference])
 
 
 def _split(experiment: Experiment, dataset: Dataset, clients: int) -> Split:
-    y, classes = dataset.y.numpy(), dataset.classes
+    kinds = dataset.strata[0].numpy()
+    classes = dataset.classes if dataset.kinds is None else _kinds(dataset)
     return make_split(
         experiment.split,
-        y=y,
+        y=kinds,
         classes=classes,
         clients=clients,
         seed=experiment.seed,
         client=dataset.client,
     )
+
+
+def _kinds(dataset: Dataset) -> int:
+    """How many kinds of rows there are, in training and test."""
+    return 1 + max(int(part.max()) for part in dataset.strata)
 
 
 def site_of(federation: Federation) -> Site:
@@ -184,6 +191,20 @@ def reference_network(
         return Reference(role, build(name, shape=shape, classes=classes, **options), shape, kind)
 
 
+def _settle_method(experiment: Experiment, dataset: Dataset) -> Experiment:
+    """The experiment with its method set for what is learned; refused where it cannot be."""
+    method = experiment.make_method()
+    changes = method.settings_for(dataset.learned)
+    if not dataset.learned.has_classes:
+        experiment.attack.check_task(dataset.learned.name)
+    if not changes:
+        return experiment
+    if experiment.own_method is not None:
+        return experiment.with_changes(method=replace(method, **changes))  # type: ignore[type-var]
+    named = experiment.method
+    return experiment.with_changes(method=Named(named.name, {**named.options, **changes}))
+
+
 def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
     if experiment.model.name:
         return experiment
@@ -220,10 +241,13 @@ def _check_outputs(module: nn.Module, dataset: Dataset) -> None:
             raise InputError(
                 f"the network does not run on {dataset.name}: {error}", field="model.name"
             ) from error
-    if not isinstance(out, torch.Tensor) or tuple(out.shape) != (2, dataset.classes):
+    wanted = dataset.learned.shape(dataset.y[:2], dataset.classes)
+    if not isinstance(out, torch.Tensor) or tuple(out.shape) != wanted:
         got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+        said = ", ".join(map(str, wanted[1:]))
+        what = "logits" if dataset.learned.has_classes else f"outputs for {dataset.learned.name}"
         raise InputError(
-            f"the network must give logits of shape (batch, {dataset.classes}), not {got}",
+            f"the network must give {what} of shape (batch, {said}), not {got}",
             field="model.name",
         )
 
@@ -371,6 +395,7 @@ def _federation(
         order[: experiment.evaluate.calibration or len(order)].to(place),
         panel(world, experiment.evaluate.clients),
         own_metrics(experiment.evaluate.metrics, experiment.evaluate.own),
+        None if dataset.kinds is None else dataset.strata[1].to(place),
     )
     chosen = experiment.engine
     engine = make_engine(

@@ -25,8 +25,8 @@ from nestling.methods import Method
 from nestling.models.norm import calibrate
 from nestling.models.pixels import by_pixel
 from nestling.models.taps import logits_and_features
-from nestling.tasks.classification import Answers, answers_of, measured, pooled, spread
 from nestling.tasks.own_metric import OwnMetric
+from nestling.tasks.task import Answers, Task, joined, spread
 from nestling.views import View
 from nestling.views.nested import common_head, headed
 from nestling.world import Device, Model, World
@@ -45,6 +45,12 @@ class Bench:
     calibration: Tensor
     panel: list[int]
     metrics: tuple[OwnMetric, ...] = ()
+    kinds: Tensor | None = None  # of the test rows, where they have no classes
+
+    @property
+    def strata(self) -> Tensor:
+        """What a client's own mix of rows is a mix of: classes, or kinds of rows."""
+        return self.y_test if self.kinds is None else self.kinds
 
     @property
     def wants_logits(self) -> bool:
@@ -86,7 +92,11 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
     ]
     whole = method.global_model()
     said = (
-        _known_answers(whole, tested, world, bench) if whole else pooled([r["said"] for r in rows])
+        _known_answers(whole, tested, world, bench)
+        if whole
+        else joined([r["said"] for r in rows])
+        if rows
+        else None
     )
     by_tier = {}
     for tier in world.plans:
@@ -97,7 +107,7 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
         for name, model in method.other_models(device).items():
             others.setdefault(name, []).append(_test_model(model, world, bench, device, tested))
     return {
-        "global_accuracy": _accuracy(said.hits(bench.y_test))
+        "global_accuracy": _accuracy(world.task.right(said, bench.y_test))
         if whole and said
         else _mean(r["global_accuracy"] for r in rows),
         "personal_accuracy": _mean(r["personal_accuracy"] for r in rows),
@@ -130,12 +140,13 @@ def _further(
     there is none."""
     if said is None:
         return {"metrics": {}, "by_class": {}}
-    y = bench.y_test.repeat(len(said.classes) // len(bench.y_test))
-    metrics, by_class = measured(said, y, world.classes)
+    models = len(said.found) // len(bench.y_test)
+    y = bench.y_test.repeat(models, *(1 for _ in bench.y_test.shape[1:]))
+    metrics, by_class = world.task.measured(said, y)
     metrics |= spread(personal)
     if bench.metrics:
-        logits = None if said.logits is None else said.logits.float().cpu().numpy()
-        known, found = y.cpu().numpy(), said.classes.cpu().numpy()
+        logits = None if said.outputs is None else said.outputs.float().cpu().numpy()
+        known, found = y.cpu().numpy(), said.found.cpu().numpy()
         metrics |= {own.name: own.value(known, found, logits) for own in bench.metrics}
     return {"metrics": metrics, "by_class": by_class}
 
@@ -149,7 +160,8 @@ def _test_together(method: Method, world: World, bench: Bench, tested: Tested) -
     for key, models in kinds.items():
         network = models[0].reference.network(models[0].view)
         if len(models) > 1 and not _calibrated(network) and not _recurrent(network):
-            tested[key] = list(zip(models, stacked_answers(models, bench).each(), strict=True))
+            said = stacked_answers(models, world.task, bench)
+            tested[key] = list(zip(models, said.each(), strict=True))
 
 
 def _recurrent(network: nn.Module) -> bool:
@@ -175,7 +187,7 @@ def _test_nested(method: Method, world: World, bench: Bench, tested: Tested) -> 
     head = common_head(whole.reference, whole.view, tuple(views.values()))
     if head:
         ask = partial(_parts_logits, head=head, views=tuple(views.values()), own=whole.view)
-        said = _answers(ready(whole, bench), bench, ask)
+        said = _answers_of_all(ready(whole, bench), world.task, bench, ask)
         for (key, view), own in zip(views.items(), said.each(), strict=True):
             tested[whole.reference.name, key] = [
                 (Model(whole.reference, view, view.extract(whole.state)), own)
@@ -183,7 +195,7 @@ def _test_nested(method: Method, world: World, bench: Bench, tested: Tested) -> 
 
 
 @torch.no_grad()
-def stacked_answers(models: Sequence[Model], bench: Bench) -> Answers:
+def stacked_answers(models: Sequence[Model], task: Task, bench: Bench) -> Answers:
     """What each model of one network says of each test row."""
     module = models[0].reference.network(models[0].view).eval()
     stacked = {
@@ -193,15 +205,8 @@ def stacked_answers(models: Sequence[Model], bench: Bench) -> Answers:
     forward = vmap(lambda state, x: functional_call(module, state, (x,)), in_dims=(0, None))
     batches = zip(bench.x_test.split(bench.batch), bench.y_test.split(bench.batch), strict=True)
     # Outputs of all models at once would be large: what is kept of a batch is a few numbers a row.
-    found = [answers_of(forward(stacked, x), y, bench.wants_logits) for x, y in batches]
-    return Answers(
-        torch.cat([one.classes for one in found], 1),
-        torch.cat([one.loss for one in found], 1),
-        torch.cat([one.confidence for one in found], 1),
-        torch.cat([one.logits for one in found if one.logits is not None], 1)
-        if bench.wants_logits
-        else None,
-    )
+    said = [task.answers(forward(stacked, x), y, bench.wants_logits) for x, y in batches]
+    return joined(said, along=1)
 
 
 def _known_answers(model: Model, tested: Tested, world: World, bench: Bench) -> Answers:
@@ -220,31 +225,43 @@ def _test_model(
     model: Model, world: World, bench: Bench, device: Device, tested: Tested
 ) -> dict[str, Any]:
     said = _known_answers(model, tested, world, bench)
-    hits = said.hits(bench.y_test)
+    right = world.task.right(said, bench.y_test)
     held_out = world.split.holdout(device.id)
-    if len(held_out):
-        module = ready(model, bench)
+    if len(held_out) and world.task.alone:
         index = torch.from_numpy(np.asarray(held_out)).to(bench.x.device)
-        personal = float(
-            (_predict(module, bench.x[index], bench.batch) == bench.y[index]).float().mean()
-        )
+        own = _answers(ready(model, bench), world.task, bench.x[index], bench.y[index], bench.batch)
+        personal = _accuracy(world.task.right(own, bench.y[index]))
     else:
-        personal = _personal(hits, bench.y_test, world.split.counts(device.id))
+        personal = _personal(right, bench.strata, world.split.counts(device.id))
     return {
         "tier": device.tier,
-        "global_accuracy": _accuracy(hits),
+        "global_accuracy": _accuracy(right),
         "personal_accuracy": personal,
         "said": said,
     }
 
 
-def _tested(model: Model, _world: World, bench: Bench) -> Answers:
-    return _answers(ready(model, bench), bench, _logits)
+def _tested(model: Model, world: World, bench: Bench) -> Answers:
+    return _answers_of_all(ready(model, bench), world.task, bench, _outputs)
 
 
-def _answers(module: nn.Module, bench: Bench, ask: Ask) -> Answers:
-    logits = _predict(module, bench.x_test, bench.batch, ask, along=-2)
-    return answers_of(logits, bench.y_test, bench.wants_logits)
+def _answers_of_all(module: nn.Module, task: Task, bench: Bench, ask: Ask) -> Answers:
+    """What a network says of all test rows."""
+    return _answers(module, task, bench.x_test, bench.y_test, bench.batch, ask, bench.wants_logits)
+
+
+def _answers(
+    module: nn.Module,
+    task: Task,
+    x: Tensor,
+    y: Tensor,
+    batch: int,
+    ask: Ask | None = None,
+    keep: bool = False,
+) -> Answers:
+    # Several models asked at once have a dimension before that of the rows.
+    along = -len(task.shape(y[:1], 1))
+    return task.answers(_predict(module, x, batch, ask or _outputs, along), y, keep)
 
 
 def ready(model: Model, bench: Bench) -> nn.Module:
@@ -262,16 +279,13 @@ def _calibrated(module: nn.Module) -> bool:
 
 
 Ask = Callable[[nn.Module, Tensor], Tensor]
-"""From a network and a batch to (…, rows) classes, or (…, rows, classes) outputs."""
+"""From a network and a batch to (…, rows, …) outputs."""
 
 
-def _predict(
-    module: nn.Module, x: Tensor, batch: int, ask: Ask | None = None, along: int = -1
-) -> Tensor:
-    """The classes that a network sees, or what else is asked of it; `along` is the dimension of the
-    rows. On a CPU its batches are shared among the cores, each computed by one thread as
-    always."""
-    parts, ask = x.split(batch), ask or _classes
+def _predict(module: nn.Module, x: Tensor, batch: int, ask: Ask, along: int) -> Tensor:
+    """What is asked of a network; `along` is the dimension of the rows. On a CPU its batches are
+    shared among the cores, each computed by one thread as always."""
+    parts = x.split(batch)
     threads = 1 if x.is_cuda else min(len(parts), cores())
     if threads == 1:
         return torch.cat(_ask_all(module, parts, ask), along)
@@ -291,11 +305,7 @@ def _ask_all(module: nn.Module, parts: Sequence[Tensor], ask: Ask) -> list[Tenso
     return [ask(module, by_pixel(module, part)) for part in parts]
 
 
-def _classes(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x).argmax(-1)
-
-
-def _logits(module: nn.Module, x: Tensor) -> Tensor:
+def _outputs(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
@@ -307,19 +317,20 @@ def _parts_logits(
     return torch.stack([headed(module, head, view, own, features) for view in views])
 
 
-def _accuracy(hits: Tensor) -> float:
-    return float(hits.float().mean())
+def _accuracy(right: Tensor) -> float:
+    return float(right.float().mean())
 
 
-def _personal(hits: Tensor, y: Tensor, counts: np.ndarray) -> float:
-    """Accuracy by class, weighted by the client's own classes; classes that the test set lacks are
-    left out."""
-    tested = torch.bincount(y, minlength=len(counts)).cpu().numpy()
-    right = torch.bincount(y[hits], minlength=len(counts)).cpu().numpy()
+def _personal(right: Tensor, kinds: Tensor, counts: np.ndarray) -> float:
+    """The score by class (or kind of row), weighted by the client's own; classes that the test set
+    lacks are left out."""
+    whole = _accuracy(right)
+    tested = torch.bincount(kinds, minlength=len(counts)).cpu().numpy()
+    sums = torch.bincount(kinds.cpu(), weights=right.double().cpu(), minlength=len(counts)).numpy()
     weight = np.where(tested > 0, counts, 0).astype(np.float64)
     if weight.sum() == 0:
-        return float(hits.float().mean())
-    return float((weight / weight.sum() * right / np.maximum(tested, 1)).sum())
+        return whole
+    return float((weight / weight.sum() * sums / np.maximum(tested, 1)).sum())
 
 
 def _mean(values: Iterator[float] | Any) -> float | None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nestling.methods.server import KEPT, Kept
 from nestling.runs.evaluation import ready
 from nestling.runs.federation import Federation
+from nestling.tasks import losses
 from nestling.training.distiller import logits_of
 
 BEST, GOOD = f"{KEPT}best", f"{KEPT}good:"
@@ -54,13 +54,13 @@ def news(round: int, found: dict[str, Any] | None) -> list[str]:
 
 @torch.no_grad()
 def _loss(federation: Federation) -> float:
-    """The global model's mean cross-entropy on the public rows; infinite where it has none."""
+    """The global model's mean loss on the public rows; infinite where it has none."""
     world, model = federation.world, federation.method.global_model()
     x, y = world.public, world.public_labels
     assert model is not None
     assert x is not None
     assert y is not None
-    found = F.cross_entropy(logits_of(ready(model, federation.bench), x), y)
+    found = losses(logits_of(ready(model, federation.bench), x), y).mean()
     return float(found.nan_to_num(torch.inf, torch.inf))
 
 

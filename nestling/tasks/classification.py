@@ -1,4 +1,4 @@
-"""What is measured of a classifier: everything from one pass over the test rows.
+"""Classification: one class of several.
 
 A pass leaves three numbers a row (the class, the loss, how sure the model was); the confusion
 matrix is counted from them, and accuracy, recall and F1 follow from the matrix.
@@ -6,72 +6,49 @@ matrix is counted from them, and accuracy, recall and F1 follow from the matrix.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from nestling.tasks.task import Answers, Measured, Task, finite
 
 BINS = 15
 """Bins of confidence in which answers are compared with how often they are right."""
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What a model says of rows; with a first dimension, what several say. `logits` are kept where
-    somebody wants them."""
+class Classification(Task):
+    """Every row is of one of so many classes."""
 
-    classes: Tensor
-    loss: Tensor
-    confidence: Tensor
-    logits: Tensor | None = None
+    name: ClassVar[str] = "classification"
+    score: ClassVar[str] = "accuracy"
+    has_classes: ClassVar[bool] = True
 
-    def hits(self, y: Tensor) -> Tensor:
+    classes: int
+
+    def answers(self, outputs: Tensor, y: Tensor, keep: bool = False) -> Answers:
+        """What (…, rows, classes) logits say of rows of classes `y`."""
+        chances = outputs.float().log_softmax(-1)
+        right = chances.gather(-1, y.expand(chances.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+        sure = chances.amax(-1).exp()
+        return Answers(outputs.argmax(-1), -right, sure, outputs if keep else None)
+
+    def right(self, answers: Answers, y: Tensor) -> Tensor:
         """Which rows it is right about."""
-        return self.classes == y
+        return answers.found == y
 
-    def each(self) -> list[Answers]:
-        """Those of several models, one by one."""
-        logits = [None] * len(self.classes) if self.logits is None else list(self.logits)
-        return [
-            Answers(*parts)
-            for parts in zip(self.classes, self.loss, self.confidence, logits, strict=True)
-        ]
-
-
-def answers_of(logits: Tensor, y: Tensor, keep: bool = False) -> Answers:
-    """What (…, rows, classes) outputs say of rows of classes `y`."""
-    chances = logits.float().log_softmax(-1)
-    right = chances.gather(-1, y.expand(chances.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-    return Answers(logits.argmax(-1), -right, chances.amax(-1).exp(), logits if keep else None)
-
-
-def pooled(found: Sequence[Answers]) -> Answers | None:
-    """The answers of several models to the same rows, one after another; None where nobody gave
-    any."""
-    if not found:
-        return None
-    logits = [one.logits for one in found if one.logits is not None]
-    return Answers(
-        torch.cat([one.classes for one in found]),
-        torch.cat([one.loss for one in found]),
-        torch.cat([one.confidence for one in found]),
-        torch.cat(logits) if logits else None,
-    )
-
-
-def measured(answers: Answers, y: Tensor, classes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metrics that are one number each, and those by class."""
-    confusion = confusion_of(answers.classes, y, classes)
-    metrics = {
-        "macro_f1": macro_f1(confusion),
-        "test_loss": finite(float(answers.loss.double().mean())),
-        "calibration_error": finite(calibration_error(answers, y)),
-    }
-    return metrics, {"recall": recall(confusion), "confusion": confusion.tolist()}
+    def measured(self, answers: Answers, y: Tensor) -> Measured:
+        """Macro F1, test loss and calibration; recall and confusion by class."""
+        confusion = confusion_of(answers.found, y, self.classes)
+        metrics = {
+            "macro_f1": macro_f1(confusion),
+            "test_loss": finite(float(answers.loss.double().mean())),
+            "calibration_error": finite(calibration_error(answers, y)),
+        }
+        return metrics, {"recall": recall(confusion), "confusion": confusion.tolist()}
 
 
 def confusion_of(found: Tensor, y: Tensor, classes: int) -> np.ndarray:
@@ -99,26 +76,10 @@ def macro_f1(confusion: np.ndarray) -> float:
 def calibration_error(answers: Answers, y: Tensor) -> float:
     """By how much a model is surer, or less sure, than it is right: the mean over bins of
     confidence, weighted by their rows."""
-    sure = answers.confidence.double().nan_to_num(0.0)
+    assert answers.sure is not None
+    sure = answers.sure.double().nan_to_num(0.0)
     place = (sure * BINS).long().clamp(0, BINS - 1)
-    gaps = answers.hits(y).double() - sure
+    gaps = (answers.found == y).double() - sure
     bins = torch.arange(BINS, device=sure.device)[:, None]
     # No scatter: on a GPU its sums differ from run to run.
     return float(torch.where(place == bins, gaps, 0.0).sum(1).abs().sum() / len(sure))
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """How unequal clients' personal accuracies are: the worst, what a tenth do not reach, and their
-    variance."""
-    if not values:
-        return {}
-    return {
-        "personal_worst": float(min(values)),
-        "personal_tenth": float(np.quantile(values, 0.1)),
-        "personal_variance": float(np.var(values)),
-    }
-
-
-def finite(value: float) -> float | None:
-    """A number that a file can hold; None for others."""
-    return value if math.isfinite(value) else None

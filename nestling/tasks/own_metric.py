@@ -11,7 +11,7 @@ import numpy as np
 
 from nestling.errors import InputError
 from nestling.named_code import named_module
-from nestling.tasks.classification import finite
+from nestling.tasks.task import finite
 
 FIELD = "evaluate.metrics"
 _FORM = (

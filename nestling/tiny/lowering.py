@@ -28,9 +28,9 @@ from nestling.training.client import Client, ClientSide, Outcome, Site, Task, ca
 from nestling.training.inner import with_inner
 from nestling.training.objectives import (
     Given,
-    cross_entropy,
     present_cross_entropy,
     proximal,
+    supervised,
     with_targets,
 )
 from nestling.training.order import counters, keys
@@ -147,7 +147,7 @@ def _inner(
 
 
 _OBJECTIVES: dict[Any, Callable[..., _Loss]] = {
-    cross_entropy: _plain,
+    supervised: _plain,
     present_cross_entropy: _present,
     proximal: _proximal,
     with_targets: _targets,

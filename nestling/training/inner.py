@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.training.objectives import Batch, Given, Net, cross_entropy, forward_with_features
+from nestling.tasks import losses
+from nestling.training.objectives import Batch, Given, Net, forward_with_features, supervised
 from nestling.views import Reference, View
 from nestling.views.nested import forward, headed
 
@@ -27,15 +27,13 @@ def with_inner(
     inside it, in turn; their weighted mean. With `head` (see `views.nested.common_head`) the
     smaller network is not run, but read off the features of the larger one."""
     if not smaller:
-        return cross_entropy(net, batch, given)
+        return supervised(net, batch, given)
     part = smaller[batch.turn(len(smaller))]
     outer, inner = (
         _both(net, batch.x, head, part, own) if head else _apart(net, batch.x, reference, part, own)
     )
-    losses = [
-        batch.mean(F.cross_entropy(logits, batch.y, reduction="none")) for logits in (outer, inner)
-    ]
-    return (losses[0] + weight * losses[1]) / (1 + weight)
+    whole, part_of_it = (batch.mean(losses(said, batch.y)) for said in (outer, inner))
+    return (whole + weight * part_of_it) / (1 + weight)
 
 
 def _both(net: Net, x: Tensor, head: str, part: View, own: View) -> tuple[Tensor, Tensor]:

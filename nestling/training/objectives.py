@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.models.taps import logits_and_features
+from nestling.tasks import losses
 
 Given = Mapping[str, Tensor]
 
@@ -85,15 +86,15 @@ class Net:
 Objective = Callable[[Net, Batch, Given], Tensor]
 
 
-def cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:  # noqa: ARG001 (an objective's signature)
-    """Plain supervised training."""
-    return batch.mean(F.cross_entropy(net(batch.x), batch.y, reduction="none"))
+def supervised(net: Net, batch: Batch, given: Given) -> Tensor:  # noqa: ARG001 (an objective's signature)
+    """Plain supervised training: the loss of the task, by the type of its targets."""
+    return batch.mean(losses(net(batch.x), batch.y))
 
 
 def present_cross_entropy(net: Net, batch: Batch, given: Given) -> Tensor:
     """Cross-entropy with the logits of classes the client does not hold set to 0 (not −∞):
     `given["present"]` flags its classes."""
-    return batch.mean(F.cross_entropy(net(batch.x) * given["present"], batch.y, reduction="none"))
+    return batch.mean(losses(net(batch.x) * given["present"], batch.y))
 
 
 def proximal(net: Net, batch: Batch, given: Given, *, mu: float) -> Tensor:
@@ -101,7 +102,7 @@ def proximal(net: Net, batch: Batch, given: Given, *, mu: float) -> Tensor:
     distance = sum(
         ((p - given[name]) ** 2).sum() for name, p in net.params.items() if name in given
     )
-    return cross_entropy(net, batch, given) + mu / 2 * distance
+    return supervised(net, batch, given) + mu / 2 * distance
 
 
 def with_targets(
@@ -118,9 +119,7 @@ def with_targets(
     `given["targets"]` has a row for every row of the phase's data: the teacher's logits, or what
     the network's outputs are to be."""
     logits, target = net(batch.x), given["targets"][batch.rows]
-    each = ce * F.cross_entropy(logits, batch.y, reduction="none") + mse * (
-        (logits - target) ** 2
-    ).mean(-1)
+    each = ce * losses(logits, batch.y) + mse * ((logits - target) ** 2).mean(-1)
     return batch.mean(each + kd * divergence(target, logits, temperature) if kd else each)
 
 
@@ -144,6 +143,22 @@ def divergence(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Te
 def distillation(
     teacher: Tensor, student: Tensor, temperature: float = 1.0, batch: Batch | None = None
 ) -> Tensor:
-    """The divergence, mean over the batch: the one convention of all distilling methods."""
-    each = divergence(teacher, student, temperature)
-    return each.mean() if batch is None else batch.mean(each)
+    """The divergence, mean over the batch: the one convention of all distilling methods. Where the
+    batch's targets are no classes it is that of the task: of flags between the chances of each, of
+    values the squared difference."""
+    if batch is None:
+        return divergence(teacher, student, temperature).mean()
+    if batch.y.is_floating_point():
+        return batch.mean(losses(student, teacher))
+    if batch.y.dtype == torch.bool:
+        return (
+            batch.mean(_flags_apart(teacher / temperature, student / temperature)) * temperature**2
+        )
+    return batch.mean(divergence(teacher, student, temperature))
+
+
+def _flags_apart(teacher: Tensor, student: Tensor) -> Tensor:
+    """The divergence between the chances of flags, mean over the flags of a row."""
+    yes = teacher.sigmoid()
+    true, false = (F.logsigmoid(sign * teacher) - F.logsigmoid(sign * student) for sign in (1, -1))
+    return (yes * true + (1 - yes) * false).mean(-1)

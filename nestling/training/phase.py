@@ -23,7 +23,7 @@ from nestling.settings import (
     Whole,
 )
 from nestling.training.augment import AUGMENTATIONS
-from nestling.training.objectives import Given, Objective, cross_entropy
+from nestling.training.objectives import Given, Objective, supervised
 from nestling.training.optimisers import OPTIMISERS, Optim
 
 SCHEDULES = ("decay", "cosine")
@@ -61,7 +61,7 @@ class Phase:
     augment: what happens to the inputs of every batch (see `augment`).
     """
 
-    objective: Objective = cross_entropy
+    objective: Objective = supervised
     optim: Optim = field(default_factory=Optim)
     epochs: int = 1
     batch: int = 32

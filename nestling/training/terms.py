@@ -19,7 +19,7 @@ from nestling.training.client import (
     train_client,
     working,
 )
-from nestling.training.objectives import Batch, Net, Objective, cross_entropy
+from nestling.training.objectives import Batch, Net, Objective, supervised
 from nestling.training.phase import Phase
 from nestling.training.trainer import Trained, batches, hooked, trained
 
@@ -54,7 +54,7 @@ class _Watched:
         with hooked(module, phase):
             own = _gradient(net, batch, phase, phase.objective)
             if phase.source == "private":
-                plain = _gradient(net, batch, phase, cross_entropy)
+                plain = _gradient(net, batch, phase, supervised)
                 self.plain, own = float(plain.norm()), own - plain
         self.added.append(float(own.norm()))
 

@@ -22,7 +22,7 @@ from nestling.methods import METHODS
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.training.client import ClientSide, Outcome, Site, Task
-from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.objectives import Batch, Given, Net, supervised
 from nestling.training.phase import Hook, Phase
 from nestling.training.stacks.group import Group, groups, token
 from nestling.training.stacks.stacked import (
@@ -239,27 +239,27 @@ def mean_of_all(net: Net, batch: Batch, given: Given) -> Tensor:
 
 
 def by_number(net: Net, batch: Batch, given: Given) -> Tensor:
-    return cross_entropy(net, batch, given) * (1 + batch.number % 2)
+    return supervised(net, batch, given) * (1 + batch.number % 2)
 
 
 def in_turn(net: Net, batch: Batch, given: Given) -> Tensor:
-    return cross_entropy(net, batch, given) * (1 + batch.turn(2))
+    return supervised(net, batch, given) * (1 + batch.turn(2))
 
 
 def test_an_objective_that_ignores_masks_is_noticed() -> None:
-    assert honours_masks(group_with(objective=cross_entropy))
+    assert honours_masks(group_with(objective=supervised))
     assert not honours_masks(group_with(objective=mean_of_all))
 
 
 @pytest.mark.parametrize("norm", ["batch", "sbn", "tracked", "per-width"])
 def test_batch_statistics_honour_masks(norm: str) -> None:
     model = Named("tinycnn", {"channels": [8, 16, 16], "norm": norm})
-    assert honours_masks(group_with(model=model, objective=cross_entropy))
+    assert honours_masks(group_with(model=model, objective=supervised))
     assert not honours_masks(group_with(model=model, objective=mean_of_all))
 
 
 def test_how_an_objective_looks_at_its_number_is_noticed() -> None:
-    assert looks_of(group_with(objective=cross_entropy)) == Looks(1, False)
+    assert looks_of(group_with(objective=supervised)) == Looks(1, False)
     assert looks_of(group_with(objective=by_number)) == Looks(1, True)
     assert looks_of(group_with(objective=in_turn)) == Looks(2, False)
 

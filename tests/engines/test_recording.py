@@ -26,7 +26,7 @@ from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.runs.loop import play
 from nestling.training.client import Task
-from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.objectives import Batch, Given, Net, supervised
 from nestling.training.phase import Phase
 from nestling.training.stacks.group import Group
 from nestling.training.stacks.together import Losses, work_together
@@ -299,7 +299,7 @@ def test_one_client_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def looks_at_values(net: Net, batch: Batch, given: Given) -> torch.Tensor:
-    loss = cross_entropy(net, batch, given)
+    loss = supervised(net, batch, given)
     return loss * 2 if loss.item() > 100 else loss
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nestling import Named, Train
 from nestling.engines.cuda.spare_bias import may_spare_biases, spare_biases
 from nestling.models.norm import norm_layer
-from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.objectives import Batch, Given, Net, supervised
 from tests.engines.test_cohort import alone, assert_same, federation_of, group_with, recording
 from tests.small import tasks_of
 
@@ -73,7 +73,7 @@ def looks_inside(net: Net, batch: Batch, given: Given) -> Tensor:
     layer = next(m for m in net.module.modules() if isinstance(m, nn.Conv2d))
     handle = layer.register_forward_hook(lambda layer, _, out: seen.append(out))
     try:
-        loss = cross_entropy(net, batch, given)
+        loss = supervised(net, batch, given)
     finally:
         handle.remove()
     return loss + seen[0].square().mean()
@@ -85,7 +85,7 @@ BIASED = {
 
 
 def test_an_objective_that_looks_inside_keeps_them() -> None:
-    assert may_spare_biases(group_with(objective=cross_entropy, **BIASED))
+    assert may_spare_biases(group_with(objective=supervised, **BIASED))
     assert not may_spare_biases(group_with(objective=looks_inside, **BIASED))
 
 

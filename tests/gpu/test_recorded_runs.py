@@ -20,7 +20,7 @@ from nestling.runs.assemble import assemble, site_of
 from nestling.runs.loop import play
 from nestling.runs.run import resume
 from nestling.training.client import Client
-from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.objectives import Batch, Given, Net, supervised
 from nestling.training.phase import Phase
 from tests.gpu.test_every_method import TOLERANCE, UNEVEN, apart, played, states
 from tests.small import small
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 
 def looks_at_values(net: Net, batch: Batch, given: Given) -> torch.Tensor:
-    loss = cross_entropy(net, batch, given)
+    loss = supervised(net, batch, given)
     return loss * 2 if loss.item() > 1e9 else loss
 
 

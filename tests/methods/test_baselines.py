@@ -35,7 +35,7 @@ from nestling.runs.assemble import assemble, site_of
 from nestling.training.client import Client, Outcome, Task, client_of, work
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.memory import keep, recall
-from nestling.training.objectives import Batch, Net, cross_entropy, proximal
+from nestling.training.objectives import Batch, Net, proximal, supervised
 from nestling.training.optimisers import Buffers, Optim, step
 from nestling.views import State, prefix, without
 from nestling.views.units import units
@@ -396,7 +396,7 @@ def test_the_pull_is_half_mu_times_the_squared_distance_of_parameters() -> None:
     )
     given = {name: p.detach() + 0.5 for name, p in module.named_parameters()}
     entries = sum(p.numel() for p in module.parameters())
-    pulled, plain = proximal(net, batch, given, mu=0.1), cross_entropy(net, batch, {})
+    pulled, plain = proximal(net, batch, given, mu=0.1), supervised(net, batch, {})
     assert float((pulled - plain).detach()) == pytest.approx(0.05 * 0.25 * entries, rel=1e-4)
 
 
@@ -463,7 +463,7 @@ def test_moon_is_its_formula() -> None:
         Net(module, dict(module.named_parameters())),
         {f"{of}/{n}": t for of, w in others.items() for n, t in w.items()},
     )
-    found = _contrastive(net, batch, given, mu=2.0, temperature=0.5, head="head") - cross_entropy(
+    found = _contrastive(net, batch, given, mu=2.0, temperature=0.5, head="head") - supervised(
         net, batch, {}
     )
     assert (

@@ -15,27 +15,25 @@ from nestling.report.metrics_part import metrics_line
 from nestling.runfiles import last_and_best
 from nestling.tasks.classification import (
     BINS,
-    Answers,
-    answers_of,
+    Classification,
     calibration_error,
     confusion_of,
     macro_f1,
-    measured,
-    pooled,
     recall,
-    spread,
 )
+from nestling.tasks.task import Answers, joined, spread
 from tests.small import small
 
 Y = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 0])
 LOGITS = torch.randn(10, 4, generator=torch.Generator().manual_seed(5))
+TASK = Classification(4)
 
 
 def test_the_matrix_and_what_follows_from_it() -> None:
     sklearn = pytest.importorskip("sklearn.metrics")
-    found = answers_of(LOGITS, Y)
+    found = TASK.answers(LOGITS, Y)
     y, told = Y.numpy(), LOGITS.argmax(1).numpy()
-    matrix = confusion_of(found.classes, Y, 4)
+    matrix = confusion_of(found.found, Y, 4)
     assert np.array_equal(matrix, sklearn.confusion_matrix(y, told, labels=range(4)))
     assert matrix.diagonal().sum() / 10 == pytest.approx(sklearn.accuracy_score(y, told))
     with np.errstate(all="ignore"):
@@ -46,12 +44,12 @@ def test_the_matrix_and_what_follows_from_it() -> None:
 
 
 def test_loss_and_confidence_are_those_of_the_softmax() -> None:
-    found = answers_of(LOGITS, Y)
+    found = TASK.answers(LOGITS, Y)
     assert torch.allclose(
         found.loss, torch.nn.functional.cross_entropy(LOGITS, Y, reduction="none")
     )
-    assert torch.allclose(found.confidence, LOGITS.softmax(1).max(1).values)
-    assert found.logits is None and answers_of(LOGITS, Y, keep=True).logits is LOGITS
+    assert torch.allclose(found.sure, LOGITS.softmax(1).max(1).values)
+    assert found.outputs is None and TASK.answers(LOGITS, Y, keep=True).outputs is LOGITS
 
 
 def test_calibration_by_hand() -> None:
@@ -61,29 +59,28 @@ def test_calibration_by_hand() -> None:
     answers = Answers(classes, torch.zeros(4), sure)
     assert calibration_error(answers, torch.zeros(4, dtype=torch.long)) == pytest.approx(0.2)
     by_loop = 0.0
-    found = answers_of(LOGITS, Y)
-    right = found.hits(Y).double()
+    found = TASK.answers(LOGITS, Y)
+    right = TASK.right(found, Y).double()
     for k in range(BINS):
-        inside = (found.confidence >= k / BINS) & (found.confidence < (k + 1) / BINS)
+        inside = (found.sure >= k / BINS) & (found.sure < (k + 1) / BINS)
         if inside.any():
-            by_loop += abs(float((right[inside] - found.confidence[inside].double()).sum())) / 10
+            by_loop += abs(float((right[inside] - found.sure[inside].double()).sum())) / 10
     assert calibration_error(found, Y) == pytest.approx(by_loop)
 
 
 def test_a_broken_model_has_no_loss_but_a_file_of_it_can_be_read() -> None:
-    metrics, by_class = measured(answers_of(torch.full((10, 4), torch.nan), Y), Y, 4)
+    metrics, by_class = TASK.measured(TASK.answers(torch.full((10, 4), torch.nan), Y), Y)
     assert metrics["test_loss"] is None
     json.loads(json.dumps([metrics, by_class], allow_nan=False))
 
 
 def test_several_models() -> None:
-    both = answers_of(torch.stack([LOGITS, -LOGITS]), Y, keep=True)
+    both = TASK.answers(torch.stack([LOGITS, -LOGITS]), Y, keep=True)
     one, other = both.each()
-    assert torch.equal(other.classes, (-LOGITS).argmax(1)) and torch.equal(one.loss, both.loss[0])
-    together = pooled([one, other])
-    assert together is not None and pooled([]) is None
+    assert torch.equal(other.found, (-LOGITS).argmax(1)) and torch.equal(one.loss, both.loss[0])
+    together = joined([one, other])
     assert torch.equal(together.loss, torch.cat([one.loss, other.loss]))
-    assert together.logits is not None and len(together.logits) == 20
+    assert together.outputs is not None and len(together.outputs) == 20
 
 
 def test_spread_and_best() -> None:

@@ -24,7 +24,7 @@ from nestling.tiny.runtime import native, toolchain
 from nestling.tiny.runtime.data import pack as pack_data
 from nestling.tiny.runtime.job import Done, Job
 from nestling.training.client import Client, client_of, work
-from nestling.training.objectives import Batch, Given, Net, cross_entropy, with_targets
+from nestling.training.objectives import Batch, Given, Net, supervised, with_targets
 from nestling.training.phase import Hook, Phase
 from nestling.training.rules import frozen_near_zero, masked_gradients
 from tests.small import small, tasks_of
@@ -141,7 +141,7 @@ def test_targets_and_frozen_layers() -> None:
     Pair(Taught(), data="mnist12k-8x8", model=GROUP).check()
 
 
-def own(objective: Any = cross_entropy, **changes: Any) -> tuple[Client, Phase]:
+def own(objective: Any = supervised, **changes: Any) -> tuple[Client, Phase]:
     pair = Pair("fedavg", data="mnist12k-8x8", model=GROUP)
     client = client_of(pair.tasks[0], pair.site)
     client.weights = pair.method.start(client, pair.tasks[0].message)
@@ -158,7 +158,7 @@ def strange(net: Net, batch: Batch, given: Given) -> Tensor:
         ({"objective": strange}, "the objective strange"),
         ({"rule": frozen_near_zero}, "the gradient rule frozen_near_zero"),
         ({"source": "public"}, "public data"),
-        ({"also": cross_entropy}, "a second objective"),
+        ({"also": supervised}, "a second objective"),
         ({"hooks": (Hook((nn.Conv2d,), lambda layer, out: out),)}, "the hook"),
         ({"optim": Train(optimizer="adam").optim(1)}, "the optimiser adam"),
     ],

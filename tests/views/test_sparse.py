@@ -10,7 +10,7 @@ import torch
 
 from nestling.message import Message
 from nestling.models import build
-from nestling.training.objectives import Batch, Net, cross_entropy
+from nestling.training.objectives import Batch, Net, supervised
 from nestling.training.optimisers import Buffers, Optim
 from nestling.training.phase import Phase
 from nestling.training.rules import masked_gradients
@@ -198,7 +198,7 @@ def test_pruned_weights_stay_exactly_zero_through_momentum_and_decay(optim: Opti
     assert any(
         (module.state_dict()[name][~mask] != 0).any() for name, mask in masks_of(view).items()
     )
-    assert cross_entropy is phase.objective
+    assert supervised is phase.objective
 
 
 @pytest.mark.parametrize(("norm", "grain"), [("group", 4), ("tracked", 1)])

@@ -18,7 +18,12 @@ class AllLarge(SharedWeights):
     """
 
     info = Info(
-        "baseline", "ignored: the full model on every device", "official code read", "A", paper="Chen et al. (FlexFL), 2024"
+        "baseline",
+        "ignored: the full model on every device",
+        "official code read",
+        "A",
+        paper="Chen et al. (FlexFL), 2024",
+        any_task=True,
     )
 
     def piece(self, device: Device, round: int) -> Piece:

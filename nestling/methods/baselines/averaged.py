@@ -42,7 +42,7 @@ class Averaged(Method):
     weights: dict[str, State] = kept()
     _ladder: Ladder | None = made()
 
-    info = Info("baseline", "width or depth: averaged by name, or among equals", "official code read", "B")
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "official code read", "B", any_task=True)
 
     @property
     def as_set(self) -> Info:

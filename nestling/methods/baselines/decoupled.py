@@ -38,7 +38,13 @@ class Decoupled(Method):
     _given: tuple[int, dict[int, str]] = made()
 
     info = Info(
-        "baseline", "any: levels never meet", "official code read", "A", own_networks=True, paper="Chen et al. (FlexFL), 2024"
+        "baseline",
+        "any: levels never meet",
+        "official code read",
+        "A",
+        own_networks=True,
+        paper="Chen et al. (FlexFL), 2024",
+        any_task=True,
     )
 
     def setup(self, world: World) -> None:

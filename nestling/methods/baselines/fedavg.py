@@ -17,7 +17,7 @@ class FedAvg(SharedWeights):
     Differs from the paper: nothing; the common network is the part of the reference that all tiers can train.
     """
 
-    info = Info("baseline", "none: the smallest device decides", "from paper")
+    info = Info("baseline", "none: the smallest device decides", "from paper", any_task=True)
 
     def piece(self, device: Device, round: int) -> Piece:
         """The part that the smallest device can train, for everybody."""

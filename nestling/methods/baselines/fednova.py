@@ -50,7 +50,7 @@ class FedNova(Averaged):
     weighting: Literal["uniform", "samples"] = "samples"
     mu: NotNegative = 0.0
 
-    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B", any_task=True)
     parts = (replace(WEIGHTS, up=None), _UPDATE)
     said = (_STEPS,)
 

@@ -41,6 +41,7 @@ class FedPer(Averaged):
         "C",
         global_model=False,
         personal=True,
+        any_task=True,
     )
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class FedProx(Averaged):
     weighting: Literal["uniform", "samples"] = "samples"
     mu: NotNegative = 0.01
 
-    info = Info("baseline", "width or depth: averaged by name, or among equals", "official code read", "B")
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "official code read", "B", any_task=True)
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -30,7 +30,9 @@ class Local(Personal):
     everybody: bool = True
     size: Whole = 0
 
-    info = replace(Info.of_own_networks("baseline", "any: networks never meet", "ours", ""), title="Local", paper="–")
+    info = replace(
+        Info.of_own_networks("baseline", "any: networks never meet", "ours", ""), any_task=True, title="Local", paper="–"
+    )
 
     def choose(self, round: int, clients: int) -> list[int]:
         """All reachable clients, or only as many as are asked where `everybody` is off."""

@@ -13,6 +13,7 @@ from nestling.methods.api import Client, Info, Message, Phases, Reference, World
 from nestling.methods.baselines.averaged import Averaged
 from nestling.models.projection import projected
 from nestling.settings import NotNegative, Positive, Whole
+from nestling.tasks import losses
 from nestling.training.memory import keep, recall
 from nestling.training.objectives import Batch, Given, Net, forward_with_features
 
@@ -43,7 +44,7 @@ class Moon(Averaged):
     temperature: Positive = 0.5
     projection: Whole = 0
 
-    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B", any_task=True)
 
     def network(self, world: World) -> Reference:
         """The main network, with a projection head in it where one is set."""
@@ -68,7 +69,7 @@ class Moon(Averaged):
 
 def _contrastive(net: Net, batch: Batch, given: Given, *, mu: float, temperature: float, head: str) -> Tensor:
     logits, z = forward_with_features(net, batch.x, head)
-    loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+    loss = batch.mean(losses(logits, batch.y))
     near, far = (
         F.cosine_similarity(z, _features(net, batch.x, given, of, head), dim=-1) / temperature for of in ("global", "previous")
     )

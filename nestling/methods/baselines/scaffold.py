@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Phase, Piece, Replies, World, kept, made, pack, require
 from nestling.methods.baselines.averaged import Averaged, parameters_of
 from nestling.methods.part import WEIGHTS, Part, Tensors
 from nestling.settings import Positive
+from nestling.tasks import losses
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.memory import drop, keep, recall
 from nestling.training.objectives import Batch, Given, Net
@@ -56,7 +56,7 @@ class Scaffold(Averaged):
     _zeros: State = made()
     _views: dict[bytes, View] = made()
 
-    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B")
+    info = Info("baseline", "width or depth: averaged by name, or among equals", "from paper", "B", any_task=True)
     parts = (WEIGHTS, _CONTROL)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
@@ -163,4 +163,4 @@ def _after_gradient(client: Client, received: Message, then: Phase) -> Iterator[
 def _loss_at(net: Net, batch: Batch, given: Given) -> Tensor:
     """The loss at the given point, whose gradient arrives at the parameters wherever these are."""
     point = {name: given[name] + p - p.detach() for name, p in net.params.items()}
-    return batch.mean(F.cross_entropy(net.with_weights(point, batch.x), batch.y, reduction="none"))
+    return batch.mean(losses(net.with_weights(point, batch.x), batch.y))

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Phases, Piece, Replies, State, World, kept, made
@@ -15,6 +14,7 @@ from nestling.methods.representation.class_means import TOLD, TellsByClass, clas
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.settings import NotNegative, Positive
 from nestling.store import Records
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, divergence
 
 LOGITS = "logits"
@@ -134,4 +134,4 @@ def _taught(net: Net, batch: Batch, given: Given, *, gamma: float, distance: str
         far = gap(logits, batch.y, given, LOGITS)
     else:
         far = divergence(given[LOGITS][batch.y], logits, temperature) * given["known"][batch.y]
-    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none") + gamma * far)
+    return batch.mean(losses(logits, batch.y) + gamma * far)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.methods.api import Client, Device, Message, Piece, State, Tensors
@@ -18,6 +17,7 @@ from nestling.methods.distill.factors import Ranked, factored, factors_like, ran
 from nestling.methods.distill.pair import INFO, MEME, Pair, Pairs
 from nestling.models.taps import Taps, watching
 from nestling.settings import Count, NonZeroShare, NotNegative, Positive
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, Objective, divergence
 
 
@@ -121,7 +121,7 @@ def _mutual(
     with watching(net.module, (), head) as mine, watching(net.module, (), meme_head) as common:
         own, meme = net(batch.x)
     features, shared = mine["features"], net.module.get_submodule("bridge")(common["features"])
-    wrong, wrong_too = (F.cross_entropy(logits, batch.y, reduction="none") for logits in (own, meme))
+    wrong, wrong_too = (losses(logits, batch.y) for logits in (own, meme))
     trust = 1 / (batch.mean(wrong) + batch.mean(wrong_too)).detach().clamp(min=floor) if floor else 1.0
     taught = soft * divergence(meme.detach(), own) + hidden * (features - shared.detach()).square().mean(1)
     taught_too = soft * divergence(own.detach(), meme) + hidden * (features.detach() - shared).square().mean(1)

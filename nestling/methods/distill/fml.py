@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client
 from nestling.methods.distill.pair import INFO, Pairs
 from nestling.settings import UnitShare
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, Objective, divergence
 
 
@@ -46,7 +46,7 @@ class FML(Pairs):
 
 def _mutual(net: Net, batch: Batch, given: Given, *, alpha: float, beta: float) -> Tensor:  # noqa: ARG001 (an objective)
     own, meme = net(batch.x)
-    mine, common = (F.cross_entropy(logits, batch.y, reduction="none") for logits in (own, meme))
+    mine, common = (losses(logits, batch.y) for logits in (own, meme))
     mine = alpha * mine + (1 - alpha) * divergence(meme.detach(), own)
     common = beta * common + (1 - beta) * divergence(own.detach(), meme)
     return batch.mean(mine + common)

@@ -6,11 +6,11 @@ from math import sqrt
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import State
 from nestling.methods.representation.class_means import gap
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, distillation, forward_with_features
 
 _CODE_NOISE = 2.0
@@ -51,7 +51,7 @@ def taught(
     else:
         wrong = (_norm(torch.softmax(said / temperature, 1) - given["soft"]) * given["known"]).sum() / given["known"].sum()
         far = _norm(features - given["features"][batch.y]) * given["known"][batch.y]
-    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none") + gamma * far) + lam * wrong
+    return batch.mean(losses(logits, batch.y) + gamma * far) + lam * wrong
 
 
 def _norm(rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from nestling.methods.heads import columns_of, head_of
 from nestling.models.generators import diversity
 from nestling.models.latent_generator import generated
 from nestling.seeds import derive
+from nestling.tasks import losses
 from nestling.training.distiller import Student
 from nestling.training.noise import uniform
 from nestling.training.objectives import Batch, Given, Net, distillation
@@ -84,7 +85,7 @@ def generative_given(client: Client, received: Message, alpha: float, beta: floa
 def generative(net: Net, batch: Batch, given: Given, *, head: str, count: int, noise: int, classes: int) -> Tensor:
     """Cross-entropy, and what the generator knows of the batch's labels and of others'."""
     logits = net(batch.x)
-    loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+    loss = batch.mean(losses(logits, batch.y))
     state = {name.removeprefix("generator/"): t for name, t in given.items() if name.startswith("generator/")}
     classifier = Classifier(head_of(net.params, head), given.get("columns"))
     key, number, (alpha, beta) = given["key"], 3 * batch.counter, given["strength"]

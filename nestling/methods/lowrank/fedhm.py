@@ -50,7 +50,7 @@ class FedHM(Factored):
     ratio_of: dict[tuple[str, bytes], float] = made()
 
     form = "separable"
-    info = Info("low-rank", "rank: truncated factors of every layer", "official code read", "A")
+    info = Info("low-rank", "rank: truncated factors of every layer", "official code read", "A", any_task=True)
     parts = (WEIGHTS, replace(PRESENT, when=lambda method: method.compat == "code"))
 
     def __post_init__(self) -> None:

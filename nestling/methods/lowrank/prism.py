@@ -50,7 +50,7 @@ class PriSM(Factored):
     clip: NotNegative = 5.0
 
     form = "columns"
-    info = Info("low-rank", "rank: drawn singular components", "official code read", "A")
+    info = Info("low-rank", "rank: drawn singular components", "official code read", "A", any_task=True)
 
     def __post_init__(self) -> None:
         """Refuses an empty list of shares."""

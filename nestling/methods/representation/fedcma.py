@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.methods.api import Client, Message, Phases, Piece, Replies, State, World, kept
@@ -17,6 +16,7 @@ from nestling.methods.representation.common_head import CLASSIFIER, HEAD, INFO
 from nestling.models.embedding import with_features
 from nestling.models.taps import Taps
 from nestling.settings import Compat, Count, NonZeroShare, NotNegative
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, forward_with_features
 
 _CODE = 0.9  # the released code's EMA keeps 1 − 0.9·λ
@@ -119,7 +119,7 @@ class FedCMA(ByClass):
 
 def _aligned(net: Net, batch: Batch, given: Given, *, lam: float, lam_c: float, moments: int, head: str) -> Tensor:
     logits, z = forward_with_features(net, batch.x, head)
-    loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+    loss = batch.mean(losses(logits, batch.y))
     far = sum(((net.params[f"{head}.{name}"] - given[f"{HEAD}/{name}"]) ** 2).sum() for name in ("weight", "bias"))
     return loss + lam * _moment_gaps(z, batch, given, moments) + lam_c * far
 

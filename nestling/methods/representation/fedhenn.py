@@ -15,7 +15,7 @@ from nestling.methods.part import Part
 from nestling.methods.public import PublicExchange
 from nestling.models.taps import logits_and_features
 from nestling.settings import Bounds, NotNegative
-from nestling.training.objectives import Batch, Given, Net, cross_entropy
+from nestling.training.objectives import Batch, Given, Net, supervised
 
 _KERNEL = Part(
     "kernel",
@@ -110,7 +110,7 @@ def _norm(kernel: Tensor) -> Tensor:
 
 
 def _alike(net: Net, batch: Batch, given: Given, *, head: str) -> Tensor:
-    loss = cross_entropy(net, batch, given)
+    loss = supervised(net, batch, given)
     net.module.eval()
     try:
         seen = logits_and_features(net.module, head, given["public"][given["rad"]])[1]

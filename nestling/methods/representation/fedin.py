@@ -18,7 +18,7 @@ from nestling.methods.part import WEIGHTS, Part
 from nestling.methods.representation.feature_noise import FeatureNoise, noise_key, noisy
 from nestling.seeds import stream
 from nestling.settings import Count, NotNegative
-from nestling.training.objectives import Batch, Given, Net, Objective, cross_entropy, proximal
+from nestling.training.objectives import Batch, Given, Net, Objective, proximal, supervised
 from nestling.views.middle import Middle, features, middle_of, through
 
 _PAIRS = Part(
@@ -141,7 +141,7 @@ class FedIN(Averaged):
 
     def phases(self, client: Client, received: Message) -> Phases:
         """Local training, with proximal term and noise as set, and the term of the received pairs if there are any."""
-        objective: Objective = partial(proximal, mu=2 * self.mu) if self.mu else cross_entropy
+        objective: Objective = partial(proximal, mu=2 * self.mu) if self.mu else supervised
         given = parameters_of(client, received["weights"]) if self.mu else {}
         changes: dict[str, object] = {}
         if self.noise and self.noise_in == "training":

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Model, Phases, Replies, State
 from nestling.methods.representation.class_means import ByClass, class_means, gap, outputs_of, spread
 from nestling.methods.representation.class_table import STATISTICS
 from nestling.settings import NotNegative
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, forward_with_features
 
 
@@ -97,4 +97,4 @@ def nearest(head: str, prototypes: Tensor, among: Tensor) -> State:
 
 def _near_prototypes(net: Net, batch: Batch, given: Given, *, lam: float, head: str) -> Tensor:
     logits, features = forward_with_features(net, batch.x, head)
-    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none") + lam * gap(features, batch.y, given))
+    return batch.mean(losses(logits, batch.y) + lam * gap(features, batch.y, given))

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Message, Phase, Piece, SharedWeights, Tensors, World, made
 from nestling.methods.part import Fact, Facts
 from nestling.settings import BetweenZeroAndOne, NonZeroShare, ShareBelowOne, UnitShare
 from nestling.store import Records
+from nestling.tasks import losses
 from nestling.training.distiller import logits_of
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.phase import GradientRule
@@ -112,5 +112,5 @@ class PrunesItself(SharedWeights):
 def _on_used_rows(net: Net, batch: Batch, given: Given) -> Tensor:
     """Cross-entropy over the rows in use; a batch without any has no loss."""
     used = (batch.rows >= given[_FIRST]).float()
-    losses = F.cross_entropy(net(batch.x), batch.y, reduction="none")
-    return batch.mean(losses * used) / batch.mean(used).clamp(min=1e-6)
+    each = losses(net(batch.x), batch.y)
+    return batch.mean(each * used) / batch.mean(used).clamp(min=1e-6)

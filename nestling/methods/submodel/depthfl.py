@@ -8,13 +8,13 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Device, Info, Message, Model, Phases, Piece, Replies, World, kept, made, pack
 from nestling.methods.schedule import in_rounds
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.settings import Positive
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.views import Reference, State, Tensors, View
 from nestling.views.depth import depth_views
@@ -122,7 +122,7 @@ def _past(client: Client, received: Message) -> State:
 
 def _mutual(net: Net, batch: Batch, given: Given) -> Tensor:
     exits = exits_of(net, batch.x)
-    loss = torch.stack([batch.mean(F.cross_entropy(logits, batch.y, reduction="none")) for logits in exits]).sum()
+    loss = torch.stack([batch.mean(losses(logits, batch.y)) for logits in exits]).sum()
     if "kd" not in given or len(exits) == 1:
         return loss
     pairs = [(teacher, student) for teacher in exits for student in exits if teacher is not student]

@@ -33,7 +33,7 @@ class FedRolex(HeteroFL):
     steps: int = kept()
     _windows: tuple[int, dict[bytes, Piece]] = made()
 
-    info = Info("width", "width: rolling windows", "official code read", "A")
+    info = Info("width", "width: rolling windows", "official code read", "A", any_task=True)
 
     def setup(self, world: World) -> None:
         """Starts with windows that have not moved."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.allocation import Ladder, ladder
 from nestling.methods.api import Client, Contribution, Info, Message, Phases, Reply, SharedWeights, View, made, require
 from nestling.models.norm import WidthNorm, used_rows
 from nestling.settings import NonZeroShare, Positive, UnitShare
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.widths import Inner, widths_by_batch
 from nestling.world import Device, Model, Piece, World, ratio_view
@@ -50,7 +50,11 @@ class FjORD(SharedWeights):
     rungs: Ladder = made()
 
     info = Info(
-        "width", "width: nested prefixes, drawn anew for every batch", "contributed code read; two values from memory", "A"
+        "width",
+        "width: nested prefixes, drawn anew for every batch",
+        "contributed code read; two values from memory",
+        "A",
+        any_task=True,
     )
 
     def __post_init__(self) -> None:
@@ -108,9 +112,9 @@ class FjORD(SharedWeights):
 
 def _ordered(net: Net, batch: Batch, given: Given, *, inner: Inner, distil: bool, alpha: float, temperature: float) -> Tensor:
     logits = inner(net, batch, given)
-    loss = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+    loss = batch.mean(losses(logits, batch.y))
     if not distil:
         return loss
     whole = net(batch.x)
     told = distillation(whole.detach(), logits, temperature, batch)
-    return batch.mean(F.cross_entropy(whole, batch.y, reduction="none")) + (1 - alpha) * loss + alpha * told
+    return batch.mean(losses(whole, batch.y)) + (1 - alpha) * loss + alpha * told

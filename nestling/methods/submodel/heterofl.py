@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nestling.methods.api import Client, Contribution, Device, Info, Message, Model, Phases, Piece, Reply, SharedWeights, World
 from nestling.methods.kept import made
@@ -10,7 +12,8 @@ from nestling.methods.labels import PRESENT, counted_rows, held_classes, output_
 from nestling.methods.part import WEIGHTS
 from nestling.methods.submodel.scaler import dividing, narrowed, scaled
 from nestling.seeds import stream
-from nestling.training.objectives import cross_entropy, present_cross_entropy
+from nestling.tasks import Task
+from nestling.training.objectives import present_cross_entropy, supervised
 
 
 @dataclass
@@ -39,8 +42,12 @@ class HeteroFL(SharedWeights):
 
     output: tuple[str, ...] = made()
 
-    info = Info("width", "width: nested prefixes", "official code read", "A")
+    info = Info("width", "width: nested prefixes", "official code read", "A", any_task=True)
     parts = (WEIGHTS, replace(PRESENT, when=lambda method: method.mask_labels))
+
+    def settings_for(self, task: Task) -> Mapping[str, Any]:
+        """Without classes there is no label mask."""
+        return {**super().settings_for(task), **({} if task.has_classes else {"mask_labels": False})}
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -73,7 +80,7 @@ class HeteroFL(SharedWeights):
         """One training phase with the scaler and the label mask, where they are on."""
         hooks = dividing(client.reference, client.view) if self.scaler else ()
         given = {"present": held_classes(client).float()} if self.mask_labels else {}
-        objective = present_cross_entropy if self.mask_labels else cross_entropy
+        objective = present_cross_entropy if self.mask_labels else supervised
         return [client.train.phase(client.round, objective=objective, given=given, hooks=hooks)]
 
     def contribution(self, reply: Reply) -> Contribution:

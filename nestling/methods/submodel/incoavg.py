@@ -41,7 +41,7 @@ class InCoAvg(ByDepth):
 
     pairs: dict[str, str] = made()
 
-    info = Info("depth", "depth: the first blocks of every stage", "official code read", "B", model="tinyresnet")
+    info = Info("depth", "depth: the first blocks of every stage", "official code read", "B", model="tinyresnet", any_task=True)
 
     def setup(self, world: World) -> None:
         """Finds which convolution of a first block corrects which ones of later blocks."""

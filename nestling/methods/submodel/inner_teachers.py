@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Client, Phase, Reference, View
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.views.nested import forward, prepare
 
@@ -41,4 +41,4 @@ def self_distilled(
         state = net.state()
         said = [forward(reference, teacher, state, batch.x, inside=own, training=False) for teacher in teachers]
     apart = sum(distillation(target, logits, temperature, batch) for target in said) / len(said)
-    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none")) + weight * apart
+    return batch.mean(losses(logits, batch.y)) + weight * apart

@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.methods.api import Phase, Reference, View
 from nestling.seeds import stream
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net
 from nestling.training.phase import Train
 from nestling.views import Axes, by_index, to_spec
@@ -43,7 +43,7 @@ def dropped(net: Net, batch: Batch, given: Given, *, picker: Picker, view: View,
     """Cross-entropy of the sub-network that was drawn for this batch."""
     drawn = {int(axis): batch.pick(rows) for axis, rows in given.items()}
     logits = picker.forward(view, net.state(), drawn, batch.x, rescale=rescale)
-    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+    return batch.mean(losses(logits, batch.y))
 
 
 def filters_phase(

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.methods.api import Client, Device, Info, Message, Model, Phases, Piece, Reference, View, World, made, require
 from nestling.methods.submodel.by_depth import ByDepth, exits_of, need_exits
 from nestling.methods.submodel.scaler import scaled
 from nestling.settings import Count, NonZeroShare, NotNegative, Positive, UnitShare
+from nestling.tasks import losses
 from nestling.training.objectives import Batch, Given, Net, distillation
 from nestling.training.phase import Hook, divide
 from nestling.views import prefix
@@ -110,4 +110,4 @@ def _weighted_exits(net: Net, batch: Batch, given: Given, *, temperature: float)
 
 
 def _cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+    return batch.mean(losses(logits, batch.y))

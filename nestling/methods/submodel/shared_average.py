@@ -47,6 +47,7 @@ class SharedAverage(SharedWeights):
         "A",
         title="Shared-average",
         paper="TinyML model-heterogeneous FL (abstract)",
+        any_task=True,
     )
 
     @property
