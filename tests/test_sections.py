@@ -173,7 +173,7 @@ def test_what_an_option_of_a_network_allows_is_what_is_not_refused(
     default = option_defaults(info.build)[option]
 
     def refused(value: object) -> bool:
-        shape = (1, 64) if info.input == "sequence" else (1, 64, 64)
+        shape = {"sequence": (1, 64), "text": (64,)}.get(info.input, (1, 64, 64))
         given: object = [value] * len(default) if listed else value
         if option == "exits":  # of which the last one must stand behind the last block
             given = [value, sum(option_defaults(info.build)["blocks"])]

@@ -13,11 +13,14 @@ from torch import nn
 
 from nestling.errors import InputError, unknown
 from nestling.models import (
+    autoencoder,
     cnn,
     cnn1d,
     densenet,
     dscnn,
     exits,
+    forecaster,
+    gpt,
     kwt,
     lstm,
     mlp,
@@ -51,8 +54,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One row of the table. `input` is "image", "sequence", "vector" or "any"; `norm` the default;
-    `note` the paper's use."""
+    """One row of the table. `input` is "image", "sequence", "text" (token ids) or "any"; `norm`
+    the default; `note` the paper's use."""
 
     build: Callable[..., nn.Module]
     title: str
@@ -67,6 +70,13 @@ _DEPTH = "for methods that cut the depth, such as DepthFL"
 
 MODELS: dict[str, ModelInfo] = {
     "mlp": ModelInfo(mlp.mlp, "fully connected network", "any", "none", "no paper in particular"),
+    "autoencoder": ModelInfo(
+        autoencoder.autoencoder,
+        "dense autoencoder",
+        "any",
+        "none",
+        "MLPerf Tiny's anomaly detection, with norm tracked",
+    ),
     "cnn": ModelInfo(
         cnn.cnn,
         "four 3x3 convolutions",
@@ -84,6 +94,13 @@ MODELS: dict[str, ModelInfo] = {
     "cnn1d": ModelInfo(
         cnn1d.cnn1d, "1-D CNN for sensor windows", "sequence", "group", "no paper in particular"
     ),
+    "forecaster": ModelInfo(
+        forecaster.forecaster,
+        "dilated causal 1-D CNN for forecasts",
+        "sequence",
+        "none",
+        "TCN, smaller",
+    ),
     "dscnn": ModelInfo(
         dscnn.dscnn,
         "depth-wise separable CNN",
@@ -99,6 +116,13 @@ MODELS: dict[str, ModelInfo] = {
         "LSTM for sequences, and for texts with words = so many",
         "sequence",
         "none",
+        "no paper in particular",
+    ),
+    "gpt": ModelInfo(
+        gpt.gpt,
+        "causal transformer over token ids, tells the next one",
+        "text",
+        "layer",
         "no paper in particular",
     ),
     "vit": ModelInfo(

@@ -21,12 +21,12 @@ StepNorm = Annotated[str, OneOf(NORMS)]
 
 
 class Attention(nn.Module):
-    """Every step looks at every other."""
+    """Every step looks at every other, or at none that comes later."""
 
-    def __init__(self, dim: int, heads: int, head_dim: int) -> None:
+    def __init__(self, dim: int, heads: int, head_dim: int, causal: bool = False) -> None:
         """Separate layers for queries, keys and values, so that each has its own rows to cut."""
         super().__init__()
-        self.heads, self.head_dim = heads, head_dim
+        self.heads, self.head_dim, self.causal = heads, head_dim, causal
         self.q, self.k, self.v = (nn.Linear(dim, heads * head_dim) for _ in range(3))
         self.out = nn.Linear(heads * head_dim, dim)
 
@@ -37,17 +37,23 @@ class Attention(nn.Module):
             for layer in (self.q, self.k, self.v)
         )
         likeness = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+        if self.causal:
+            # Made anew, and not kept: it is no part of the state, and fits any number of steps.
+            steps = torch.arange(x.shape[1], device=x.device)
+            likeness = likeness.masked_fill(steps > steps[:, None], -math.inf)
         return self.out((likeness.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class TransformerBlock(nn.Module):
     """Attention and a perceptron, each behind a norm and beside a shortcut."""
 
-    def __init__(self, dim: int, heads: int, head_dim: int, hidden: int, norm: str) -> None:
-        """`hidden` is the width of the perceptron."""
+    def __init__(
+        self, dim: int, heads: int, head_dim: int, hidden: int, norm: str, causal: bool = False
+    ) -> None:
+        """`hidden` is the width of the perceptron; in a causal one no step sees a later one."""
         super().__init__()
         self.norm1, self.norm2 = step_norm(norm, dim), step_norm(norm, dim)
-        self.attention = Attention(dim, heads, head_dim)
+        self.attention = Attention(dim, heads, head_dim, causal)
         self.widen, self.narrow = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""A recurrent network for sequences and for texts: layers of LSTM, read at their last step."""
+"""A recurrent network for sequences and for texts: layers of LSTM, read at their last step or at
+every one."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.models.attention import StepNorm, step_norm
-from nestling.models.parts import Network, scaled, sequence
+from nestling.models.parts import Network, named, scaled, sequence
 from nestling.settings import Count, Positive
 
 
@@ -53,13 +54,16 @@ def lstm(
     hidden: tuple[Count, ...] = (64,),
     words: int = 0,
     dim: Count = 32,
+    every: bool = False,
 ) -> nn.Module:
-    """One layer after the other, read at the last step.
+    """One layer after the other, read at the last step or at every one.
 
-    norm:   what normalises the last step: layer or none.
+    norm:   what normalises a step before it is read: layer or none.
     hidden: the units of every layer.
     words:  of texts, how many different token ids there are; left out where there is no text.
     dim:    channels of the vector that stands for a token id.
+    every:  answers at every step, (rows, steps, classes), such as the next token; otherwise at the
+            last one alone.
     """
     stem: nn.Module = ByStep()
     if words:
@@ -78,6 +82,5 @@ def lstm(
         after = scaled(full, width)
         stages.append(Recurrent(before, after))
         before = after
-    return Network(
-        stem=stem, stages=stages, neck=Last(before, norm), head=nn.Linear(before, classes)
-    )
+    neck = named(norm=step_norm(norm, before)) if every else Last(before, norm)
+    return Network(stem=stem, stages=stages, neck=neck, head=nn.Linear(before, classes))

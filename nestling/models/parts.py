@@ -78,6 +78,13 @@ def sequence(name: str, shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
+def text(name: str, shape: Sequence[int]) -> int:
+    """`shape` as a number of token ids, or an error that says what `name` takes."""
+    if len(shape) != 1:
+        raise _wrong_input(name, shape, "texts, shape (token ids,)")
+    return shape[0]
+
+
 def _wrong_input(name: str, shape: Sequence[int], takes: str) -> InputError:
     kinds = {1: "mlp", 2: "cnn1d or mlp", 3: "tinycnn, cnn or mlp"}
     fix = (

@@ -50,6 +50,8 @@ KEEPS_INPUT = {
     "silu", "gelu", "hardswish", "mish", "softplus", "threshold", "log", "pow", "abs",
     "log_sigmoid_forward", "embedding",
 }  # fmt: skip
+# The flags of what was overwritten, through which no gradient goes; its second argument.
+MASKED = {"masked_fill"}
 # Input, and the small statistics beside the output.
 NORMS = {
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
@@ -67,7 +69,7 @@ ELEMENTWISE = {
     "add", "sub", "rsub", "neg", "mul", "div", "relu", "hardtanh", "leaky_relu", "sigmoid", "tanh",
     "elu", "hardsigmoid", "clamp",
     "clamp_min", "clamp_max", "exp", "sqrt", "rsqrt", "silu", "gelu", "hardswish", "mish",
-    "softplus", "threshold",
+    "softplus", "threshold", "masked_fill",
 }  # fmt: skip
 # Computed where its producer wrote, and undone from the output alone: a runtime fuses it into the
 # producer.
@@ -171,7 +173,7 @@ def record(
         raise InputError(f"{shape!r} is not an input shape", field="shape", fix=fix)
     twin = on_meta(module).train(training)
     try:
-        return _run(twin, shape, dtype or _input_dtype(module), batch=1)
+        return _run(twin, shape, dtype or input_dtype(module), batch=1)
     except ValueError as error:
         # Batch statistics of a single value are refused by torch; two samples cost exactly twice as
         # much.
@@ -179,7 +181,7 @@ def record(
             raise _failed(module, shape, error) from error
     except Exception as error:
         raise _failed(module, shape, error) from error
-    return _run(twin, shape, dtype or _input_dtype(module), batch=2)
+    return _run(twin, shape, dtype or input_dtype(module), batch=2)
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -198,7 +200,8 @@ def _hollow(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), device="meta")
 
 
-def _input_dtype(module: nn.Module) -> torch.dtype:
+def input_dtype(module: nn.Module) -> torch.dtype:
+    """The type of the inputs: whole numbers where the network begins with an embedding."""
     first = next(
         (
             part
@@ -385,6 +388,8 @@ class _Recorder(TorchDispatchMode):
             return set(writes)
         if name in KEEPS_INPUT:
             return set(reads)
+        if name in MASKED:
+            return set(reads[1:])
         if name in NORMS:
             return {*reads, *writes[1:]}
         if name in POOLS and len(writes) > 1:

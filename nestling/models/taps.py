@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from nestling.errors import InputError
+from nestling.models.record import input_dtype
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
@@ -168,7 +169,7 @@ def _watch(module: nn.Module, shape: Sequence[int]) -> _Graph:
     place = next(iter(module.parameters())).device
     try:
         with watch:
-            x = torch.zeros(2, *shape, device=place)
+            x = torch.zeros(2, *shape, dtype=input_dtype(module), device=place)
             watch.start(x)
             out = module.eval()(x)
     finally:

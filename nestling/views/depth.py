@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nestling.errors import InputError
 from nestling.models.exits import ExitNet
+from nestling.models.record import input_dtype
 from nestling.views.reference import Reference
 from nestling.views.view import View, without
 
@@ -96,8 +97,11 @@ def _inputs(module: nn.Module, shape: tuple[int, ...]) -> dict[nn.Module, Tensor
             seen[part] = given[0].detach().abs()
 
     handles = [part.register_forward_pre_hook(hook) for part in module.modules()]
+    x = torch.linspace(0.1, 1.0, 2 * int(torch.Size(shape).numel())).reshape(2, *shape)
+    if not input_dtype(module).is_floating_point:
+        x = torch.zeros(2, *shape, dtype=input_dtype(module))  # a token id that there always is
     with torch.no_grad():
-        module(torch.linspace(0.1, 1.0, 2 * int(torch.Size(shape).numel())).reshape(2, *shape))
+        module(x)
     for handle in handles:
         handle.remove()
     return seen

@@ -3,6 +3,7 @@ trained."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -186,6 +187,19 @@ def test_macs_equal_the_flops_torch_counts(make: type[nn.Module], shape: tuple[i
         assert cost.train_macs * 2 == both.get_total_flops()
 
 
+class Causal(nn.Module):
+    """As much of attention as knows what is later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1])
+        likeness = self.layer(x)
+        return likeness.masked_fill(steps > steps[:, None], -math.inf).softmax(-1)
+
+
 def saved_bytes(net: nn.Module, sample: Tensor) -> int:
     """Bytes autograd really holds after a forward, weights aside."""
     weights = {
@@ -225,6 +239,7 @@ def saved_bytes(net: nn.Module, sample: Tensor) -> int:
         (Residual(), (4,)),
         (TwoBranches(), (1, 2, 2)),
         (resnet8(), (3, 32, 32)),
+        (Causal(), (5, 5)),
     ],
 )
 def test_what_is_kept_is_what_autograd_saves(net: nn.Module, shape: tuple[int, ...]) -> None:

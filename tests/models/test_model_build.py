@@ -68,6 +68,8 @@ def test_an_unknown_option_names_the_near_one() -> None:
         ("resnet8", "blocks", [1, 1, 1, 1]),
         ("densenet121", "blocks", []),
         ("vgg16", "dropout", 1.5),
+        ("autoencoder", "code", 0),
+        ("autoencoder", "hidden", [128, 0]),
     ],
 )
 def test_a_bad_value_names_its_option(name: str, option: str, value: object) -> None:
@@ -95,7 +97,13 @@ def test_image_networks_refuse_sequences(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (12,)])
 def test_sequence_networks_refuse_the_rest(shape: tuple[int, ...]) -> None:
-    assert refusal("cnn1d", shape=shape).field == "model.name"
+    for name in ("cnn1d", "forecaster"):
+        assert refusal(name, shape=shape).field == "model.name"
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (9, 128)])
+def test_networks_of_texts_refuse_the_rest(shape: tuple[int, ...]) -> None:
+    assert refusal("gpt", shape=shape).field == "model.name"
 
 
 @pytest.mark.parametrize(("name", "size"), [("vgg16", 15), ("cnn", 7), ("densenet121", 28)])

@@ -159,6 +159,16 @@ def test_mlperf_tiny_dscnn() -> None:
     )
 
 
+def test_mlperf_tiny_autoencoder() -> None:
+    values = 640
+    assert parameters(on_meta("autoencoder", (values,), values)) == 265_864
+    counters = 9
+    whole = on_meta("autoencoder", (values,), values, norm="tracked")
+    assert state_entries(whole) - counters == 269_992
+    linear = [part.out_features for part in whole.modules() if isinstance(part, nn.Linear)]
+    assert linear == [128] * 4 + [8] + [128] * 4 + [values]
+
+
 def test_parameters_counts_trainable_ones_only() -> None:
     layer = nn.Linear(3, 2)
     layer.bias.requires_grad_(False)

@@ -16,15 +16,29 @@ from nestling.models import MODELS, NORMS, build, parameters
 from nestling.models.parts import scaled
 from nestling.seeds import torch_seeded
 
-SMALL = ("mlp", "cnn", "tinycnn", "cnn1d", "dscnn", "resnet8", "exitcnn", "tinyexits", "tinyresnet")
+SMALL = (
+    "mlp",
+    "autoencoder",
+    "cnn",
+    "tinycnn",
+    "cnn1d",
+    "forecaster",
+    "dscnn",
+    "resnet8",
+    "exitcnn",
+    "tinyexits",
+    "tinyresnet",
+)
 BIG = ("resnet18", "resnet50", "preresnet18", "vgg16", "mobilenetv2", "densenet121", "exitresnet")
 FAMILIES = (*SMALL, *BIG)
-STEPS = ("kwt", "lstm", "vit")  # have tests of their own, in test_model_steps
+STEPS = ("gpt", "kwt", "lstm", "vit")
+"""Have tests of their own, in test_model_steps and test_model_tokens."""
+SHAPES = {"sequence": (9, 32), "text": (12,)}
 CLASSES = 5
 
 
 def shape_for(name: str) -> tuple[int, ...]:
-    return (9, 32) if MODELS[name].input == "sequence" else (3, 32, 32)
+    return SHAPES.get(MODELS[name].input, (3, 32, 32))
 
 
 def make(name: str, **options: object) -> nn.Module:
@@ -92,8 +106,11 @@ def test_the_head_is_linear_and_sees_the_features(name: str) -> None:
     network = on_meta(name, width=0.25).eval()
     assert isinstance(network.head, nn.Linear)
     assert network.head.out_features == CLASSES
-    x = torch.empty(2, *shape_for(name), device="meta")
-    assert network.features(x).shape == (2, network.head.in_features)
+    text = MODELS[name].input == "text"
+    kind = torch.int64 if text else torch.float32
+    x = torch.empty(2, *shape_for(name), dtype=kind, device="meta")
+    steps = shape_for(name) if text else ()  # at every one of which something is told
+    assert network.features(x).shape == (2, *steps, network.head.in_features)
 
 
 @pytest.mark.parametrize("width", [0.5, 0.3, 0.01])
@@ -258,7 +275,7 @@ def test_the_table_agrees_with_the_builders() -> None:
     for name, info in MODELS.items():
         options = inspect.signature(info.build).parameters
         assert info.norm == options["norm"].default, name
-        assert info.input in ("image", "sequence", "vector", "any"), name
+        assert info.input in ("image", "sequence", "text", "any"), name
         assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in options.values()), (
             name
         )

@@ -48,6 +48,8 @@ NETWORKS = [
     ("resnet8", (3, 32, 32), {"norm": "none"}),
     ("tinyresnet", (1, 28, 28), {}),
     ("mlp", (1, 8, 8), {}),
+    ("autoencoder", (1, 8, 8), {}),
+    ("autoencoder", (40,), {"norm": "group", "hidden": (16, 12), "code": 4}),
     ("cnn1d", (3, 32), {}),
     ("mobilenetv2", (3, 32, 32), {"width": 0.25}),
     ("tinyexits", (1, 28, 28), {}),

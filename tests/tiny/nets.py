@@ -275,6 +275,10 @@ NETWORKS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
         (1, 28, 28),
         lambda: build("tinycnn", shape=(1, 28, 28), classes=10, width=0.5, norm="group"),
     ),
+    "autoencoder": (
+        (12,),
+        lambda: build("autoencoder", shape=(12,), classes=12, hidden=(16, 16), code=4),
+    ),
     "dscnn": (
         (1, 49, 10),
         lambda: build("dscnn", shape=(1, 49, 10), classes=12, width=0.25, norm="none"),

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestling.models import build
+
 STEPS, INPUTS, CLASSES, WORDS = 6, 5, 4, 11
 
 
@@ -213,18 +215,33 @@ MODERN = {
     "rnn": lambda: Recurrent(nn.RNN(INPUTS, 7, batch_first=True)),
     "own cell": OwnCell,
     "mixed": Mixed,
+    "gpt": lambda: build(
+        "gpt", shape=(STEPS,), classes=WORDS, dim=8, depth=2, heads=3, head_dim=4, hidden=10
+    ),
+    "lstm at every step": lambda: build(
+        "lstm", shape=(STEPS,), classes=WORDS, words=WORDS, hidden=(6, 7), dim=8, every=True
+    ),
+    "autoencoder": lambda: build(
+        "autoencoder", shape=(STEPS, INPUTS), classes=CLASSES, hidden=(9, 8), code=4
+    ),
+    "forecaster": lambda: build(
+        "forecaster", shape=(STEPS, INPUTS), classes=CLASSES, channels=8, depth=2
+    ),
     "tied words": TiedWords,
     "tied layers": TiedLayers,
 }
 
 
+TEXTS = ("gpt", "lstm at every step", "tied words")
+
+
 def inputs(name: str, rows: int = 3) -> Tensor:
     """A batch for one of the networks."""
-    if name == "tied words":
+    if name in TEXTS:
         return torch.randint(WORDS, (rows, STEPS))
     return torch.randn(rows, STEPS, INPUTS)
 
 
 def shape_of(name: str) -> tuple[int, ...]:
     """The shape of a sample."""
-    return (STEPS,) if name == "tied words" else (STEPS, INPUTS)
+    return (STEPS,) if name in TEXTS else (STEPS, INPUTS)

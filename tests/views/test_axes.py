@@ -127,9 +127,11 @@ def test_earlier_exits_are_traced_too() -> None:
     ("name", "shape"),
     [
         ("mlp", (1, 28, 28)),
+        ("autoencoder", (6, 40)),
         ("cnn", (1, 28, 28)),
         ("tinycnn", (3, 32, 32)),
         ("cnn1d", (6, 128)),
+        ("forecaster", (6, 40)),
         ("dscnn", (1, 32, 32)),
         ("resnet8", (3, 32, 32)),
         ("resnet18", (3, 32, 32)),

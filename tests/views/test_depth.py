@@ -125,7 +125,12 @@ CUTTABLE = {
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in MODELS if MODELS[n].input != "sequence" and not n.startswith("densenet")]
+    "name",
+    [
+        n
+        for n in MODELS
+        if MODELS[n].input not in ("sequence", "text") and not n.startswith("densenet")
+    ],
 )
 def test_which_networks_can_be_cut(name: str) -> None:
     shape = (1, 32, 32)
@@ -137,6 +142,22 @@ def test_which_networks_can_be_cut(name: str) -> None:
     else:
         with pytest.raises(InputError, match=r"cannot be cut in depth.*tinyresnet"):
             depth_views(found)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("gpt", (9,)), ("forecaster", (3, 20))])
+def test_networks_over_steps_are_cut_by_blocks(name: str, shape: tuple[int, ...]) -> None:
+    with torch_seeded(0, "test"):
+        found = Reference("main", build(name, shape=shape, classes=7), shape)
+    x = torch.randint(7, (3, *shape)) if name == "gpt" else torch.randn(3, *shape)
+    assert family(found) == [[1], [2], [3], [4]]
+    for view in depth_views(found):
+        state = {
+            name: t if name in view.shapes else torch.zeros_like(t)
+            for name, t in found.initial.items()
+        }
+        silenced = found.network(found.full, state).eval()(x)
+        part = found.network(view, view.extract(found.initial)).eval()(x)
+        assert torch.allclose(part, silenced, atol=1e-6)
 
 
 class Plain(nn.Module):
