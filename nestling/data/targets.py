@@ -118,8 +118,9 @@ def _reconstruction(dataset: Dataset, recipe: Recipe) -> Dataset:
     names = dataset.class_names or tuple(map(str, range(dataset.classes)))
     strange = sorted(set(recipe.normal) - set(names))
     if strange or not recipe.normal or set(recipe.normal) >= set(names):
-        told = f"no class is called {strange[0]!r}" if strange else "some classes, not all"
-        raise _bad(dataset, f"which rows are normal: {told}", "normal", f"of {', '.join(names)}")
+        told = "it says of no class, or of all, that its rows are normal"
+        message = f"there is no class {strange[0]!r}" if strange else told
+        raise _bad(dataset, message, "normal", f"name some of {', '.join(names)}")
     if not dataset.x.is_floating_point():
         raise _bad(dataset, "token ids cannot be rebuilt as values", "task", "leave it out")
     normal = torch.tensor([name in recipe.normal for name in names])

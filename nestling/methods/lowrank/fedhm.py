@@ -53,6 +53,11 @@ class FedHM(Factored):
     info = Info("low-rank", "rank: truncated factors of every layer", "official code read", "A", any_task=True)
     parts = (WEIGHTS, replace(PRESENT, when=lambda method: method.compat == "code"))
 
+    @property
+    def as_set(self) -> Info:
+        """As the released code is it masks classes, and needs them."""
+        return replace(self.info, any_task=self.compat != "code")
+
     def __post_init__(self) -> None:
         """Refuses an empty list of ratios."""
         super().__post_init__()

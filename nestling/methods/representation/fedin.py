@@ -72,7 +72,9 @@ class FedIN(Averaged):
 
     pairs: list[tuple[int, State]] = made()
 
-    info = Info("representation", "depth: averaged by name, or among equals", "from paper", "B", model="tinyresnet")
+    info = Info(
+        "representation", "depth: averaged by name, or among equals", "from paper", "B", model="tinyresnet", any_task=True
+    )
     parts = (WEIGHTS, _PAIRS)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nestling.methods.api import Replies
@@ -33,7 +33,7 @@ class LGFedAvg(CommonHead):
 
     weighting: Literal["samples", "uniform"] = "samples"
 
-    info = INFO
+    info = replace(INFO, any_task=True)
 
     # -- on the server ---------------------------------------------------------------------------------------------------------
 

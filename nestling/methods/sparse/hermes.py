@@ -60,14 +60,7 @@ class Hermes(PrunesItself):
 
     shares_weights: ClassVar[bool] = False  # clients go on from models of their own
     info = Info(
-        "sparse",
-        "structured masks: channels, one set a client",
-        "from memory",
-        "C",
-        HELD_OUT,
-        global_model=False,
-        personal=True,
-        any_task=True,
+        "sparse", "structured masks: channels, one set a client", "from memory", "C", HELD_OUT, global_model=False, personal=True
     )
     parts = (_PERSONAL,)
     said = (*PrunesItself.said, _KEPT)

@@ -55,7 +55,7 @@ class LotteryFL(PrunesItself):
     compat: Compat = "paper"
     send_mask: bool = True
 
-    info = Info("sparse", "unstructured masks, one a client", "official code read", "C", HELD_OUT, personal=True, any_task=True)
+    info = Info("sparse", "unstructured masks, one a client", "official code read", "C", HELD_OUT, personal=True)
     parts = (SURVIVORS, _MASKS)
 
     def piece(self, device: Device, round: int) -> Piece:
