@@ -53,7 +53,7 @@ from nestling.runs.loop import play
 from nestling.tiny.link.orders import Orders
 from nestling.tiny.runtime.data import pack
 from nestling.tiny.runtime.job import Done
-from nestling.training.client import Outcome, Task
+from nestling.training.client import Errand, Outcome
 
 NAME = "gw"
 WARM = 10
@@ -110,9 +110,9 @@ class _Without:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
         return self.base.run(
-            [task for task in tasks if task.client not in self.missed.get(task.round, ())]
+            [errand for errand in errands if errand.client not in self.missed.get(errand.round, ())]
         )
 
 

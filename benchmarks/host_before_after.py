@@ -110,8 +110,8 @@ def _engine_timed() -> Iterator[list[float]]:
 
     plain, inside = Cohort.run, [0.0]
 
-    def run(self: Any, tasks: Any) -> Iterator[Any]:
-        events = iter(plain(self, tasks))
+    def run(self: Any, errands: Any) -> Iterator[Any]:
+        events = iter(plain(self, errands))
         while True:
             began = time.thread_time()
             event = next(events, None)

@@ -31,7 +31,7 @@ from nestling.engines.pool import _main_script_hidden
 from nestling.message import Message
 from nestling.methods.method import Method
 from nestling.runs.assemble import reference_network
-from nestling.training.client import ClientSide, Outcome, Site, Task, work
+from nestling.training.client import ClientSide, Errand, Outcome, Site, work
 from nestling.views import to_spec
 
 CLIENTS, CLASSES, SHAPE, HIDDEN = 50, 10, (784,), (430,) * 8
@@ -39,7 +39,7 @@ CASES = {"a message each": False, "one message": True}
 
 
 class BytePool:
-    """Every message and every reply as bytes through a pipe, one task at a time: what the
+    """Every message and every reply as bytes through a pipe, one errand at a time: what the
     comparison is with."""
 
     def __init__(self, workers: int) -> None:
@@ -56,8 +56,8 @@ class BytePool:
             theirs.close()
             self._members.append((ours, process))
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        waiting, idle, busy = deque(tasks), [connection for connection, _ in self._members], 0
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        waiting, idle, busy = deque(errands), [connection for connection, _ in self._members], 0
         while waiting or busy:
             while idle and waiting:
                 idle.pop().send(_pack(waiting.popleft(), "message"))
@@ -77,13 +77,13 @@ def _serve(connection: Connection, method: ClientSide, site: Site) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            task = Task(**_unpack(connection.recv(), "message"))
+            errand = Errand(**_unpack(connection.recv(), "message"))
         except EOFError:
             return
-        connection.send(_pack(work(method, task, site), "reply"))
+        connection.send(_pack(work(method, errand, site), "reply"))
 
 
-def _pack(data: Task | Outcome, kind: str) -> dict[str, Any]:
+def _pack(data: Errand | Outcome, kind: str) -> dict[str, Any]:
     return {**vars(data), kind: getattr(data, kind).to_bytes()}
 
 
@@ -105,20 +105,20 @@ def make_site() -> Site:
     )
 
 
-def make_tasks(site: Site, shared: bool) -> list[Task]:
+def make_errands(site: Site, shared: bool) -> list[Errand]:
     network = site.references["main"]
     spec, one = to_spec(network.full), Message({"weights": network.initial})
     messages = [
         one if shared else Message({"weights": network.full.extract(network.initial)})
         for _ in range(CLIENTS)
     ]
-    return [Task(client, 1, "main", spec, message) for client, message in enumerate(messages)]
+    return [Errand(client, 1, "main", spec, message) for client, message in enumerate(messages)]
 
 
-def timed(engine: Engine, tasks: Sequence[Task]) -> float:
+def timed(engine: Engine, errands: Sequence[Errand]) -> float:
     began = time.perf_counter()
-    outcomes = list(engine.run(tasks))
-    assert len(outcomes) == len(tasks)
+    outcomes = list(engine.run(errands))
+    assert len(outcomes) == len(errands)
     return time.perf_counter() - began
 
 
@@ -136,7 +136,7 @@ def main(rounds: int, workers: int) -> None:
         engine.open(Method(), site)
     try:
         ratios = [
-            compare(engines, name, make_tasks(site, shared), rounds, workers)
+            compare(engines, name, make_errands(site, shared), rounds, workers)
             for name, shared in CASES.items()
         ]
     finally:
@@ -149,13 +149,20 @@ def main(rounds: int, workers: int) -> None:
 
 
 def compare(
-    engines: dict[str, Engine], name: str, tasks: Sequence[Task], rounds: int, workers: int
+    engines: dict[str, Engine],
+    name: str,
+    errands: Sequence[Errand],
+    rounds: int,
+    workers: int,
 ) -> float:
     for engine in engines.values():
-        timed(engine, tasks), timed(engine, tasks)  # the first ones import, trace and make room
+        (
+            timed(engine, errands),
+            timed(engine, errands),
+        )  # the first ones import, trace and make room
     # The quickest of several rounds: whatever else the machine does can only add to it.
     found = [
-        {kind: timed(engine, tasks) for kind, engine in engines.items()} for _ in range(rounds)
+        {kind: timed(engine, errands) for kind, engine in engines.items()} for _ in range(rounds)
     ]
     best = {kind: min(times[kind] for times in found) for kind in engines}
     beyond = {

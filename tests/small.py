@@ -17,7 +17,7 @@ from nestling import (
 )
 from nestling.methods import method_class
 from nestling.runs.federation import Federation
-from nestling.training.client import Task
+from nestling.training.client import Errand
 
 TIERS = (
     Tier(name="small", ratio=0.25, count=2),
@@ -66,13 +66,13 @@ def small(method: Any = "shared-average", **changes: Any) -> Experiment:
     return Experiment(**{**settings, **changes})
 
 
-def tasks_of(federation: Federation, clients: int = 3) -> list[Task]:
+def errands_of(federation: Federation, clients: int = 3) -> list[Errand]:
     """What the first clients would get in round 1."""
     world, method, found = federation.world, federation.method, []
     for client in range(clients):
         device = world.device(client)
         piece = method.piece(device, 1)
         found.append(
-            Task(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1))
+            Errand(client, 1, piece.reference.name, piece.spec(), method.send(device, piece, 1))
         )
     return found

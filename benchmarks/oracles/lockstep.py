@@ -29,7 +29,7 @@ from nestling.methods import Reply
 from nestling.runs.assemble import site_of
 from nestling.runs.federation import Federation
 from nestling.training import trainer
-from nestling.training.client import Task, work
+from nestling.training.client import Errand, work
 from nestling.views import State
 
 CLIENTS = 6
@@ -156,10 +156,10 @@ def replies_of(
         device = world.device(client, round)
         piece = federation.method.piece(device, round)
         sent = federation.method.send(device, piece, round)
-        task = Task(
+        errand = Errand(
             client, round, piece.reference.name, piece.spec(), sent, memories.get(client, {})
         )
-        done = work(method, task, site_of(federation))
+        done = work(method, errand, site_of(federation))
         memories[client] = done.memory
         found.append(
             Reply(

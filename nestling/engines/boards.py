@@ -1,8 +1,8 @@
 """Clients that train on microcontrollers, beside others that any other engine trains.
 
-To the server a board is a client like any other: this engine takes the tasks of clients whose tier
-has a board, turns each phase into a job (see `tiny.lowering`), has the board do it, and gives
-everybody else's tasks to the engine it is built around. All of torch runs in this thread; what
+To the server a board is a client like any other: this engine takes the errands of clients whose
+tier has a board, turns each phase into a job (see `tiny.lowering`), has the board do it, and gives
+everybody else's errands to the engine it is built around. All of torch runs in this thread; what
 waits for boards are threads that know of jobs only.
 """
 
@@ -26,7 +26,7 @@ from nestling.tiny.lowering import board_trained, job_for
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.data import pack as pack_data
 from nestling.tiny.runtime.job import Job
-from nestling.training.client import Client, ClientSide, Outcome, Site, Task, Working, working
+from nestling.training.client import Client, ClientSide, Errand, Outcome, Site, Working, working
 from nestling.training.trainer import Trained
 
 LOOK_SECONDS = 1.0
@@ -65,7 +65,7 @@ def with_boards(
 class _Waiting:
     """One client's round, waiting for its board."""
 
-    task: Task
+    errand: Errand
     round: Working
     client: Client
     job: Job
@@ -94,13 +94,13 @@ class Boards(Engine):
             self.lab.open()
             self.notes.append(self.lab.describe())
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
-        """Starts the boards' jobs first, then runs the base engine's tasks and yields what boards
+    def run(self, errands: Sequence[Errand]) -> Iterator[Event]:
+        """Starts the boards' jobs first, then runs the base engine's errands and yields what boards
         finish meanwhile."""
-        own = [task for task in tasks if self.fleet.tier_of(task.client).board]
-        rest = [task for task in tasks if not self.fleet.tier_of(task.client).board]
-        for task in own:
-            outcome = self._go_on(task, working(self._method, task, self._site), None)
+        own = [errand for errand in errands if self.fleet.tier_of(errand.client).board]
+        rest = [errand for errand in errands if not self.fleet.tier_of(errand.client).board]
+        for errand in own:
+            outcome = self._go_on(errand, working(self._method, errand, self._site), None)
             if outcome is not None:
                 yield outcome
         for event in self.base.run(rest) if rest else ():
@@ -125,18 +125,20 @@ class Boards(Engine):
             raise RuntimeError(self.lab.failure)
         for future in wait(self._waiting, LOOK_SECONDS if block else 0, FIRST_COMPLETED).done:
             waited = self._waiting.pop(future)
-            with self._blaming(waited.task):
+            with self._blaming(waited.errand):
                 report = future.result()
-                yield from self._reported(waited.task, report.facts)
+                yield from self._reported(waited.errand, report.facts)
                 outcome = self._go_on(
-                    waited.task, waited.round, board_trained(waited.client, waited.job, report.done)
+                    waited.errand,
+                    waited.round,
+                    board_trained(waited.client, waited.job, report.done),
                 )
             if outcome is not None:
                 yield outcome
 
-    def _go_on(self, task: Task, round: Working, told: Trained | None) -> Outcome | None:
+    def _go_on(self, errand: Errand, round: Working, told: Trained | None) -> Outcome | None:
         """A client's round up to its next job, which its board is given, or up to its outcome."""
-        with self._blaming(task):
+        with self._blaming(errand):
             try:
                 asked = next(round) if told is None else round.send(told)
                 while not (job := job_for(*asked)).steps:
@@ -144,7 +146,7 @@ class Boards(Engine):
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
-            self._hand_out(_Waiting(task, round, asked[0], job))
+            self._hand_out(_Waiting(errand, round, asked[0], job))
             return None
 
     def _hand_out(self, waiting: _Waiting) -> None:
@@ -167,31 +169,37 @@ class Boards(Engine):
         self._blobs.move_to_end(client.id)
         return self._blobs[client.id]
 
-    def _reported(self, task: Task, facts: dict[str, Any]) -> Iterator[BoardReport]:
+    def _reported(self, errand: Errand, facts: dict[str, Any]) -> Iterator[BoardReport]:
         if facts:
             yield BoardReport(
-                {"round": task.round, "tier": self.fleet.tier_of(task.client).name, **facts}
+                {
+                    "round": errand.round,
+                    "tier": self.fleet.tier_of(errand.client).name,
+                    **facts,
+                }
             )
         if facts.get("restarts"):
             times = "once" if facts["restarts"] == 1 else f"{facts['restarts']} times"
             self.notes.append(
-                f"round {task.round}: the board of client {task.client} ({facts['board']}) "
+                f"round {errand.round}: the board of client {errand.client} ({facts['board']}) "
                 f"started anew {times}"
             )
 
     @contextmanager
-    def _blaming(self, task: Task) -> Iterator[None]:
+    def _blaming(self, errand: Errand) -> Iterator[None]:
         """Errors say which client on which board they are about."""
-        tier = self.fleet.tier_of(task.client)
+        tier = self.fleet.tier_of(errand.client)
         try:
             yield
         except InputError as error:
-            field = error.field or f"fleet.tiers[{self.fleet.tier_index(task.client)}].board"
+            field = error.field or f"fleet.tiers[{self.fleet.tier_index(errand.client)}].board"
             raise InputError(
-                f"client {task.client} on {tier.board}: {error.message}", field=field, fix=error.fix
+                f"client {errand.client} on {tier.board}: {error.message}",
+                field=field,
+                fix=error.fix,
             ) from error
         except Exception as error:
-            raise blame(task, error) from error
+            raise blame(errand, error) from error
 
 
 def _in_thread(function: Callable[..., Report], *arguments: Any) -> Future[Report]:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import Engine, blame
 from nestling.engines.pool import Pool
-from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.training.client import ClientSide, Errand, Outcome, Site
 from nestling.training.stacks.group import Group
 from nestling.training.stacks.stacked import CannotStack, train_stack
 from nestling.training.stacks.together import Losses, train_one_by_one, work_together
@@ -56,12 +56,12 @@ class Cohort(Engine):
         else:
             keep_freed_memory()
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
         """Trains the round's chunks in the pool, or one after another in this process."""
         if self._pool is not None:
-            yield from self._pool.run(tasks)
+            yield from self._pool.run(errands)
         else:
-            for chunk in chunks(tasks, self._site):
+            for chunk in chunks(errands, self._site):
                 yield from work_chunk(self._method, chunk, self._site)
 
     def close(self) -> None:
@@ -70,13 +70,13 @@ class Cohort(Engine):
             self._pool.close()
 
 
-def chunks(tasks: Sequence[Task], site: Site, workers: int = 1) -> list[list[Task]]:
-    """The tasks by network and view, shared out between the workers; where stacks would not pay,
+def chunks(errands: Sequence[Errand], site: Site, workers: int = 1) -> list[list[Errand]]:
+    """The errands by network and view, shared out between the workers; where stacks would not pay,
     each for itself."""
-    kinds: dict[tuple[str, bytes], list[Task]] = {}
-    for task in tasks:
-        reference = site.references[task.network]
-        kinds.setdefault((task.network, reference.view(task.spec).form()), []).append(task)
+    kinds: dict[tuple[str, bytes], list[Errand]] = {}
+    for errand in errands:
+        reference = site.references[errand.network]
+        kinds.setdefault((errand.network, reference.view(errand.spec).form()), []).append(errand)
     found = []
     for (network, _), own in kinds.items():
         reference = site.references[network]
@@ -87,15 +87,15 @@ def chunks(tasks: Sequence[Task], site: Site, workers: int = 1) -> list[list[Tas
     return found
 
 
-def _parts(own: list[Task], count: int) -> list[list[Task]]:
-    """The tasks in so many parts of nearly the same size."""
+def _parts(own: list[Errand], count: int) -> list[list[Errand]]:
+    """The errands in so many parts of nearly the same size."""
     ends = [round(len(own) * k / count) for k in range(count + 1)]
     return [own[start:end] for start, end in pairwise(ends)]
 
 
-def work_chunk(method: ClientSide, tasks: Sequence[Task], site: Site) -> list[Outcome]:
-    """A chunk of tasks, stacked where that pays."""
-    return work_together(method, tasks, site, _train, blame)
+def work_chunk(method: ClientSide, errands: Sequence[Errand], site: Site) -> list[Outcome]:
+    """A chunk of errands, stacked where that pays."""
+    return work_together(method, errands, site, _train, blame)
 
 
 def _train(found: list[Group]) -> list[Losses]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nestling.harmless import harmless
-from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.training.client import ClientSide, Errand, Outcome, Site
 from nestling.where import CPU, Where
 
 
@@ -43,7 +43,8 @@ Event = Outcome | Refusal | BoardReport
 
 
 class Engine:
-    """Runs tasks. Events may come in any order; equal tasks give equal outcomes on every engine.
+    """Runs errands. Events may come in any order; equal errands give equal outcomes on every
+    engine.
 
     name:      what it is called where people read of it.
     where:     the device it computes on; it refuses data that lies on another.
@@ -62,8 +63,8 @@ class Engine:
         """Gets ready to work for a site."""
         raise NotImplementedError
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
-        """Works on one round's tasks."""
+    def run(self, errands: Sequence[Errand]) -> Iterator[Event]:
+        """Works on one round's errands."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -79,17 +80,17 @@ class Engine:
         return {}
 
 
-def failed(task: Task, reason: object) -> ClientError:
-    """The error of a task, with the client it happened on."""
-    return ClientError(f"client {task.client} failed in round {task.round}: {reason}")
+def failed(errand: Errand, reason: object) -> ClientError:
+    """The error of an errand, with the client it happened on."""
+    return ClientError(f"client {errand.client} failed in round {errand.round}: {reason}")
 
 
-def blame(task: Task, error: Exception) -> Exception:
+def blame(errand: Errand, error: Exception) -> Exception:
     """Any error as one that says which client it happened on."""
     return (
         error
         if isinstance(error, ClientError)
-        else failed(task, f"{type(error).__name__}: {error}")
+        else failed(errand, f"{type(error).__name__}: {error}")
     )
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import Engine, failed
 from nestling.engines.precision import allow
-from nestling.training.client import ClientSide, Outcome, Site, Task, work
+from nestling.training.client import ClientSide, Errand, Outcome, Site, work
 from nestling.where import CPU, Where
 
 
 class Inline(Engine):
-    """Runs every task where it stands. The plainest engine, and the one that all others must
+    """Runs every errand where it stands. The plainest engine, and the one that all others must
     equal."""
 
     name = "inline"
@@ -30,13 +30,13 @@ class Inline(Engine):
         self._put_back = allow(self.where.precision)
         self.method, self.site = method, site
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        """Does one task after another; an error names its client."""
-        for task in tasks:
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        """Does one errand after another; an error names its client."""
+        for errand in errands:
             try:
-                yield work(self.method, task, self.site)
-            except Exception as error:  # noqa: PERF203 (the error names its own task)
-                raise failed(task, f"{type(error).__name__}: {error}") from error
+                yield work(self.method, errand, self.site)
+            except Exception as error:  # noqa: PERF203 (the error names its own errand)
+                raise failed(errand, f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Puts the rounding switches back."""

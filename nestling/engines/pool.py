@@ -1,6 +1,6 @@
 """A pool of worker processes, spawned once.
 
-Each worker has one torch thread and the data by shared memory. The tasks of a round are cut into
+Each worker has one torch thread and the data by shared memory. The errands of a round are cut into
 chunks; a worker has one chunk at work and one waiting, and tensors travel in blocks of memory that
 both sides see (see `shared_memory`). Which worker takes which chunk does not matter, since all
 chance is derived from (seed, client, round): the result is bit for bit that of the in-process
@@ -28,34 +28,34 @@ from nestling.engines.allocator import keep_freed_memory
 from nestling.engines.engine import ClientError, Engine, failed
 from nestling.engines.shared_memory import Block, Channel, Page, PagePacket, Spare
 from nestling.message import Message, payload
-from nestling.training.client import ClientSide, Outcome, Site, Task, work
+from nestling.training.client import ClientSide, Errand, Outcome, Site, work
 
-Do = Callable[[ClientSide, Sequence[Task], Site], "list[Outcome]"]
+Do = Callable[[ClientSide, Sequence[Errand], Site], "list[Outcome]"]
 """What a worker does with a chunk: a function of a module, since the worker imports it. It must not
-write to what the tasks hold, nor keep any of it; an error that is a `ClientError` says itself whom
-it is about."""
+write to what the errands hold, nor keep any of it; an error that is a `ClientError` says itself
+whom it is about."""
 
-Cut = Callable[[Sequence[Task], Site], "list[list[Task]]"]
-"""How a round is cut into chunks: every task in one of them."""
+Cut = Callable[[Sequence[Errand], Site], "list[list[Errand]]"]
+"""How a round is cut into chunks: every errand in one of them."""
 
 DEPTH = 2
 """Chunks a worker has at a time: one at work, one waiting."""
 
 
-def each(method: ClientSide, tasks: Sequence[Task], site: Site) -> list[Outcome]:
+def each(method: ClientSide, errands: Sequence[Errand], site: Site) -> list[Outcome]:
     """One client after another."""
     outcomes = []
-    for task in tasks:
+    for errand in errands:
         try:
-            outcomes.append(work(method, task, site))
-        except Exception as error:  # noqa: PERF203 (the error names its own task)
-            raise failed(task, f"{type(error).__name__}: {error}") from error
+            outcomes.append(work(method, errand, site))
+        except Exception as error:  # noqa: PERF203 (the error names its own errand)
+            raise failed(errand, f"{type(error).__name__}: {error}") from error
     return outcomes
 
 
-def singly(tasks: Sequence[Task], _site: Site) -> list[list[Task]]:
-    """Every task in a chunk of its own."""
-    return [[task] for task in tasks]
+def singly(errands: Sequence[Errand], _site: Site) -> list[list[Errand]]:
+    """Every errand in a chunk of its own."""
+    return [[errand] for errand in errands]
 
 
 class Pool(Engine):
@@ -88,10 +88,10 @@ class Pool(Engine):
     def _spawn(self) -> _Worker:
         return _Worker(self._method, self._site, self._do)
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
         """Hands out chunks, the longest first; a chunk whose worker dies is tried once more on a
         fresh one."""
-        chunks = self._chunks(tasks)
+        chunks = self._chunks(errands)
         common = _Common(self._common, chunks)
         # The longest work first, so that no worker is left alone with it at the end.
         waiting = deque(sorted(chunks, key=lambda c: -c.cost))
@@ -130,14 +130,16 @@ class Pool(Engine):
             member.end()
         self._members = []
 
-    def _chunks(self, tasks: Sequence[Task]) -> list[_Chunk]:
-        sizes = {id(task.message): task.message.nbytes for task in tasks}
+    def _chunks(self, errands: Sequence[Errand]) -> list[_Chunk]:
+        sizes = {id(errand.message): errand.message.nbytes for errand in errands}
 
-        def cost(task: Task) -> int:
-            held = sizes[id(task.message)] + sum(payload(t) for t in task.memory.values())
-            return (1 + held) * self._site.split.size(task.client)
+        def cost(errand: Errand) -> int:
+            held = sizes[id(errand.message)] + sum(payload(t) for t in errand.memory.values())
+            return (1 + held) * self._site.split.size(errand.client)
 
-        return [_Chunk(part, sum(map(cost, part))) for part in self._cut(tasks, self._site) if part]
+        return [
+            _Chunk(part, sum(map(cost, part))) for part in self._cut(errands, self._site) if part
+        ]
 
     def _hand_out(self, waiting: deque[_Chunk], common: _Common) -> None:
         """Gives every worker something to do and something to do next, the next chunk always to
@@ -158,7 +160,7 @@ class Pool(Engine):
 
 @dataclass(eq=False)
 class _Chunk:
-    tasks: list[Task]
+    errands: list[Errand]
     cost: int
     deaths: int = 0
 
@@ -170,7 +172,7 @@ class _Common:
     def __init__(self, block: Block, chunks: Sequence[_Chunk]) -> None:
         self._page = Page(block)
         self._uses = Counter(
-            number for c in chunks for number in {id(task.message) for task in c.tasks}
+            number for c in chunks for number in {id(errand.message) for errand in c.errands}
         )
         self._packets: dict[int, PagePacket] = {}
 
@@ -201,7 +203,7 @@ class _Worker:
 
     def give(self, chunk: _Chunk, common: _Common) -> None:
         page = self.channel.page()
-        page.finish(_pack_tasks(chunk.tasks, page, common))
+        page.finish(_pack_errands(chunk.errands, page, common))
         self.given.append(chunk)
         # a dead worker is noticed when its answer is awaited
         with contextlib.suppress(OSError), self._in_step():
@@ -252,56 +254,58 @@ def _serve(connection: Connection, method: ClientSide, site: Site, do: Do) -> No
     channel = Channel(connection, DEPTH)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            tasks = _unpack_tasks(channel.fetch(), channel)
-            channel.post(_answer(tasks, channel, method, site, do))
+            errands = _unpack_errands(channel.fetch(), channel)
+            channel.post(_answer(errands, channel, method, site, do))
 
 
-def _answer(tasks: list[Task], channel: Channel, method: ClientSide, site: Site, do: Do) -> Page:
+def _answer(
+    errands: list[Errand], channel: Channel, method: ClientSide, site: Site, do: Do
+) -> Page:
     page = channel.page()
     try:
-        outcomes = do(method, tasks, site)
-        if sorted(o.client for o in outcomes) != sorted(t.client for t in tasks):
+        outcomes = do(method, errands, site)
+        if sorted(o.client for o in outcomes) != sorted(t.client for t in errands):
             raise RuntimeError(f"the outcomes are those of clients {[o.client for o in outcomes]}")
         page.finish([_pack_outcome(outcome, page) for outcome in outcomes])
     except Exception as error:
         named = (
             error
             if isinstance(error, ClientError)
-            else _blame(tasks, f"{type(error).__name__}: {error}")
+            else _blame(errands, f"{type(error).__name__}: {error}")
         )
         page = channel.page()
         page.finish(f"{named}\n{''.join(traceback.format_exception(error.__cause__ or error))}")
     return page
 
 
-def _pack_tasks(tasks: Sequence[Task], page: Page, common: _Common) -> dict[str, Any]:
-    messages = {id(task.message): task.message for task in tasks}
+def _pack_errands(errands: Sequence[Errand], page: Page, common: _Common) -> dict[str, Any]:
+    messages = {id(errand.message): errand.message for errand in errands}
     return {
         "messages": {
             number: (common.packet(m, page), dict(m.facts)) for number, m in messages.items()
         },
-        "tasks": [
+        "errands": [
             {**vars(t), "message": id(t.message), "memory": page.add({"memory": t.memory})}
-            for t in tasks
+            for t in errands
         ],
     }
 
 
-def _unpack_tasks(header: dict[str, Any], channel: Channel) -> list[Task]:
-    """The tasks, their tensors where they lie; tasks that shared a message share one here."""
+def _unpack_errands(header: dict[str, Any], channel: Channel) -> list[Errand]:
+    """The errands, their tensors where they lie; errands that shared a message share one here."""
     messages = {
         number: Message(channel.view(packet), facts)
         for number, (packet, facts) in header["messages"].items()
     }
     return [
-        Task(
+        Errand(
             **{
                 **one,
                 "message": messages[one["message"]],
                 "memory": dict(channel.view(one["memory"])["memory"]),
             }
         )
-        for one in header["tasks"]
+        for one in header["errands"]
     ]
 
 
@@ -323,17 +327,17 @@ def _unpack_outcome(packed: dict[str, Any], channel: Channel, spare: Spare) -> O
 
 def _died(chunk: _Chunk, member: _Worker) -> ClientError:
     return _blame(
-        chunk.tasks, f"its worker process died twice (exit code {member.process.exitcode})"
+        chunk.errands, f"its worker process died twice (exit code {member.process.exitcode})"
     )
 
 
-def _blame(tasks: Sequence[Task], reason: str) -> ClientError:
+def _blame(errands: Sequence[Errand], reason: str) -> ClientError:
     """The error of a chunk, where it is not known which of its clients it happened on."""
-    if len(tasks) == 1:
-        return failed(tasks[0], reason)
+    if len(errands) == 1:
+        return failed(errands[0], reason)
     return ClientError(
-        f"one of the clients {', '.join(str(t.client) for t in tasks)} failed in round "
-        f"{tasks[0].round}: {reason}"
+        f"one of the clients {', '.join(str(t.client) for t in errands)} failed in round "
+        f"{errands[0].round}: {reason}"
     )
 
 

@@ -1,8 +1,8 @@
 """Workers on Ray: on this machine, or on all machines of a cluster.
 
 One actor per worker, with one torch thread. The data lies once in each machine's object store, and
-actors read it there. Which actor takes which task does not matter, since all chance is derived from
-(seed, client, round): the result is bit for bit that of the in-process engine.
+actors read it there. Which actor takes which errand does not matter, since all chance is derived
+from (seed, client, round): the result is bit for bit that of the in-process engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nestling.engines.engine import Engine, failed
 from nestling.engines.pool import cores
 from nestling.errors import InputError
 from nestling.message import Message, payload
-from nestling.training.client import ClientSide, Outcome, Site, Task, work
+from nestling.training.client import ClientSide, Errand, Outcome, Site, work
 from nestling.views import State
 
 DEPTH = 2
-"""Tasks an actor has at a time: one at work, one waiting."""
+"""Errands an actor has at a time: one at work, one waiting."""
 
 
 class Ray(Engine):
@@ -66,12 +66,12 @@ class Ray(Engine):
         workers = self.workers or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
         self._members = [self._spawn() for _ in range(workers)]
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        """Hands out tasks, the longest first; a task whose actor dies is tried once more on a fresh
-        one."""
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        """Hands out errands, the longest first; an errand whose actor dies is tried once more on a
+        fresh one."""
         # The longest work first, so that no worker is left alone with it at the end.
-        waiting = deque(sorted(tasks, key=self._cost, reverse=True))
-        letters, deaths = _Letters(self._ray, tasks), Counter[int]()
+        waiting = deque(sorted(errands, key=self._cost, reverse=True))
+        letters, deaths = _Letters(self._ray, errands), Counter[int]()
         for member in self._members:
             member.given.clear()  # nobody waits for what an earlier round left behind
         while waiting or any(member.given for member in self._members):
@@ -82,7 +82,7 @@ class Ray(Engine):
                 except self._ray.exceptions.RayError as error:
                     again = self._replace(member, error)
                     # the others were only waiting behind it
-                    deaths.update(task.client for task in again[:1])
+                    deaths.update(errand.client for errand in again[:1])
                     if again and deaths[again[0].client] > 1:
                         raise failed(
                             again[0], f"its worker process died twice ({error})"
@@ -92,10 +92,10 @@ class Ray(Engine):
                 if not member.ready:
                     member.ready = True
                     continue
-                task, _ = member.given.popleft()
-                letters.done(task)
+                errand, _ = member.given.popleft()
+                letters.done(errand)
                 if isinstance(answer, str):
-                    raise failed(task, answer)
+                    raise failed(errand, answer)
                 self._hand_out(waiting, letters)  # the caller may take its time with what it gets
                 yield _unpack_outcome(answer)
 
@@ -134,10 +134,10 @@ class Ray(Engine):
                 )
         self._started = True
 
-    def _cost(self, task: Task) -> int:
+    def _cost(self, errand: Errand) -> int:
         return (
-            1 + task.message.nbytes + sum(payload(t) for t in task.memory.values())
-        ) * self._site.split.size(task.client)
+            1 + errand.message.nbytes + sum(payload(t) for t in errand.memory.values())
+        ) * self._site.split.size(errand.client)
 
     def _spawn(self, failures: int = 0) -> _Member:
         actor = self._actor.remote(*self._shared)
@@ -147,13 +147,16 @@ class Ray(Engine):
         with contextlib.suppress(Exception):  # it, or the whole cluster, may be gone
             self._ray.kill(member.actor)
 
-    def _hand_out(self, waiting: deque[Task], letters: _Letters) -> None:
+    def _hand_out(self, waiting: deque[Errand], letters: _Letters) -> None:
         """Gives every actor something to do and something to do next. One that its machine has not
         started yet gets nothing, since a busy cluster may never start it."""
         while waiting and (free := [m for m in self._members if m.ready and len(m.given) < DEPTH]):
-            member, task = min(free, key=lambda m: len(m.given)), waiting.popleft()
+            member, errand = min(free, key=lambda m: len(m.given)), waiting.popleft()
             member.given.append(
-                (task, member.actor.work.remote(_pack_task(task), letters.of(task)))
+                (
+                    errand,
+                    member.actor.work.remote(_pack_errand(errand), letters.of(errand)),
+                )
             )
 
     def _heard_of(self) -> list[_Member]:
@@ -162,25 +165,25 @@ class Ray(Engine):
         heard, _ = self._ray.wait(list(expected), num_returns=1)
         return [expected[reference] for reference in heard]
 
-    def _replace(self, member: _Member, error: Exception) -> list[Task]:
+    def _replace(self, member: _Member, error: Exception) -> list[Errand]:
         """A fresh actor in the place of one that is gone (killed, out of memory, its machine lost).
-        Gives the tasks it had."""
+        Gives the errands it had."""
         failures = 0 if member.ready else member.failures + 1
         if failures > 1:
             raise RuntimeError(f"a Ray worker died twice while it started: {error}") from error
         self._end(member)
         self._members[self._members.index(member)] = self._spawn(failures)
-        return [task for task, _ in member.given]
+        return [errand for errand, _ in member.given]
 
 
 @dataclass(eq=False)
 class _Member:
-    """An actor as we know it: whether it runs, and the tasks it has, each with the reference of its
-    answer, oldest first."""
+    """An actor as we know it: whether it runs, and the errands it has, each with the reference of
+    its answer, oldest first."""
 
     actor: Any
     hello: Any
-    given: deque[tuple[Task, Any]]
+    given: deque[tuple[Errand, Any]]
     failures: int = 0
     ready: bool = False
 
@@ -190,29 +193,29 @@ class _Member:
 
 
 class _Letters:
-    """The messages of a round as bytes. One that several tasks share is put into the object store
+    """The messages of a round as bytes. One that several errands share is put into the object store
     once, and taken out again after the last of them."""
 
-    def __init__(self, ray: Any, tasks: Sequence[Task]) -> None:
+    def __init__(self, ray: Any, errands: Sequence[Errand]) -> None:
         self._ray = ray
-        self._left = Counter(id(task.message) for task in tasks)
+        self._left = Counter(id(errand.message) for errand in errands)
         self._shared = {number for number, uses in self._left.items() if uses > 1}
         self._put: dict[int, Any] = {}
 
-    def of(self, task: Task) -> Any:
-        """The bytes of a task's message, or where they lie."""
-        number = id(task.message)
+    def of(self, errand: Errand) -> Any:
+        """The bytes of an errand's message, or where they lie."""
+        number = id(errand.message)
         if number not in self._shared:
-            return task.message.to_bytes()
+            return errand.message.to_bytes()
         if number not in self._put:
-            self._put[number] = self._ray.put(task.message.to_bytes())
+            self._put[number] = self._ray.put(errand.message.to_bytes())
         return self._put[number]
 
-    def done(self, task: Task) -> None:
-        """A task has its answer."""
-        self._left[id(task.message)] -= 1
-        if not self._left[id(task.message)]:
-            self._put.pop(id(task.message), None)
+    def done(self, errand: Errand) -> None:
+        """A errand has its answer."""
+        self._left[id(errand.message)] -= 1
+        if not self._left[id(errand.message)]:
+            self._put.pop(id(errand.message), None)
 
 
 class _Actor:
@@ -227,10 +230,10 @@ class _Actor:
         """Says that the process is there, and its number."""
         return os.getpid()
 
-    def work(self, task: dict[str, Any], message: bytes) -> dict[str, Any] | str:
-        """The outcome of a task, packed, or what went wrong with it."""
+    def work(self, errand: dict[str, Any], message: bytes) -> dict[str, Any] | str:
+        """The outcome of an errand, packed, or what went wrong with it."""
         try:
-            return _pack_outcome(work(self.method, _unpack_task(task, message), self.site))
+            return _pack_outcome(work(self.method, _unpack_task(errand, message), self.site))
         except Exception as error:
             return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
@@ -243,13 +246,13 @@ def _borrowed(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
 
-def _pack_task(task: Task) -> dict[str, Any]:
-    """All of a task but its message, which travels apart."""
-    return {**vars(task), "message": None, "memory": _pack(task.memory)}
+def _pack_errand(errand: Errand) -> dict[str, Any]:
+    """All of an errand but its message, which travels apart."""
+    return {**vars(errand), "message": None, "memory": _pack(errand.memory)}
 
 
-def _unpack_task(packed: dict[str, Any], message: bytes) -> Task:
-    return Task(
+def _unpack_task(packed: dict[str, Any], message: bytes) -> Errand:
+    return Errand(
         **{**packed, "message": Message.from_bytes(message), "memory": _unpack(packed["memory"])}
     )
 

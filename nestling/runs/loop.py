@@ -16,7 +16,7 @@ from nestling.runs.attacked import attack
 from nestling.runs.bounds import hold, note_lowered
 from nestling.runs.evaluation import evaluate
 from nestling.runs.federation import Federation, Metrics
-from nestling.training.client import Outcome, Task
+from nestling.training.client import Errand, Outcome
 
 
 def play(federation: Federation, halt: Callable[[], bool] = lambda: False) -> Iterator[Metrics]:
@@ -67,16 +67,16 @@ def send(federation: Federation, round: Round) -> None:
 def train(federation: Federation, round: Round) -> None:
     """Runs the work of all clients that do not vanish."""
     store, number = federation.world.store, round.number
-    tasks = [
-        Task(client, number, s.piece.reference.name, s.piece.spec(), s.message, store.get(client))
+    errands = [
+        Errand(client, number, s.piece.reference.name, s.piece.spec(), s.message, store.get(client))
         for client, s in round.sent.items()
         if not s.dropped
     ]
     outcomes: dict[int, Outcome] = {}
-    for event in federation.engine.run(tasks):
+    for event in federation.engine.run(errands):
         if isinstance(event, Outcome):
             outcomes[event.client] = event
-            federation.on_client(len(outcomes), len(tasks))
+            federation.on_client(len(outcomes), len(errands))
         elif isinstance(event, Refusal):
             round.refusals.append(event)
         else:

@@ -50,7 +50,7 @@ from nestling.runs.folder import RunFolder
 from nestling.runs.loop import play
 from nestling.schema import one_or_more
 from nestling.store import ClientStore
-from nestling.training.client import Task
+from nestling.training.client import Errand
 from nestling.training.terms import shares, weak
 from nestling.version import __version__
 from nestling.world import Model
@@ -469,12 +469,12 @@ def _weak_terms(experiment: Experiment, federation: Federation, number: int) -> 
         device = world.device(client, number)
         piece = method.piece(device, number)
         sent = method.send(device, piece, number)
-        task = Task(
+        errand = Errand(
             client, number, piece.reference.name, piece.spec(), sent, world.store.get(client)
         )
         # A look must not end a run: where a client does not fit beside the others, nothing is said.
         with suppress(torch.OutOfMemoryError):
-            found = shares(experiment.make_method(), task, site_of(federation))
+            found = shares(experiment.make_method(), errand, site_of(federation))
             if weak(found):
                 said = (
                     f"WEAK TERM: in round {number} what {method.as_set.title} adds to the "

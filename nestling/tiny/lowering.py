@@ -24,7 +24,15 @@ from nestling.planning.plan import MemoryPlan, plan
 from nestling.seeds import numbers
 from nestling.tiny.runtime.job import Done, Job, Step
 from nestling.training.augment import AUGMENTATIONS, REACH, shift
-from nestling.training.client import Client, ClientSide, Outcome, Site, Task, carry_out, working
+from nestling.training.client import (
+    Client,
+    ClientSide,
+    Errand,
+    Outcome,
+    Site,
+    carry_out,
+    working,
+)
 from nestling.training.inner import with_inner
 from nestling.training.objectives import (
     Given,
@@ -49,14 +57,14 @@ class CannotLower(InputError):
     """The C runtime has no word for what a phase asks for."""
 
 
-def work_on(runner: Runner, method: ClientSide, task: Task, site: Site) -> Outcome:
+def work_on(runner: Runner, method: ClientSide, errand: Errand, site: Site) -> Outcome:
     """One client's round, its training done by `runner`."""
 
     def train(client: Client, phase: Phase, number: int) -> Trained:
         job = job_for(client, phase, number)
         return board_trained(client, job, runner(client, job) if job.steps else None)
 
-    return carry_out(working(method, task, site), train)
+    return carry_out(working(method, errand, site), train)
 
 
 def board_trained(client: Client, job: Job, done: Done | None) -> Trained:

@@ -1,6 +1,6 @@
-"""The client's side of a round: from a task to an outcome.
+"""The client's side of a round: from an errand to an outcome.
 
-It is the same function in every engine and on every machine: it reads the task, the client's own
+It is the same function in every engine and on every machine: it reads the errand, the client's own
 data and memory, and nothing else.
 """
 
@@ -31,7 +31,7 @@ MOST_ROWS = 2**22
 
 
 @dataclass(eq=False)
-class Task:
+class Errand:
     """One client's work in one round, as it leaves the server.
 
     `network` names the reference, `spec` is the view of it to train as plain data (see
@@ -48,8 +48,8 @@ class Task:
 
 @dataclass(eq=False)
 class Outcome:
-    """What came of a task: the reply that travels, and what stays on the client. The mean loss over
-    its samples may be one that a device is still computing."""
+    """What came of an errand: the reply that travels, and what stays on the client. The mean loss
+    over its samples may be one that a device is still computing."""
 
     client: int
     reply: Message
@@ -196,9 +196,9 @@ class Site:
         return self._counts[client]
 
 
-def work(method: ClientSide, task: Task, site: Site) -> Outcome:
+def work(method: ClientSide, errand: Errand, site: Site) -> Outcome:
     """One client's round."""
-    return carry_out(working(method, task, site), train_client)
+    return carry_out(working(method, errand, site), train_client)
 
 
 Working = Generator[tuple["Client", Phase, int], Trained, Outcome]
@@ -206,22 +206,22 @@ Working = Generator[tuple["Client", Phase, int], Trained, Outcome]
 with the outcome."""
 
 
-def working(method: ClientSide, task: Task, site: Site) -> Working:
+def working(method: ClientSide, errand: Errand, site: Site) -> Working:
     """One client's round, its training left to somebody else, who leaves the new weights in the
     client."""
-    client = client_of(task, site)
-    client.weights = method.start(client, task.message)
+    client = client_of(errand, site)
+    client.weights = method.start(client, errand.message)
     loss = steps = samples = 0.0
-    for number, phase in enumerate(method.phases(client, task.message)):
+    for number, phase in enumerate(method.phases(client, errand.message)):
         done = yield client, phase, number
         loss, steps, samples = (
             loss + done.loss * done.samples,
             steps + done.steps,
             samples + done.samples,
         )
-    reply = method.reply(client, task.message)
+    reply = method.reply(client, errand.message)
     return Outcome(
-        task.client, reply, client.memory, loss / max(samples, 1), int(steps), int(samples)
+        errand.client, reply, client.memory, loss / max(samples, 1), int(steps), int(samples)
     )
 
 
@@ -236,11 +236,19 @@ def carry_out(round: Working, train: Callable[[Client, Phase, int], Trained]) ->
         return outcome
 
 
-def client_of(task: Task, site: Site) -> Client:
-    """The client that a task is for."""
-    reference = site.references[task.network]
-    memory = {name: t.to(site.x.device) for name, t in task.memory.items()}
-    return Client(task.client, task.round, reference, reference.view(task.spec), site, {}, memory)
+def client_of(errand: Errand, site: Site) -> Client:
+    """The client that an errand is for."""
+    reference = site.references[errand.network]
+    memory = {name: t.to(site.x.device) for name, t in errand.memory.items()}
+    return Client(
+        errand.client,
+        errand.round,
+        reference,
+        reference.view(errand.spec),
+        site,
+        {},
+        memory,
+    )
 
 
 def train_client(client: Client, phase: Phase, number: int) -> Trained:

@@ -12,8 +12,8 @@ from nestling.seeds import torch_seeded
 from nestling.training.client import (
     Client,
     ClientSide,
+    Errand,
     Site,
-    Task,
     carry_out,
     source_of,
     train_client,
@@ -59,12 +59,12 @@ class _Watched:
         self.added.append(float(own.norm()))
 
 
-def shares(method: ClientSide, task: Task, site: Site) -> list[float]:
+def shares(method: ClientSide, errand: Errand, site: Site) -> list[float]:
     """Of each phase of a client's round: the gradient of what it adds to cross-entropy (all of it,
     where it trains on public data), as a share of that of cross-entropy on the client's own rows.
     The round is played beside the others and leaves nothing behind."""
     seen = _Watched()
-    carry_out(working(method, task, site), seen.train)
+    carry_out(working(method, errand, site), seen.train)
     return [added / seen.plain for added in seen.added] if seen.plain else []
 
 

@@ -21,7 +21,7 @@ from nestling.engines.engine import ClientError
 from nestling.methods import METHODS
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
-from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.training.client import ClientSide, Errand, Outcome, Site
 from nestling.training.objectives import Batch, Given, Net, supervised
 from nestling.training.phase import Hook, Phase
 from nestling.training.stacks.group import Group, groups, token
@@ -35,7 +35,7 @@ from nestling.training.stacks.stacked import (
 from nestling.training.stacks.together import Losses, work_together
 from nestling.views.flat import Row
 from nestling.where import CPU
-from tests.small import small, tasks_of
+from tests.small import errands_of, small
 
 TIERS = (Tier(name="small", ratio=0.25, count=4), Tier(name="large", ratio=1.0, count=3))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -76,10 +76,10 @@ def federation_of(method: Any, **changes: Any) -> tuple[ClientSide, Federation, 
     return experiment.make_method(), federation, site_of(federation)
 
 
-def alone(method: ClientSide, tasks: list[Task], site: Site) -> list[Outcome]:
+def alone(method: ClientSide, errands: list[Errand], site: Site) -> list[Outcome]:
     engine = Inline()
     engine.open(method, site)
-    return list(engine.run(tasks))
+    return list(engine.run(errands))
 
 
 def tensors(outcome: Outcome) -> dict[str, Tensor]:
@@ -141,9 +141,9 @@ PLAIN_REPLIES = (
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_same_in_a_stack(method: str) -> None:
     made, federation, site = federation_of(method, **SETTINGS["plain"])
-    tasks = tasks_of(federation, 7)
-    got = work_together(made, tasks, site, trainer("step by step"))
-    assert_same(alone(made, tasks, site), got)
+    errands = errands_of(federation, 7)
+    got = work_together(made, errands, site, trainer("step by step"))
+    assert_same(alone(made, errands, site), got)
     if method in PLAIN_REPLIES:
         assert all(isinstance(o.reply["weights"], Row) for o in got)
 
@@ -153,10 +153,10 @@ def test_every_method_gives_the_same_in_a_stack(method: str) -> None:
 @pytest.mark.parametrize("method", ["shared-average", "heterofl"])
 def test_every_way_to_train_gives_the_same(method: str, setting: str, way: str) -> None:
     made, federation, site = federation_of(method, **SETTINGS[setting])
-    tasks, train = tasks_of(federation, 7), trainer(way)
-    expected = alone(made, tasks, site)
+    errands, train = errands_of(federation, 7), trainer(way)
+    expected = alone(made, errands, site)
     for _ in range(2):  # a program is made once and used again
-        assert_same(expected, work_together(made, tasks, site, train))
+        assert_same(expected, work_together(made, errands, site, train))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -182,12 +182,12 @@ def test_the_engine_plays_whole_rounds(method: str) -> None:
 
 def test_workers_change_nothing() -> None:
     made, federation, site = federation_of("shared-average", **SETTINGS["plain"])
-    tasks, found = tasks_of(federation, 7), []
+    errands, found = errands_of(federation, 7), []
     for workers in (1, 2):
         engine = Cohort(workers)
         engine.open(made, site)
         try:
-            found.append({o.client: tensors(o) for o in engine.run(tasks)})
+            found.append({o.client: tensors(o) for o in engine.run(errands)})
         finally:
             engine.close()
     assert found[0].keys() == found[1].keys()
@@ -200,16 +200,16 @@ def test_workers_change_nothing() -> None:
 
 def test_large_networks_are_not_stacked_on_a_cpu() -> None:
     _, federation, site = federation_of("all-large", model=Named("cnn", {"channels": [64, 128]}))
-    assert [len(chunk) for chunk in chunks(tasks_of(federation, 7), site)] == [1] * 7
+    assert [len(chunk) for chunk in chunks(errands_of(federation, 7), site)] == [1] * 7
     _, federation, site = federation_of("all-large")
-    assert [len(chunk) for chunk in chunks(tasks_of(federation, 7), site)] == [7]
+    assert [len(chunk) for chunk in chunks(errands_of(federation, 7), site)] == [7]
 
 
 def test_an_error_in_a_stack_names_a_client() -> None:
     made, federation, site = federation_of("all-large")
     engine = Cohort(1)
     engine.open(made, site)
-    broken = replace(tasks_of(federation, 7)[2], message=nestling.message.Message({}))
+    broken = replace(errands_of(federation, 7)[2], message=nestling.message.Message({}))
     with pytest.raises(ClientError, match="client 2 failed in round 1"):
         list(engine.run([broken]))
 
@@ -229,8 +229,8 @@ def group_with(model: Any = None, **changes: Any) -> Group:
         held.extend(found)
         return [Losses(torch.zeros(2), [0, 0], [1, 1]) for _ in found]
 
-    tasks = tasks_of(federation, 2)
-    work_together(Method(), tasks, site, only_look)
+    errands = errands_of(federation, 2)
+    work_together(Method(), errands, site, only_look)
     return held[0]
 
 
@@ -316,9 +316,9 @@ def divide(layer: nn.Module, out: Tensor, *, rate: float) -> Tensor:
 def test_the_received_weights_are_never_written_to() -> None:
     for way in WAYS:
         made, federation, site = federation_of("all-large", **SETTINGS["plain"])
-        tasks = tasks_of(federation, 1)
-        before = {name: t.clone() for name, t in tasks[0].message["weights"].items()}
-        work_together(made, tasks, site, trainer(way))
+        errands = errands_of(federation, 1)
+        before = {name: t.clone() for name, t in errands[0].message["weights"].items()}
+        work_together(made, errands, site, trainer(way))
         assert all(
-            torch.equal(t, tasks[0].message["weights"][name]) for name, t in before.items()
+            torch.equal(t, errands[0].message["weights"][name]) for name, t in before.items()
         ), way

@@ -16,8 +16,8 @@ from nestling.engines import ClientError, Inline, Pool, make_engine
 from nestling.errors import InputError
 from nestling.methods import METHODS
 from nestling.runs.assemble import assemble, site_of
-from nestling.training.client import Task
-from tests.small import small, tasks_of
+from nestling.training.client import Errand
+from tests.small import errands_of, small
 
 
 def states(experiment: nestling.Experiment) -> dict[str, torch.Tensor]:
@@ -47,14 +47,14 @@ def test_a_killed_worker_is_replaced_and_its_task_done() -> None:
     experiment, federation = assemble(small())
     inline = Inline()
     inline.open(experiment.make_method(), site_of(federation))
-    expected = {o.client: o.reply for o in inline.run(tasks_of(federation))}
+    expected = {o.client: o.reply for o in inline.run(errands_of(federation))}
     pool = Pool(2)
     pool.open(experiment.make_method(), site_of(federation))
     try:
         for member in pool._members:
             assert member.process.pid is not None
             os.kill(member.process.pid, signal.SIGKILL)
-        got = {o.client: o.reply for o in pool.run(tasks_of(federation))}
+        got = {o.client: o.reply for o in pool.run(errands_of(federation))}
     finally:
         pool.close()
     assert got.keys() == expected.keys()
@@ -67,7 +67,7 @@ def test_a_killed_worker_is_replaced_and_its_task_done() -> None:
 def test_an_error_names_the_client(engine: Inline | Pool) -> None:
     experiment, federation = assemble(small())
     engine.open(experiment.make_method(), site_of(federation))
-    broken = Task(
+    broken = Errand(
         2,
         1,
         "main",

@@ -30,7 +30,7 @@ from nestling.engines.shared_memory import PagePacket, PagePart, Place, Spare, _
 from nestling.message import Message
 from nestling.methods.method import Method
 from nestling.runs.assemble import assemble, site_of
-from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.training.client import ClientSide, Errand, Outcome, Site
 from nestling.views.flat import Packed, pack
 from tests.small import TIERS, small
 
@@ -40,28 +40,33 @@ LINUX = sys.platform == "linux"
 # -- what the workers do: they import this file ----------------------------------------------------
 
 
-def act(method: ClientSide, tasks: Sequence[Task], site: Site) -> list[Outcome]:
+def act(method: ClientSide, errands: Sequence[Errand], site: Site) -> list[Outcome]:
     """The client's work, or whatever the messages of the chunk ask for."""
-    if "act" not in tasks[0].message.facts:
-        return each(method, tasks, site)
-    return [_act(task, tasks) for task in tasks]
+    if "act" not in errands[0].message.facts:
+        return each(method, errands, site)
+    return [_act(errand, errands) for errand in errands]
 
 
-def _act(task: Task, chunk: Sequence[Task]) -> Outcome:
-    facts = task.message.facts
+def _act(errand: Errand, chunk: Sequence[Errand]) -> Outcome:
+    facts = errand.message.facts
     if facts["act"] == "fail":
         raise ValueError("no luck")
     if facts["act"] == "die" or (facts["act"] == "die once" and _first(Path(facts["mark"]))):
         os.kill(os.getpid(), signal.SIGKILL)
     if facts["act"] == "lose":
-        return Outcome(task.client + 1, Message(), {}, 0.0, 0, 0)
+        return Outcome(errand.client + 1, Message(), {}, 0.0, 0, 0)
     told = {
         "facts": facts,
         "clients": [t.client for t in chunk],
         "messages": len({id(t.message) for t in chunk}),
     }
     return Outcome(
-        task.client, Message(task.message.parts, told), task.memory, torch.tensor(0.5), 3, 7
+        errand.client,
+        Message(errand.message.parts, told),
+        errand.memory,
+        torch.tensor(0.5),
+        3,
+        7,
     )
 
 
@@ -72,11 +77,11 @@ def _first(mark: Path) -> bool:
     return True
 
 
-def grouped(tasks: Sequence[Task], site: Site) -> list[list[Task]]:
-    """Tasks whose messages name the same group together, the others alone."""
-    groups: dict[Any, list[Task]] = {}
-    for task in tasks:
-        groups.setdefault(task.message.facts.get("group", -1 - task.client), []).append(task)
+def grouped(errands: Sequence[Errand], site: Site) -> list[list[Errand]]:
+    """Errands whose messages name the same group together, the others alone."""
+    groups: dict[Any, list[Errand]] = {}
+    for errand in errands:
+        groups.setdefault(errand.message.facts.get("group", -1 - errand.client), []).append(errand)
     return list(groups.values())
 
 
@@ -102,8 +107,8 @@ def pool(federation: nestling.runs.loop.Federation) -> Iterator[Pool]:
 
 def echo(
     client: int, state: dict[str, Tensor], memory: dict[str, Tensor] | None = None, **facts: Any
-) -> Task:
-    return Task(
+) -> Errand:
+    return Errand(
         client, 1, "main", {}, Message({"weights": state}, {"act": "echo", **facts}), memory or {}
     )
 
@@ -166,11 +171,11 @@ STATES: dict[str, dict[str, Tensor]] = {
 
 def test_every_state_travels_exactly_both_ways(pool: Pool) -> None:
     states = list(STATES.values())
-    tasks = [
+    errands = [
         echo(k, state, memory)
         for k, (state, memory) in enumerate(zip(states, reversed(states), strict=True))
     ]
-    outcomes = by_client(pool.run(tasks))
+    outcomes = by_client(pool.run(errands))
     assert len(outcomes) == len(STATES)
     for k, name in enumerate(STATES):
         assert list(outcomes[k].reply.parts) == ["weights"]
@@ -204,7 +209,7 @@ def test_kinds_and_facts_travel(pool: Pool) -> None:
         "mask": {"m": torch.tensor([True])},
     }
     for message in (Message(parts, facts), Message({}, facts)):
-        (outcome,) = pool.run([Task(0, 1, "main", {}, message)])
+        (outcome,) = pool.run([Errand(0, 1, "main", {}, message)])
         assert outcome.reply.facts["facts"] == facts
         assert list(outcome.reply.parts) == list(message.parts)
         assert all(equal(outcome.reply[kind], part) for kind, part in message.parts.items())
@@ -227,7 +232,7 @@ def test_a_message_that_tasks_share_is_written_once(
     try:
         large = 2**18
         shared = [Message({"weights": filled(float(k), large)}, {"act": "echo"}) for k in (1, 2)]
-        outcomes = by_client(made.run([Task(c, 1, "main", {}, shared[c % 2]) for c in range(8)]))
+        outcomes = by_client(made.run([Errand(c, 1, "main", {}, shared[c % 2]) for c in range(8)]))
         assert all(equal(outcomes[c].reply["weights"], shared[c % 2]["weights"]) for c in range(8))
         own = made._members[0].channel._own
         assert 2 * 4 * large <= made._common.size < 2 * 4 * large + 2**16
@@ -244,7 +249,7 @@ def test_a_message_that_tasks_share_is_written_once(
 def test_a_chunk_shares_what_its_tasks_share(pool: Pool) -> None:
     one, two = (Message({"weights": filled(v)}, {"act": "echo", "group": "g"}) for v in (1.0, 2.0))
     outcomes = by_client(
-        pool.run([Task(c, 1, "main", {}, m) for c, m in enumerate((one, two, one, one))])
+        pool.run([Errand(c, 1, "main", {}, m) for c, m in enumerate((one, two, one, one))])
     )
     assert [outcomes[c].reply.facts["messages"] for c in range(4)] == [2] * 4
     assert all(
@@ -263,10 +268,12 @@ def test_blocks_grow_on_demand_and_are_used_again(pool: Pool) -> None:
 
     seen = []
     for size in (10, 20_000, 300_000, 10, 300_000):
-        tasks = [echo(c, filled(c + size, size), filled(-c, size)) for c in range(8)]
-        outcomes = by_client(pool.run(tasks))
-        assert all(equal(outcomes[t.client].reply["weights"], t.message["weights"]) for t in tasks)
-        assert all(equal(outcomes[t.client].memory, t.memory) for t in tasks)
+        errands = [echo(c, filled(c + size, size), filled(-c, size)) for c in range(8)]
+        outcomes = by_client(pool.run(errands))
+        assert all(
+            equal(outcomes[t.client].reply["weights"], t.message["weights"]) for t in errands
+        )
+        assert all(equal(outcomes[t.client].memory, t.memory) for t in errands)
         seen.append(sizes())
     for before, after in itertools.pairwise(seen):
         assert all(
@@ -317,11 +324,11 @@ def test_rounds_do_not_collect_open_files(pool: Pool) -> None:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    tasks = [echo(c, filled(float(c))) for c in range(6)]
-    list(pool.run(tasks))
+    errands = [echo(c, filled(float(c))) for c in range(6)]
+    list(pool.run(errands))
     before = open_files()
     for _ in range(5):
-        list(pool.run(tasks))
+        list(pool.run(errands))
     assert open_files() == before
 
 
@@ -339,15 +346,15 @@ def test_chunked_work_equals_the_plain_loop(
     pool: Pool, federation: nestling.runs.loop.Federation
 ) -> None:
     world, method = federation.world, federation.method
-    tasks = []
+    errands = []
     for client in range(4):
         device = world.device(client)
         piece = method.piece(device, 1)
         message = Message(method.send(device, piece, 1).parts, {"group": client % 2})
-        tasks.append(Task(client, 1, piece.reference.name, piece.spec(), message))
+        errands.append(Errand(client, 1, piece.reference.name, piece.spec(), message))
     inline = Inline()
     inline.open(Method(), site_of(federation))
-    expected, got = by_client(inline.run(tasks)), by_client(pool.run(tasks))
+    expected, got = by_client(inline.run(errands)), by_client(pool.run(errands))
     assert got.keys() == expected.keys()
     for client, outcome in expected.items():
         assert equal(got[client].reply["weights"], outcome.reply["weights"])
@@ -377,11 +384,11 @@ def test_an_error_names_the_failing_client_of_the_chunk(
     device = federation.world.device(0)
     piece = federation.method.piece(device, 1)
     sound = Message(federation.method.send(device, piece, 1).parts, {"group": 0})
-    tasks = [Task(c, 4, "main" if c < 2 else "nowhere", piece.spec(), sound) for c in range(3)]
+    errands = [Errand(c, 4, "main" if c < 2 else "nowhere", piece.spec(), sound) for c in range(3)]
     with pytest.raises(
         ClientError, match=r"client 2 failed in round 4: KeyError: 'nowhere'\nTraceback"
     ):
-        list(pool.run(tasks))
+        list(pool.run(errands))
     with pytest.raises(
         ClientError, match="one of the clients 5, 6 failed in round 1: ValueError: no luck"
     ):
@@ -401,7 +408,7 @@ def test_a_round_that_was_given_up_does_not_reach_the_next(pool: Pool) -> None:
         run = pool.run(
             [
                 echo(9, filled(0, 9000), act="fail"),
-                *(Task(c, 1, "main", {}, shared) for c in range(6, 15) if c != 9),
+                *(Errand(c, 1, "main", {}, shared) for c in range(6, 15) if c != 9),
             ]
         )
         if spoilt == 1:
@@ -409,10 +416,12 @@ def test_a_round_that_was_given_up_does_not_reach_the_next(pool: Pool) -> None:
         else:
             with pytest.raises(ClientError, match="no luck"):
                 list(run)
-        tasks = [echo(c, filled(c + spoilt)) for c in range(6)]
-        outcomes = list(pool.run(tasks))
+        errands = [echo(c, filled(c + spoilt)) for c in range(6)]
+        outcomes = list(pool.run(errands))
         assert sorted(o.client for o in outcomes) == list(range(6))
-        assert all(equal(o.reply["weights"], tasks[o.client].message["weights"]) for o in outcomes)
+        assert all(
+            equal(o.reply["weights"], errands[o.client].message["weights"]) for o in outcomes
+        )
     assert pool._members == members
 
 
@@ -451,19 +460,19 @@ def test_a_header_holds_plain_data_only() -> None:
 
 def test_a_worker_that_dies_is_replaced_and_its_chunks_done(pool: Pool, tmp_path: Path) -> None:
     shared = Message({"weights": filled(5.0, 100_000)}, {"act": "echo"})
-    tasks = [
+    errands = [
         *(
             echo(c, filled(c), filled(-c), act="die once", mark=str(tmp_path / "mark"), group=0)
             for c in range(2)
         ),
-        *(Task(c, 1, "main", {}, shared) for c in range(2, 8)),
+        *(Errand(c, 1, "main", {}, shared) for c in range(2, 8)),
     ]
     processes = [m.process.pid for m in pool._members]
-    outcomes = by_client(pool.run(tasks))
+    outcomes = by_client(pool.run(errands))
     assert (tmp_path / "mark").exists()
     assert len(set(processes) & {m.process.pid for m in pool._members}) == 1
     assert (
-        all(equal(outcomes[t.client].reply["weights"], t.message["weights"]) for t in tasks)
+        all(equal(outcomes[t.client].reply["weights"], t.message["weights"]) for t in errands)
         and len(outcomes) == 8
     )
     assert all(equal(outcomes[c].memory, filled(-c)) for c in range(2))

@@ -26,9 +26,9 @@ from nestling.errors import InputError
 from nestling.message import Message
 from nestling.methods.submodel.shared_average import SharedAverage
 from nestling.runs.assemble import assemble, site_of
-from nestling.training.client import Client, Outcome, Task
+from nestling.training.client import Client, Errand, Outcome
 from nestling.training.phase import Phase
-from tests.small import small, tasks_of
+from tests.small import errands_of, small
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed (nestling[ray])"
@@ -58,10 +58,10 @@ def states(experiment: nestling.Experiment) -> dict[str, torch.Tensor]:
     }
 
 
-def opened(engine: Any, method: Any = "shared-average") -> list[Task]:
+def opened(engine: Any, method: Any = "shared-average") -> list[Errand]:
     experiment, federation = assemble(small(method))
     engine.open(experiment.make_method(), site_of(federation))
-    return tasks_of(federation, 4)
+    return errands_of(federation, 4)
 
 
 def same(got: Sequence[Outcome], wanted: Sequence[Outcome]) -> bool:
@@ -75,11 +75,11 @@ def same(got: Sequence[Outcome], wanted: Sequence[Outcome]) -> bool:
 
 def plain() -> list[Outcome]:
     inline = Inline()
-    tasks = opened(inline)
+    errands = opened(inline)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return list(inline.run(tasks))
+        return list(inline.run(errands))
     finally:
         torch.set_num_threads(before)
 
@@ -110,22 +110,22 @@ def test_ray_equals_the_plain_loop(cluster: Any, method: str, workers: int) -> N
 @needs_ray
 def test_a_killed_worker_is_replaced_and_an_error_names_the_client(cluster: Any) -> None:
     engine = Ray(2)
-    tasks = opened(engine)
+    errands = opened(engine)
     try:
         killed = cluster.get([member.hello for member in engine._members])
         for process in killed:
             os.kill(process, signal.SIGKILL)
         found, waiting = [], []
-        for outcome in engine.run(tasks):
+        for outcome in engine.run(errands):
             found.append(outcome)
             waiting.append(max(len(member.given) for member in engine._members))
         assert same(found, plain()) and max(waiting) <= 2
         again = cluster.get([member.hello for member in engine._members])
         assert not set(again) & set(killed)
-        broken = Task(2, 1, "main", tasks[2].spec, Message({"weights": {}}))
+        broken = Errand(2, 1, "main", errands[2].spec, Message({"weights": {}}))
         with pytest.raises(ClientError, match="client 2 failed in round 1"):
             list(engine.run([broken]))
-        assert same(list(engine.run(tasks)), plain())  # and the engine goes on
+        assert same(list(engine.run(errands)), plain())  # and the engine goes on
     finally:
         engine.close()
     assert not any(_alive(process) for process in _gone_soon(again))
@@ -144,13 +144,13 @@ class Deadly(SharedAverage):
 @needs_ray
 def test_a_task_that_kills_its_worker_is_tried_once_more(cluster: Any) -> None:
     engine = Ray(1)
-    tasks = opened(engine, Deadly())
+    errands = opened(engine, Deadly())
     done = []
     try:
         with pytest.raises(
             ClientError, match="client 1 failed in round 1: its worker process died twice"
         ):
-            done.extend(outcome.client for outcome in engine.run(tasks[1:]))
+            done.extend(outcome.client for outcome in engine.run(errands[1:]))
     finally:
         engine.close()
     assert 1 not in done
@@ -162,18 +162,19 @@ def test_a_message_that_tasks_share_is_put_once(cluster: Any) -> None:
         Message({"weights": {"w": torch.ones(3)}}),
         Message({"weights": {"w": torch.zeros(3)}}),
     )
-    tasks = [
-        Task(client, 1, "main", {}, message) for client, message in enumerate((shared, own, shared))
+    errands = [
+        Errand(client, 1, "main", {}, message)
+        for client, message in enumerate((shared, own, shared))
     ]
-    letters = _Letters(cluster, tasks)
-    first, second, third = (letters.of(task) for task in tasks)
+    letters = _Letters(cluster, errands)
+    first, second, third = (letters.of(errand) for errand in errands)
     assert first == third and torch.equal(
         Message.from_bytes(cluster.get(first))["weights"]["w"], shared["weights"]["w"]
     )
     assert torch.equal(Message.from_bytes(second)["weights"]["w"], own["weights"]["w"])
-    letters.done(tasks[0])
-    assert letters.of(tasks[2]) == first
-    letters.done(tasks[2])
+    letters.done(errands[0])
+    assert letters.of(errands[2]) == first
+    letters.done(errands[2])
     assert not letters._put
 
 
@@ -199,9 +200,9 @@ def test_an_address_where_nobody_answers_is_told() -> None:
 
 def join(address: str) -> None:
     engine = Ray(2, address)
-    tasks = opened(engine)
+    errands = opened(engine)
     try:
-        assert same(list(engine.run(tasks)), plain())
+        assert same(list(engine.run(errands)), plain())
     finally:
         engine.close()
     import ray
@@ -211,11 +212,11 @@ def join(address: str) -> None:
 
 def come_and_go() -> None:
     engine = Ray(2)
-    tasks = opened(engine)
+    errands = opened(engine)
     started = _descendants(os.getpid())
     try:
         assert len(started) > 2 and not _listening(started, beyond_loopback=True)
-        assert same(list(engine.run(tasks)), plain())
+        assert same(list(engine.run(errands)), plain())
     finally:
         engine.close()
     left = [process for process in _gone_soon(started) if _alive(process)]

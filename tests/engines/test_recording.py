@@ -25,14 +25,14 @@ from nestling.methods import METHODS
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.runs.loop import play
-from nestling.training.client import Task
+from nestling.training.client import Errand
 from nestling.training.objectives import Batch, Given, Net, supervised
 from nestling.training.phase import Phase
 from nestling.training.stacks.group import Group
 from nestling.training.stacks.together import Losses, work_together
 from nestling.where import CPU, Where
 from tests.engines.test_cohort import alone, assert_same, federation_of, recording
-from tests.small import small, tasks_of
+from tests.small import errands_of, small
 
 GPU = Where(torch.device("cuda", 0), "tf32", recorded=True)
 RECORDED = replace(CPU, recorded=True)
@@ -207,9 +207,9 @@ def test_one_client_with_one_row(way: str) -> None:
     made, federation, site = federation_of("heterofl", split=SplitConfig(kind="iid", size=1))
     engine = recording(way)
     engine.open(made, site)
-    tasks = tasks_of(federation, 1)
+    errands = errands_of(federation, 1)
     for _ in range(3):
-        assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+        assert_same(alone(made, errands, site), list(engine.run(errands)))
 
 
 def test_more_clients_than_slots_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +217,10 @@ def test_more_clients_than_slots_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("nestling.engines.cuda.cohort.MOST_SLOTS", 2)
     engine = recording(ways.SLOTS)
     engine.open(made, site)
-    tasks = tasks_of(federation, 5)
+    errands = errands_of(federation, 5)
     # A kind of work that may not come back has one slot; when it does there are more.
     for slots in (1, 2, 2):
-        assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+        assert_same(alone(made, errands, site), list(engine.run(errands)))
         assert [len(kind.programs[ways.SLOTS]) for kind in engine._kinds.values()] == [slots]
 
 
@@ -230,18 +230,18 @@ def test_sizes_of_clients_do_not_multiply_what_is_recorded(norm: str) -> None:
     made, federation, site = federation_of("all-large", split=UNEVEN, model=model, **QUICK)
     engine = recording(ways.SLOTS)
     engine.open(made, site)
-    tasks = tasks_of(federation, 6)
-    assert len({site.split.size(task.client) % 32 for task in tasks}) > 4
+    errands = errands_of(federation, 6)
+    assert len({site.split.size(errand.client) % 32 for errand in errands}) > 4
     # in the third round there are as many slots as clients, in the fourth all is recorded
     for _ in range(4):
-        assert_same(alone(made, tasks, site), list(engine.run(tasks)), 1e-3)
+        assert_same(alone(made, errands, site), list(engine.run(errands)), 1e-3)
     # One for full batches, one for short ones, one to load and one to store.
     assert {slot.lane.graphs for kind in engine._kinds.values() for slot in kind.all()} <= {3, 4}
 
 
 def test_queues_are_balanced() -> None:
     _, federation, _ = federation_of("all-large", split=UNEVEN)
-    groups = group_of(tasks_of(federation, 7), federation)
+    groups = group_of(errands_of(federation, 7), federation)
     queues = _queues(groups, 3)
     assert sorted(k for queue in queues for k in queue) == list(range(7))
     samples = groups.schedule.samples
@@ -250,8 +250,8 @@ def test_queues_are_balanced() -> None:
     assert len(_queues(groups, MOST_SLOTS)) == 7
 
 
-def group_of(tasks: list[Task], federation: Federation) -> Group:
-    """The one group that the tasks' clients are, before they are trained."""
+def group_of(errands: list[Errand], federation: Federation) -> Group:
+    """The one group that the errands' clients are, before they are trained."""
     held: list[Group] = []
 
     def only_look(found: list[Group]) -> list[Losses]:
@@ -261,14 +261,14 @@ def group_of(tasks: list[Task], federation: Federation) -> Group:
             for g in found
         ]
 
-    work_together(federation.method, tasks, site_of(federation), only_look)
+    work_together(federation.method, errands, site_of(federation), only_look)
     assert len(held) == 1
     return held[0]
 
 
 def test_what_does_not_fit_into_memory_is_trained_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     made, federation, site = federation_of("all-large", split=UNEVEN, **QUICK)
-    tasks, engine = tasks_of(federation, 7), recording(ways.SLOTS)
+    errands, engine = errands_of(federation, 7), recording(ways.SLOTS)
     engine.open(made, site)
     alive: list[Slot] = []
     init = Slot.__init__
@@ -281,7 +281,7 @@ def test_what_does_not_fit_into_memory_is_trained_in_parts(monkeypatch: pytest.M
 
     monkeypatch.setattr(Slot, "__init__", small_memory)
     for _ in range(2):
-        assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+        assert_same(alone(made, errands, site), list(engine.run(errands)))
     assert any("do not fit" in note for note in engine.notes)
 
 
@@ -295,7 +295,7 @@ def test_one_client_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Slot, "__init__", no_memory)
     with pytest.raises(Exception, match=r"one client of main .* does not fit"):
-        list(engine.run(tasks_of(federation, 4)))
+        list(engine.run(errands_of(federation, 4)))
 
 
 def looks_at_values(net: Net, batch: Batch, given: Given) -> torch.Tensor:
@@ -314,10 +314,10 @@ def test_what_cannot_be_recorded_runs_and_says_so_loudly(monkeypatch: pytest.Mon
         self.refusal = "RuntimeError: operation not permitted when stream is capturing"
 
     monkeypatch.setattr("nestling.training.lane.Lane._record", refuse)
-    stubborn, tasks, engine = Stubborn(), tasks_of(federation, 7), recording()
+    stubborn, errands, engine = Stubborn(), errands_of(federation, 7), recording()
     engine.open(stubborn, site)
     for _ in range(3):
-        assert_same(alone(stubborn, tasks, site), list(engine.run(tasks)))
+        assert_same(alone(stubborn, errands, site), list(engine.run(errands)))
     assert any("NOT RECORDED" in note and "not permitted" in note for note in engine.notes)
     assert engine.recorded() == {"kinds_recorded": 0, "kinds_not_recorded": 1, "graphs": 0}
 
@@ -331,10 +331,10 @@ def test_what_cannot_be_stacked_is_trained_in_slots_and_says_why() -> None:
         def phases(self, client: Any, received: Any) -> list[Phase]:
             return [client.train.phase(1, objective=looks_at_values)]
 
-    stubborn, tasks, engine = Stubborn(), tasks_of(federation, 18), recording()
+    stubborn, errands, engine = Stubborn(), errands_of(federation, 18), recording()
     engine.open(stubborn, site)
     for _ in range(2):
-        assert_same(alone(stubborn, tasks, site), list(engine.run(tasks)))
+        assert_same(alone(stubborn, errands, site), list(engine.run(errands)))
     assert any("not stacked" in note for note in engine.notes)
 
 
@@ -343,7 +343,7 @@ def test_the_way_is_guessed_from_shapes() -> None:
         fleet = FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=40),))
         _, federation, _ = federation_of("all-large", fleet=fleet, **changes)
         return ways.candidates(
-            group_of(tasks_of(federation, clients), federation), CudaSettings("float32", compile)
+            group_of(errands_of(federation, clients), federation), CudaSettings("float32", compile)
         )
 
     wide = {"model": Named("cnn", {"channels": [32, 64], "norm": "none"})}
@@ -360,13 +360,13 @@ def test_what_was_tried_is_remembered(tmp_path: Any) -> None:
     made, federation, site = federation_of(
         "all-large", fleet=FleetConfig(tiers=(Tier(name="all", ratio=1.0, count=12),))
     )
-    tasks = tasks_of(federation, 10)
+    errands = errands_of(federation, 10)
     for tried in (True, False):
         engine = CudaCohort(
             CPU, CudaSettings("float32"), ways.Decisions(tmp_path / "cache" / "ways.json")
         )
         engine.open(made, site)
-        assert_same(alone(made, tasks, site), list(engine.run(tasks)))
+        assert_same(alone(made, errands, site), list(engine.run(errands)))
         assert any("tried" in note for note in engine.notes) == tried
 
 
@@ -387,8 +387,8 @@ def test_stacks_are_made_to_measure_until_there_are_many() -> None:
     engine = recording(ways.STACK)
     engine.open(made, site)
     for count in (5, 5, 9, 6, 7, 10, 11, 12):
-        tasks = tasks_of(federation, count)
-        assert len(list(engine.run(tasks))) == count
+        errands = errands_of(federation, count)
+        assert len(list(engine.run(errands))) == count
     (kind,) = engine._kinds.values()
     assert [program.height for program in kind.programs[ways.STACK]] == [5, 9, 6, 7, 12]
 

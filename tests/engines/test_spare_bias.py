@@ -14,7 +14,7 @@ from nestling.engines.cuda.spare_bias import may_spare_biases, spare_biases
 from nestling.models.norm import norm_layer
 from nestling.training.objectives import Batch, Given, Net, supervised
 from tests.engines.test_cohort import alone, assert_same, federation_of, group_with, recording
-from tests.small import tasks_of
+from tests.small import errands_of
 
 
 def sequence(kind: str) -> nn.Sequential:
@@ -96,6 +96,6 @@ def test_training_gives_the_same(way: str) -> None:
         "train": Train(epochs=1, batch=20, lr=0.01, momentum=0.5, weight_decay=0.1)
     }
     made, federation, site = federation_of("heterofl", **BIASED, **train)
-    tasks, engine = tasks_of(federation, 4), recording(way)
+    errands, engine = errands_of(federation, 4), recording(way)
     engine.open(made, site)
-    assert_same(alone(made, tasks, site), list(engine.run(tasks)), 1e-3)
+    assert_same(alone(made, errands, site), list(engine.run(errands)), 1e-3)

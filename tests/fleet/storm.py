@@ -34,7 +34,7 @@ from nestling.runs.assemble import assemble, site_of
 from nestling.runs.loop import play
 from nestling.runs.run import Result, Watcher
 from nestling.store import ClientStore
-from nestling.training.client import Outcome, Task
+from nestling.training.client import Errand, Outcome
 from tests.fleet.loop import six, state_of
 
 CLIENTS, ROUNDS = 3, 3
@@ -343,9 +343,9 @@ class Spoiling(Inline):
 
     spoiled: frozenset[tuple[int, int]] = frozenset()
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        for task, outcome in zip(tasks, super().run(tasks), strict=True):
-            bad = (task.client, task.round) in self.spoiled
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        for errand, outcome in zip(errands, super().run(errands), strict=True):
+            bad = (errand.client, errand.round) in self.spoiled
             yield replace(outcome, reply=_nan(outcome.reply)) if bad else outcome
 
 

@@ -122,8 +122,8 @@ def test_a_claim_above_the_split_is_refused_in_a_simulation() -> None:
     settled, federation = assemble(six(rounds=1))
     real, told = federation.engine.run, list[str]()
 
-    def lying(tasks: Any) -> Any:
-        for event in real(tasks):
+    def lying(errands: Any) -> Any:
+        for event in real(errands):
             if isinstance(event, Outcome) and event.client == LIAR:
                 event = replace(event, reply=claiming(41)(event.reply))
             yield event
@@ -319,8 +319,8 @@ def test_as_many_replies_as_must_be_are_left_out_in_a_simulation(
     real, told = federation.engine.run, dict[int, str]()
     large = {1: 1e12, 3: 2e12, 5: 3e12}
 
-    def lying(tasks: Any) -> Any:
-        for event in real(tasks):
+    def lying(errands: Any) -> Any:
+        for event in real(errands):
             if isinstance(event, Outcome) and event.client in large:
                 event = replace(event, reply=filled(large[event.client])(event.reply))
             yield event

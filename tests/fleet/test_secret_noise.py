@@ -14,7 +14,7 @@ from nestling.runs.loop import play
 from nestling.seeds import stream
 from nestling.training.client import client_of
 from tests.fleet.loop import live, six, workers_of
-from tests.small import tasks_of
+from tests.small import errands_of
 
 # Nobody learns from what others tell, so that all that differs in what is told is the noise.
 STILL = Named("fedhkd", {"least": 1, "lam": 0.0, "gamma": 0.0})
@@ -53,6 +53,6 @@ def test_the_noise_of_a_device_cannot_be_drawn_again(tmp_path: Path) -> None:
 
 def test_in_a_simulation_it_follows_from_the_seed() -> None:
     settled, federation = assemble(six(STILL))
-    client = client_of(tasks_of(federation)[2], site_of(federation))
+    client = client_of(errands_of(federation)[2], site_of(federation))
     expected = stream(settled.seed, "hyper-knowledge", 2, 1).normal(size=9)
     assert client.secret_chance("hyper-knowledge").normal(size=9).tolist() == expected.tolist()

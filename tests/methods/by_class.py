@@ -14,7 +14,7 @@ from nestling import EngineConfig, Evaluation, FleetConfig, Named, SplitConfig, 
 from nestling.methods import Reply
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
-from nestling.training.client import Client, Task, client_of, work
+from nestling.training.client import Client, Errand, client_of, work
 from nestling.views import State
 from tests.methods.mixed import unlike
 from tests.small import small
@@ -63,10 +63,10 @@ def one_round(
         device = world.device(number)
         piece = own.piece(device, 1)
         sent = own.send(device, piece, 1)
-        task = Task(number, 1, piece.reference.name, piece.spec(), sent)
-        done = work(settled.make_method(), task, site_of(federation))
+        errand = Errand(number, 1, piece.reference.name, piece.spec(), sent)
+        done = work(settled.make_method(), errand, site_of(federation))
         replies.append(Reply(device, own.returned(piece, sent, done.reply.facts), sent, done.reply))
-        seen.append(client_of(task, site_of(federation)))
+        seen.append(client_of(errand, site_of(federation)))
         seen[-1].memory = done.memory
         seen[-1].weights = {
             n.removeprefix("weights/"): t for n, t in done.memory.items()

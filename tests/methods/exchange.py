@@ -16,7 +16,7 @@ from nestling import EngineConfig, Evaluation, Experiment, FleetConfig, SplitCon
 from nestling.methods.public import drawn
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
-from nestling.training.client import Client, Task, client_of
+from nestling.training.client import Client, Errand, client_of
 from tests.methods.mixed import SPLIT, unlike
 from tests.small import small
 
@@ -70,8 +70,10 @@ def client_at(federation: Federation, number: int, round: int = 1) -> tuple[Clie
     device = world.device(number)
     piece = method.piece(device, round)
     sent = method.send(device, piece, round)
-    task = Task(number, round, piece.reference.name, piece.spec(), sent, world.store.get(number))
-    return client_of(task, site_of(federation)), sent
+    errand = Errand(
+        number, round, piece.reference.name, piece.spec(), sent, world.store.get(number)
+    )
+    return client_of(errand, site_of(federation)), sent
 
 
 def inputs_of(federation: Federation, number: int) -> Tensor:

@@ -32,7 +32,7 @@ from nestling.methods.baselines.fedprox import FedProx
 from nestling.methods.baselines.moon import Moon
 from nestling.methods.baselines.scaffold import Scaffold
 from nestling.runs.assemble import assemble, site_of
-from nestling.training.client import Client, Outcome, Task, client_of, work
+from nestling.training.client import Client, Errand, Outcome, client_of, work
 from nestling.training.effective import effective_steps, steps_of
 from nestling.training.memory import keep, recall
 from nestling.training.objectives import Batch, Net, proximal, supervised
@@ -79,7 +79,7 @@ class Table:
             before = {
                 kind: {n: t.clone() for n, t in part.items()} for kind, part in sent.parts.items()
             }
-            task = Task(
+            errand = Errand(
                 client,
                 round,
                 piece.reference.name,
@@ -87,7 +87,7 @@ class Table:
                 sent,
                 self.world.store.get(client),
             )
-            self.outcomes[client] = done = work(side, task, self.site)
+            self.outcomes[client] = done = work(side, errand, self.site)
             assert all(
                 torch.equal(t, before[k][n])
                 for k, part in sent.parts.items()
@@ -306,7 +306,7 @@ def client_of_task(table: Table, number: int) -> Client:
     device = table.world.device(number)
     piece = table.method.piece(device, 1)
     sent = table.method.send(device, piece, 1)
-    client = client_of(Task(number, 1, piece.reference.name, piece.spec(), sent, {}), table.site)
+    client = client_of(Errand(number, 1, piece.reference.name, piece.spec(), sent, {}), table.site)
     client.weights = sent["weights"]
     return client
 
@@ -592,7 +592,8 @@ def test_a_personal_part_goes_on_from_where_it_was() -> None:
     piece = table.method.piece(device, 2)
     sent = table.method.send(device, piece, 2)
     client = client_of(
-        Task(0, 2, piece.reference.name, piece.spec(), sent, table.world.store.get(0)), table.site
+        Errand(0, 2, piece.reference.name, piece.spec(), sent, table.world.store.get(0)),
+        table.site,
     )
     assert torch.equal(table.method.start(client, sent)["head.weight"], kept)
     assert torch.equal(table.method.model_for(device).state["head.weight"], kept)

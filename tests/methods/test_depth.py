@@ -40,7 +40,7 @@ from nestling.models import build
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.seeds import torch_seeded
-from nestling.training.client import Client, Task, client_of, work
+from nestling.training.client import Client, Errand, client_of, work
 from nestling.training.objectives import Batch, Net, distillation
 from nestling.training.stacks.stacked import train_stack
 from nestling.training.stacks.together import work_together
@@ -100,10 +100,10 @@ def replies_of(
         device = world.device(client)
         piece = federation.method.piece(device, number)
         sent = federation.method.send(device, piece, number)
-        task = Task(
+        errand = Errand(
             client, number, piece.reference.name, piece.spec(), sent, world.store.get(client)
         )
-        done = work(method, task, site_of(federation))
+        done = work(method, errand, site_of(federation))
         world.store.put(client, done.memory, number)
         replies.append(Reply(device, piece, sent, done.reply))
     return replies
@@ -217,7 +217,7 @@ def test_depthfl_feddyn_bends_the_gradient() -> None:
     device = federation.world.device(0)
     piece = federation.method.piece(device, 1)
     sent = federation.method.send(device, piece, 1)
-    client = client_of(Task(0, 1, "main", piece.spec(), sent), site_of(federation))
+    client = client_of(Errand(0, 1, "main", piece.spec(), sent), site_of(federation))
     client.memory = {name: torch.full_like(t, 2.0) for name, t in sent["weights"].items()}
     phase = DepthFL(alpha=0.1).phases(client, sent)[0]
     params = {name: t + 3.0 for name, t in sent["weights"].items()}
@@ -494,7 +494,7 @@ def test_scalefl_divides_alike_in_training_and_evaluation() -> None:
     tested = method.model_for(device)
     evaluated = world.main.network(tested.view, tested.state).eval()(x)
     client: Client = client_of(
-        Task(0, 1, "main", piece.spec(), method.send(device, piece, 1)), site_of(federation)
+        Errand(0, 1, "main", piece.spec(), method.send(device, piece, 1)), site_of(federation)
     )
     hooks = method.phases(client, method.send(device, piece, 1))[0].hooks
     network = world.main.network(piece.view, piece.view.extract(method.weights)).train()
@@ -536,7 +536,7 @@ def test_bytes_are_those_of_the_views(name: str) -> None:
         assert row["refused"] == 0
 
 
-def tasks_of(federation: Federation, clients: list[int]) -> list[Task]:
+def errands_of(federation: Federation, clients: list[int]) -> list[Errand]:
     method, found = federation.method, []
     for client in clients:
         device = federation.world.device(client)
@@ -546,23 +546,23 @@ def tasks_of(federation: Federation, clients: list[int]) -> list[Task]:
             n: torch.full_like(t, 0.01 * client)
             for n, t in piece.view.extract(method.weights).items()
         }
-        found.append(Task(client, 1, "main", piece.spec(), method.send(device, piece, 1), memory))
+        found.append(Errand(client, 1, "main", piece.spec(), method.send(device, piece, 1), memory))
     return found
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_clients_as_one_stack_end_where_they_end_one_by_one(name: str) -> None:
     experiment, federation = assemble(tiny(Named(HERE + name)))
-    tasks, site, method = (
-        tasks_of(federation, of("large")),
+    errands, site, method = (
+        errands_of(federation, of("large")),
         site_of(federation),
         experiment.make_method(),
     )
     stacked = work_together(
-        method, tasks, site, lambda found: [train_stack(group) for group in found]
+        method, errands, site, lambda found: [train_stack(group) for group in found]
     )
-    for task, got in zip(tasks, stacked, strict=True):
-        one = work(method, task, site)
+    for errand, got in zip(errands, stacked, strict=True):
+        one = work(method, errand, site)
         assert isinstance(got.reply["weights"], Row)
         assert same(dict(one.reply["weights"]), dict(got.reply["weights"].items()), 1e-4)
         assert same(one.memory, got.memory, 1e-4) and float(got.loss) == pytest.approx(

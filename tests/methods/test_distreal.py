@@ -21,7 +21,7 @@ from nestling.methods.submodel.random_filters import draws, dropped, filters_pha
 from nestling.models import build
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
-from nestling.training.client import Task, client_of
+from nestling.training.client import Errand, client_of
 from nestling.training.optimisers import Optim
 from nestling.training.phase import Phase
 from nestling.training.trainer import train
@@ -200,8 +200,8 @@ def test_a_device_takes_the_dearest_vector_that_it_can_afford() -> None:
         sent = method.send(device, method.piece(device, 1), 1)
         full = world.cost(method.piece(device, 1)).train_macs
         assert sent.facts["budget"] == pytest.approx(plan.cost.train_macs / full)
-        task = Task(device.id, 1, "main", method.piece(device, 1).spec(), sent)
-        client = client_of(task, site_of(federation))
+        errand = Errand(device.id, 1, "main", method.piece(device, 1).spec(), sent)
+        client = client_of(errand, site_of(federation))
         (phase,) = method.phases(client, sent)
         wanted = max((c for c in costs if c <= sent.facts["budget"] + 1e-6), default=min(costs))
         if tier == "large":
@@ -271,7 +271,7 @@ def test_equal_clients_are_one_stack() -> None:
         device = world.device(number, 1)
         sent = method.send(device, method.piece(device, 1), 1)
         client = client_of(
-            Task(number, 1, "main", method.piece(device, 1).spec(), sent), site_of(federation)
+            Errand(number, 1, "main", method.piece(device, 1).spec(), sent), site_of(federation)
         )
         client.weights = method.start(client, sent)
         waiting.append((client, method.phases(client, sent)[0]))

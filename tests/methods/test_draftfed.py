@@ -38,7 +38,7 @@ from nestling.methods.personal import own_weights
 from nestling.methods.public import drawn
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
-from nestling.training.client import Task, work
+from nestling.training.client import Errand, work
 from nestling.training.distiller import logits_of
 from nestling.training.objectives import Batch, Net
 from tests.methods.exchange import same_models
@@ -112,7 +112,7 @@ def work_of(federation: Federation, client: int, round: int) -> Any:
     sent = method.send(device, piece, round)
     return work(
         method,
-        Task(client, round, piece.reference.name, piece.spec(), sent, world.store.get(client)),
+        Errand(client, round, piece.reference.name, piece.spec(), sent, world.store.get(client)),
         site_of(federation),
     )
 

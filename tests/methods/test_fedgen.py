@@ -22,7 +22,7 @@ from nestling.models.latent_generator import LatentGenerator, generated
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.seeds import torch_seeded
-from nestling.training.client import Client, Task, client_of, work
+from nestling.training.client import Client, Errand, client_of, work
 from nestling.training.noise import uniform
 from nestling.training.objectives import Batch, Net
 from nestling.training.phase import Phase
@@ -46,11 +46,11 @@ def made(mixed: bool = False, **options: Any) -> Federation:
     return assemble(small(FedGen(**{**QUICK, **options}), **changes))[1]
 
 
-def task_of(federation: Federation, client: int, round: int) -> Task:
+def task_of(federation: Federation, client: int, round: int) -> Errand:
     world, method = federation.world, federation.method
     device = world.device(client)
     piece = method.piece(device, round)
-    return Task(
+    return Errand(
         client,
         round,
         piece.reference.name,
@@ -63,21 +63,21 @@ def task_of(federation: Federation, client: int, round: int) -> Task:
 def play(federation: Federation, clients: list[int], round: int) -> list[Reply]:
     world, method, replies = federation.world, federation.method, []
     for client in clients:
-        task = task_of(federation, client, round)
+        errand = task_of(federation, client, round)
         device = world.device(client)
-        done = work(method, task, site_of(federation))
+        done = work(method, errand, site_of(federation))
         world.store.put(client, done.memory, round)
-        replies.append(Reply(device, method.piece(device, round), task.message, done.reply))
+        replies.append(Reply(device, method.piece(device, round), errand.message, done.reply))
     method.merge(replies, round)
     return replies
 
 
 def second_round(federation: Federation, client: int) -> tuple[Client, Phase]:
     play(federation, [0, 1, 2, 3], 1)
-    task = task_of(federation, client, 2)
-    found = client_of(task, site_of(federation))
-    found.weights = federation.method.start(found, task.message)
-    return found, next(iter(federation.method.phases(found, task.message)))
+    errand = task_of(federation, client, 2)
+    found = client_of(errand, site_of(federation))
+    found.weights = federation.method.start(found, errand.message)
+    return found, next(iter(federation.method.phases(found, errand.message)))
 
 
 # -- the generator ---------------------------------------------------------------------------------
@@ -220,9 +220,9 @@ def test_a_filled_up_batch_gives_the_loss_of_the_batch() -> None:
 
 def test_the_first_round_is_plain() -> None:
     federation = made()
-    task = task_of(federation, 0, 1)
-    assert set(task.message.parts) == {"weights"}
-    phases = list(federation.method.phases(client_of(task, site_of(federation)), task.message))
+    errand = task_of(federation, 0, 1)
+    assert set(errand.message.parts) == {"weights"}
+    phases = list(federation.method.phases(client_of(errand, site_of(federation)), errand.message))
     assert len(phases) == 1 and not phases[0].given
 
 
@@ -282,9 +282,9 @@ def test_unlike_networks_share_their_classifier_only() -> None:
     total = sum(r.samples for r in replies)
     by_hand = sum(r.message["head"]["weight"].double() * r.samples / total for r in replies)
     assert torch.allclose(method.weights["weight"].double(), by_hand, atol=1e-6)
-    task = task_of(federation, 0, 2)
-    client = client_of(task, site_of(federation))
-    start = method.start(client, task.message)
+    errand = task_of(federation, 0, 2)
+    client = client_of(errand, site_of(federation))
+    start = method.start(client, errand.message)
     head = client.reference.taps.head
     assert torch.equal(start[f"{head}.weight"], method.weights["weight"])
     own = method.model_for(world.device(0)).state

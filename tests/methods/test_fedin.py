@@ -33,7 +33,7 @@ from nestling.models import build
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.seeds import derive, numbers, torch_seeded
-from nestling.training.client import Client, Task, client_of, work
+from nestling.training.client import Client, Errand, client_of, work
 from nestling.training.noise import normal
 from nestling.training.objectives import Batch, Net
 from nestling.training.optimisers import Buffers, Optim
@@ -61,11 +61,11 @@ def made(method: FedIN | None = None, **changes: Any) -> Federation:
     return assemble(small(method or FedIN(), **{**SETTING, **changes}))[1]
 
 
-def task_of(federation: Federation, client: int, round: int) -> Task:
+def task_of(federation: Federation, client: int, round: int) -> Errand:
     world, method = federation.world, federation.method
     device = world.device(client)
     piece = method.piece(device, round)
-    return Task(
+    return Errand(
         client, round, piece.reference.name, piece.spec(), method.send(device, piece, round)
     )
 
@@ -73,10 +73,10 @@ def task_of(federation: Federation, client: int, round: int) -> Task:
 def play(federation: Federation, clients: list[int], round: int) -> list[Reply]:
     world, method, replies = federation.world, federation.method, []
     for client in clients:
-        task = task_of(federation, client, round)
+        errand = task_of(federation, client, round)
         device = world.device(client)
-        outcome = work(method, task, site_of(federation))
-        replies.append(Reply(device, method.piece(device, round), task.message, outcome.reply))
+        outcome = work(method, errand, site_of(federation))
+        replies.append(Reply(device, method.piece(device, round), errand.message, outcome.reply))
     method.merge(replies, round)
     return replies
 
@@ -85,10 +85,10 @@ def second_round(method: FedIN, client: int = 0, **changes: Any) -> tuple[Client
     """A client of the second round, which has pairs, the phase it does, and what it received."""
     federation = made(method, **changes)
     play(federation, [client, client + 1], 1)
-    task = task_of(federation, client, 2)
-    found = client_of(task, site_of(federation))
-    found.weights = method.start(found, task.message)
-    return found, next(iter(method.phases(found, task.message))), task.message
+    errand = task_of(federation, client, 2)
+    found = client_of(errand, site_of(federation))
+    found.weights = method.start(found, errand.message)
+    return found, next(iter(method.phases(found, errand.message))), errand.message
 
 
 def applied(client: Client, phase: Phase) -> State:
@@ -184,10 +184,10 @@ def test_extractor_and_classifier_do_not_depend_on_the_pairs() -> None:
 
 def test_without_pairs_the_first_round_is_plain() -> None:
     federation = made(FedIN(mu=0.0))
-    task = task_of(federation, 0, 1)
-    assert "pairs" not in task.message
-    client = client_of(task, site_of(federation))
-    phase = next(iter(federation.method.phases(client, task.message)))
+    errand = task_of(federation, 0, 1)
+    assert "pairs" not in errand.message
+    client = client_of(errand, site_of(federation))
+    phase = next(iter(federation.method.phases(client, errand.message)))
     assert phase.also is None and phase.rule is None and not phase.given
 
 
@@ -311,9 +311,9 @@ def test_unequal_features_are_refused_or_kept_apart() -> None:
     federation = made(FedIN(averaging="group"), model=exits, fleet=tiers)
     play(federation, [0, 1, 2, 3], 1)
     for client in range(4):
-        task, method = task_of(federation, client, 2), federation.method
+        errand, method = task_of(federation, client, 2), federation.method
         own = next(pair for owner, pair in method.pairs if owner == client)
-        assert {n: t.shape for n, t in task.message["pairs"].items()} == {
+        assert {n: t.shape for n, t in errand.message["pairs"].items()} == {
             n: t.shape for n, t in own.items()
         }
     with pytest.raises(InputError, match="unequal width"):
@@ -478,10 +478,10 @@ def test_a_stack_gives_the_same(options: dict[str, Any], model: Named) -> None:
     method = FedIN(**options)
     federation = made(method, model=model)
     play(federation, [0, 1, 2, 3], 1)
-    site, tasks = site_of(federation), [task_of(federation, c, 2) for c in range(4)]
-    alone = [work(method, task, site) for task in tasks]
+    site, errands = site_of(federation), [task_of(federation, c, 2) for c in range(4)]
+    alone = [work(method, errand, site) for errand in errands]
     stacked = work_together(
-        method, tasks, site, lambda found: [train_stack(group) for group in found]
+        method, errands, site, lambda found: [train_stack(group) for group in found]
     )
     for one, other in zip(alone, stacked, strict=True):
         assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-4)

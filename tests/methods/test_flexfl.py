@@ -23,7 +23,7 @@ from nestling.methods.submodel.pool import params
 from nestling.models import build
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
-from nestling.training.client import Client, Task, client_of, work
+from nestling.training.client import Client, Errand, client_of, work
 from nestling.training.objectives import Batch, Net
 from nestling.views import Reference, State
 from nestling.views.nested import forward
@@ -194,14 +194,14 @@ def outcome(
     piece = method.piece(device, 1)
     sent = method.send(device, piece, 1)
     sent.facts["fits"] = fits  # type: ignore[index]
-    task = Task(client, 1, piece.reference.name, piece.spec(), sent)
-    return client_of(task, site_of(federation)), (task, piece, sent)
+    errand = Errand(client, 1, piece.reference.name, piece.spec(), sent)
+    return client_of(errand, site_of(federation)), (errand, piece, sent)
 
 
 def test_a_device_short_of_memory_trains_the_largest_that_fits() -> None:
     federation = made(**UNCERTAIN)
     method = federation.method
-    client, (task, piece, sent) = outcome(federation, method, 0, number=4, fits=1)
+    client, (errand, piece, sent) = outcome(federation, method, 0, number=4, fits=1)
     assert client.view.key() == method.pool.rungs[4].piece.view.key()
     start = method.start(client, sent)
     expected = method.pool.rungs[1].piece.view.extract(method.weights)
@@ -209,7 +209,7 @@ def test_a_device_short_of_memory_trains_the_largest_that_fits() -> None:
         far(dict(start), expected) == 0
         and client.view.key() == method.pool.rungs[1].piece.view.key()
     )
-    reply = work(FlexFL(**FAST), task, site_of(federation)).reply
+    reply = work(FlexFL(**FAST), errand, site_of(federation)).reply
     returned = method.returned(piece, sent, reply.facts)
     assert returned is method.pool.rungs[1].piece and reply.nbytes == returned.view.nbytes()
     like = method.expects(returned, sent)["weights"]

@@ -106,7 +106,7 @@ def one_round(
 ) -> tuple[Federation, list[Reply]]:
     """Sends, trains and collects by hand, so that the merge can be looked at."""
     from nestling.runs.assemble import site_of
-    from nestling.training.client import Task, work
+    from nestling.training.client import Errand, work
 
     settled, federation = assemble(experiment)
     method, world, replies = federation.method, federation.world, []
@@ -116,7 +116,7 @@ def one_round(
         sent = method.send(device, piece, 1)
         done = work(
             settled.make_method(),
-            Task(client, 1, piece.reference.name, piece.spec(), sent),
+            Errand(client, 1, piece.reference.name, piece.spec(), sent),
             site_of(federation),
         )
         replies.append(Reply(device, piece, sent, done.reply))

@@ -33,7 +33,7 @@ from nestling.methods.sparse.lotteryfl import LotteryFL
 from nestling.methods.sparse.prunefl import PruneFL
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
-from nestling.training.client import Client, Outcome, Task, work
+from nestling.training.client import Client, Errand, Outcome, work
 from nestling.views import Contribution, masked, prefix, to_spec
 from nestling.views.sparse import prunable, prune_lowest, restored
 from tests.methods.learning import alone, learned, mean
@@ -79,8 +79,8 @@ def one_round(
         device = world.device(number)
         piece = server.piece(device, round)
         sent = server.send(device, piece, round)
-        task = Task(number, round, piece.reference.name, piece.spec(), sent)
-        outcomes.append(work(settled.make_method(), task, site_of(federation)))
+        errand = Errand(number, round, piece.reference.name, piece.spec(), sent)
+        outcomes.append(work(settled.make_method(), errand, site_of(federation)))
         back = server.returned(piece, sent, outcomes[-1].reply.facts)
         replies.append(Reply(device, back, sent, outcomes[-1].reply))
     return federation, replies, outcomes
@@ -215,7 +215,7 @@ def test_the_gate_uses_held_out_training_rows_and_no_others(kind: Any) -> None:
         labels[torch.from_numpy(changed)] = (labels[torch.from_numpy(changed)] + 1) % 10
         spec = federation.method.piece(world.device(0), 1).spec()
         return work(
-            settled.make_method(), Task(0, 1, "main", spec, sent), replace(site, y=labels)
+            settled.make_method(), Errand(0, 1, "main", spec, sent), replace(site, y=labels)
         ).reply["weights"]
 
     held = int(0.2 * len(rows))
@@ -244,8 +244,8 @@ def test_a_client_whose_reply_was_lost_goes_back_to_the_mask_the_server_knows() 
     device = world.device(0)
     piece = method.piece(device, 1)
     sent = method.send(device, piece, 1)
-    lost = work(settled.make_method(), Task(0, 1, "main", piece.spec(), sent), site)
-    again = work(settled.make_method(), Task(0, 1, "main", piece.spec(), sent, lost.memory), site)
+    lost = work(settled.make_method(), Errand(0, 1, "main", piece.spec(), sent), site)
+    again = work(settled.make_method(), Errand(0, 1, "main", piece.spec(), sent, lost.memory), site)
     assert again.reply.facts["prunings"] == 1 and equal(again.reply["mask"], lost.reply["mask"])
     method.merge(
         [Reply(device, method.returned(piece, sent, again.reply.facts), sent, again.reply)], 1
@@ -253,11 +253,11 @@ def test_a_client_whose_reply_was_lost_goes_back_to_the_mask_the_server_knows() 
     piece = method.piece(device, 2)
     sent = method.send(device, piece, 2)
     further = work(
-        settled.make_method(), Task(0, 2, "main", piece.spec(), sent, again.memory), site
+        settled.make_method(), Errand(0, 2, "main", piece.spec(), sent, again.memory), site
     )
     assert further.reply.facts["prunings"] == 2
     relapsed = work(
-        settled.make_method(), Task(0, 2, "main", piece.spec(), sent, further.memory), site
+        settled.make_method(), Errand(0, 2, "main", piece.spec(), sent, further.memory), site
     )
     assert equal(relapsed.reply["weights"], further.reply["weights"])
 
@@ -542,7 +542,7 @@ def test_prunefl_gradients_are_dense_and_squared_after_the_sum() -> None:
     method.weights = masked(world.main.full, method.masks).extract(method.weights)
     piece = method.piece(world.device(0), 1)
     sent = method.send(world.device(0), piece, 1)
-    done = work(settled.make_method(), Task(0, 1, "main", piece.spec(), sent), site)
+    done = work(settled.make_method(), Errand(0, 1, "main", piece.spec(), sent), site)
     assert done.steps == 2 and set(done.reply["squares"]) == set(world.main.parameters)
     assert all(
         (done.reply["squares"][name][~mask] > 0).any() for name, mask in method.masks.items()

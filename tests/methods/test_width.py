@@ -23,7 +23,7 @@ from nestling.models.norm import used_rows
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.training import widths
-from nestling.training.client import Client, Task, client_of, work
+from nestling.training.client import Client, Errand, client_of, work
 from nestling.training.phase import Phase
 from nestling.training.stacks.group import Group
 from nestling.training.stacks.together import Losses, work_together
@@ -33,7 +33,7 @@ from nestling.views import Reference, State, View, prefix, rolled, rolling, sub_
 from nestling.views.nested import by_zeros
 from tests.engines.test_cohort import assert_same, trainer
 from tests.methods.learning import alone, learned, mean
-from tests.small import small, tasks_of
+from tests.small import errands_of, small
 from tests.views.networks import NETWORKS, SHAPE
 
 
@@ -76,7 +76,7 @@ def one_round(
         sent = method.send(device, piece, round)
         done = work(
             settled.make_method(),
-            Task(client, round, piece.reference.name, piece.spec(), sent),
+            Errand(client, round, piece.reference.name, piece.spec(), sent),
             site_of(federation),
         )
         replies.append(Reply(device, piece, sent, done.reply))
@@ -317,16 +317,16 @@ def test_weight_decay_moves_what_a_batch_leaves_out() -> None:
         train = Train(epochs=1, batch=60, lr=0.1, momentum=0.0, weight_decay=decay, augment="none")
         settled, federation = assemble(small(FjORD(), fleet=ALL_FULL, train=train))
         for round in range(1, 50):
-            client = client_of(tasks_of(federation, 1)[0], site_of(federation))
+            client = client_of(errands_of(federation, 1)[0], site_of(federation))
             client.round = round
             views = tuple(level.view for level in federation.method.rungs.pieces)
             if drawn(client, views)[0] == 0:
                 break
-        task = replace(tasks_of(federation, 1)[0], round=round)
-        after = work(settled.make_method(), task, site_of(federation)).reply["weights"][
+        errand = replace(errands_of(federation, 1)[0], round=round)
+        after = work(settled.make_method(), errand, site_of(federation)).reply["weights"][
             "stages.2.conv.weight"
         ]
-        return float((after[-1] / task.message["weights"]["stages.2.conv.weight"][-1]).mean())
+        return float((after[-1] / errand.message["weights"]["stages.2.conv.weight"][-1]).mean())
 
     assert drift(0.0) == 1.0
     assert drift(0.5) == pytest.approx(1 - 0.1 * 0.5, abs=1e-6)
@@ -339,8 +339,8 @@ def test_a_width_is_drawn_for_every_batch_of_every_client() -> None:
     views = tuple(level.view for level in federation.method.rungs.pieces)
     found = []
     for client in range(3):
-        task = tasks_of(federation, 3)[client]
-        large = replace(task, spec=federation.method.rungs.pieces[-1].spec())
+        errand = errands_of(federation, 3)[client]
+        large = replace(errand, spec=federation.method.rungs.pieces[-1].spec())
         found.append(drawn(client_of(large, site_of(federation)), views))
     assert found[0] != found[1] != found[2] and [len(draws) for draws in found] == [180] * 3
     shares = np.bincount(np.concatenate(found), minlength=5) / 540
@@ -398,12 +398,12 @@ def test_rounding_is_the_same_on_tied_layers() -> None:
 
 
 def by_hand(
-    federation: Federation, task: Task, x: Tensor, y: Tensor, width: int, distil: bool
+    federation: Federation, errand: Errand, x: Tensor, y: Tensor, width: int, distil: bool
 ) -> dict[str, Tensor]:
     """The gradients of one batch, from networks that are really cut out."""
     reference = federation.world.main
-    view, own = federation.method.rungs.pieces[width].view, reference.view(task.spec)
-    state = {name: t.clone().requires_grad_() for name, t in task.message["weights"].items()}
+    view, own = federation.method.rungs.pieces[width].view, reference.view(errand.spec)
+    state = {name: t.clone().requires_grad_() for name, t in errand.message["weights"].items()}
     cut = {name: t[tuple(slice(0, n) for n in view.shape(name))] for name, t in state.items()}
     said = torch.func.functional_call(sub_module(reference.module, view).train(), cut, (x,))
     loss = F.cross_entropy(said, y)
@@ -424,13 +424,13 @@ def test_a_step_is_the_paper_s(norm: str, distil: bool) -> None:
     settled, federation = assemble(
         small(FjORD(distil=distil), fleet=ALL_FULL, model=model, train=train)
     )
-    task, site = tasks_of(federation, 1)[0], site_of(federation)
-    client = client_of(task, site)
+    errand, site = errands_of(federation, 1)[0], site_of(federation)
+    client = client_of(errand, site)
     width = drawn(client, tuple(level.view for level in federation.method.rungs.pieces))[0]
     assert width < 4
-    grads = by_hand(federation, task, client.x, client.y, width, distil)
-    after = work(settled.make_method(), task, site).reply["weights"]
-    for name, tensor in task.message["weights"].items():
+    grads = by_hand(federation, errand, client.x, client.y, width, distil)
+    after = work(settled.make_method(), errand, site).reply["weights"]
+    for name, tensor in errand.message["weights"].items():
         assert torch.allclose(after[name], tensor - 0.1 * grads[name], atol=2e-5), name
 
 
@@ -474,15 +474,15 @@ def in_stacks(method: Any, norm: str, way: str) -> None:
     model = Named("tinycnn", {"channels": [8, 16, 16], "norm": norm})
     train = Train(epochs=1, batch=20, lr=0.01, momentum=0.5)
     settled, federation = assemble(small(method, model=model, train=train, fleet=MANY))
-    made, tasks, site = settled.make_method(), tasks_of(federation, 6), site_of(federation)
+    made, errands, site = settled.make_method(), errands_of(federation, 6), site_of(federation)
     sizes: list[int] = []
 
     def train_groups(found: list[Group]) -> list[Losses]:
         sizes.extend(len(group.clients) for group in found)
         return trainer(way)(found)
 
-    together = work_together(made, tasks, site, train_groups)
-    assert_same([work(made, task, site) for task in tasks], together)
+    together = work_together(made, errands, site, train_groups)
+    assert_same([work(made, errand, site) for errand in errands], together)
     assert sorted(sizes) == (
         [1, 1, 1, 3] if isinstance(method, FjORD) and norm == "per-width" else [3, 3]
     )
@@ -508,10 +508,12 @@ def test_both_ways_to_run_a_width_train_the_same(
     distil: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled, federation = assemble(small(FjORD(distil=distil)))
-    tasks, found = tasks_of(federation, 4), []
+    errands, found = errands_of(federation, 4), []
     for zeros in (False, True):
         monkeypatch.setattr(widths, "_stacks_pay", lambda client, zeros=zeros: zeros)
-        found.append([work(settled.make_method(), task, site_of(federation)) for task in tasks])
+        found.append(
+            [work(settled.make_method(), errand, site_of(federation)) for errand in errands]
+        )
     assert_same(*found)
 
 
@@ -621,7 +623,7 @@ NO_NORM = Named("tinycnn", {"channels": [8, 16, 16], "norm": "none"})
 def phase_of(federation: Federation, member: int) -> tuple[Client, Phase]:
     device = federation.world.device(member)
     sent = federation.method.send(device, device.piece, 1)
-    client = client_of(Task(member, 1, "main", device.piece.spec(), sent), site_of(federation))
+    client = client_of(Errand(member, 1, "main", device.piece.spec(), sent), site_of(federation))
     return client, next(iter(federation.method.phases(client, sent)))
 
 

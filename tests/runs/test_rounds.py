@@ -18,7 +18,7 @@ from nestling.message import Message
 from nestling.methods import Reply, SharedWeights
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.loop import play
-from nestling.training.client import Outcome, Task
+from nestling.training.client import Errand, Outcome
 from nestling.views.flat import Row
 from tests.small import TIERS, small
 from tests.test_bad_input import SMALL, call
@@ -36,11 +36,11 @@ class Ahead(Cohort):
         super().__init__(1)
         self.spoil, self.started = spoil or {}, list[int]()
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        self.started.append(tasks[0].round)
-        for outcome in super().run(tasks):
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        self.started.append(errands[0].round)
+        for outcome in super().run(errands):
             row: Any = outcome.reply.parts.get("weights")
-            if self.spoil.get(tasks[0].round) == outcome.client and isinstance(row, Row):
+            if self.spoil.get(errands[0].round) == outcome.client and isinstance(row, Row):
                 row.stack.flat[row.number, 5] = float("nan")
             yield outcome
 
@@ -93,8 +93,8 @@ def test_a_broken_reply_is_left_out_as_if_it_had_been_seen_at_once() -> None:
 
 def test_everybody_broken_keeps_the_model() -> None:
     class AllBroken(Ahead):
-        def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-            for outcome in super().run(tasks):
+        def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+            for outcome in super().run(errands):
                 row: Any = outcome.reply["weights"]
                 row.stack.flat[row.number, 0] = float("inf")
                 yield outcome
@@ -208,9 +208,9 @@ def test_a_round_is_played_again_as_often_as_replies_turn_out_to_be_broken() -> 
     only."""
 
     class Moody(Ahead):
-        def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
             self.spoil = {2: self.started.count(2)} if self.started.count(2) < 3 else {}
-            return super().run(tasks)
+            return super().run(errands)
 
     engine = Moody()
     engine.lookahead = 0
@@ -221,11 +221,11 @@ def test_a_round_is_played_again_as_often_as_replies_turn_out_to_be_broken() -> 
 
 def test_a_reply_that_is_refused_for_something_else_is_so_again() -> None:
     class Liar(Ahead):
-        def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-            for outcome in super().run(tasks):
+        def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+            for outcome in super().run(errands):
                 facts = (
                     {"samples": -1}
-                    if (tasks[0].round, outcome.client) == (2, 3)
+                    if (errands[0].round, outcome.client) == (2, 3)
                     else outcome.reply.facts
                 )
                 yield replace(outcome, reply=Message(outcome.reply.parts, facts))

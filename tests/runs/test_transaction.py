@@ -19,7 +19,7 @@ from nestling.methods import METHODS
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.runs.loop import play
-from nestling.training.client import Outcome, Task
+from nestling.training.client import Errand, Outcome
 from nestling.views.flat import Row
 from tests.small import small
 
@@ -51,8 +51,8 @@ class Spoils(Inline):
         super().__init__()
         self.lose = lose
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        return spoil(tasks, super().run(tasks), self.lose)
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        return spoil(errands, super().run(errands), self.lose)
 
 
 class SpoilsStacks(Cohort):
@@ -64,8 +64,8 @@ class SpoilsStacks(Cohort):
         super().__init__(1)
         self.lose = lose
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        return spoil(tasks, super().run(tasks), self.lose)
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        return spoil(errands, super().run(errands), self.lose)
 
 
 class SpoilsProcesses(Pool):
@@ -74,20 +74,20 @@ class SpoilsProcesses(Pool):
     def __init__(self) -> None:
         super().__init__(1)
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        return spoil(tasks, super().run(tasks), lose=False)
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        return spoil(errands, super().run(errands), lose=False)
 
 
 class SpoilsAll(Inline):
     """Everybody's training goes wrong."""
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        for outcome in super().run(tasks):
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        for outcome in super().run(errands):
             yield replace(outcome, reply=spoilt_reply(outcome.reply, math.nan))
 
 
-def spoil(tasks: Sequence[Task], outcomes: Iterator[Outcome], lose: bool) -> Iterator[Outcome]:
-    client, value = SPOILT.get(tasks[0].round, (None, 0.0))
+def spoil(errands: Sequence[Errand], outcomes: Iterator[Outcome], lose: bool) -> Iterator[Outcome]:
+    client, value = SPOILT.get(errands[0].round, (None, 0.0))
     for outcome in outcomes:
         if outcome.client != client or not outcome.reply.parts:
             yield outcome

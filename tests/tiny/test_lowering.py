@@ -27,7 +27,7 @@ from nestling.training.client import Client, client_of, work
 from nestling.training.objectives import Batch, Given, Net, supervised, with_targets
 from nestling.training.phase import Hook, Phase
 from nestling.training.rules import frozen_near_zero, masked_gradients
-from tests.small import small, tasks_of
+from tests.small import errands_of, small
 
 pytestmark = pytest.mark.skipif(
     toolchain.host_compiler() is None,
@@ -55,10 +55,10 @@ class Pair:
         }
         experiment, federation = assemble(small(method, **settings))
         self.method, self.site = experiment.make_method(), site_of(federation)
-        self.tasks = tasks_of(federation, 4)
+        self.errands = errands_of(federation, 4)
 
     def check(self, tolerance: float = 1e-5) -> None:
-        for task in self.tasks:
+        for errand in self.errands:
             torch_side, c_side = (
                 work(self.method, task, self.site),
                 work_on(on_host, self.method, task, self.site),
@@ -143,8 +143,8 @@ def test_targets_and_frozen_layers() -> None:
 
 def own(objective: Any = supervised, **changes: Any) -> tuple[Client, Phase]:
     pair = Pair("fedavg", data="mnist12k-8x8", model=GROUP)
-    client = client_of(pair.tasks[0], pair.site)
-    client.weights = pair.method.start(client, pair.tasks[0].message)
+    client = client_of(pair.errands[0], pair.site)
+    client.weights = pair.method.start(client, pair.errands[0].message)
     return client, client.train.phase(1, objective=objective, **changes)
 
 
@@ -171,7 +171,7 @@ def test_what_the_runtime_lacks_is_refused_by_name(changes: dict[str, Any], name
 
 def test_inner_parts_without_nesting_are_refused() -> None:
     pair = Pair(Named("shared-average", {"nested": False}), data="mnist12k-8x8", model=PLAIN)
-    large = max(pair.tasks, key=lambda task: task.message.nbytes)
+    large = max(pair.errands, key=lambda errand: errand.message.nbytes)
     with pytest.raises(CannotLower, match="something else inside than alone") as error:
         work_on(on_host, pair.method, large, pair.site)
     assert "method.inner = 0" in str(error.value)
@@ -206,7 +206,7 @@ class Nothing:
 
 def test_a_client_without_rows_trains_nothing() -> None:
     pair = Pair("fedavg", data="mnist12k-8x8", model=GROUP)
-    task, site = pair.tasks[0], replace(pair.site, split=Nothing())  # type: ignore[arg-type]
+    errand, site = pair.errands[0], replace(pair.site, split=Nothing())  # type: ignore[arg-type]
     done = work_on(on_host, pair.method, task, site)
     assert done.steps == 0 and done.samples == 0
     assert all(torch.equal(t, task.message["weights"][n]) for n, t in done.reply["weights"].items())

@@ -26,7 +26,7 @@ from nestling.engines.cuda.slot import Slot
 from nestling.engines.cuda.stack import StackProgram
 from nestling.engines.engine import Engine, blame
 from nestling.engines.precision import allow
-from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.training.client import ClientSide, Errand, Outcome, Site
 from nestling.training.lane import Lane, first_line
 from nestling.training.stacks.group import Group
 from nestling.training.stacks.stacked import losses_of
@@ -107,9 +107,9 @@ class CudaCohort(Engine):
             # Dropout draws from the device's own generator here.
             torch.cuda.manual_seed(site.seed)
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        """Trains the clients of all tasks side by side."""
-        yield from work_together(self._method, tasks, self._site, self._train, blame)
+    def run(self, errands: Sequence[Errand]) -> Iterator[Outcome]:
+        """Trains the clients of all errands side by side."""
+        yield from work_together(self._method, errands, self._site, self._train, blame)
 
     def close(self) -> None:
         """Counts what was recorded, forgets all programs, and puts the rounding switches back."""

@@ -358,7 +358,7 @@ class FleetGateway(Worker):
             begun = run.begin(order, job)
             if not isinstance(begun, Begun):
                 return begun
-            round = lowered(working(run.method, begun.task, self._site(run, job)))
+            round = lowered(working(run.method, begun.errand, self._site(run, job)))
             return self._step(run, begun, round, None)
         except Exception as error:
             return self._fail(job, error)

@@ -50,7 +50,7 @@ from nestling.fleet.protocol.wire import (
 from nestling.harmless import harmless
 from nestling.runs.assemble import Given, make_world
 from nestling.store import ClientStore
-from nestling.training.client import Outcome, Site, Task, work
+from nestling.training.client import Errand, Outcome, Site, work
 from nestling.world import World
 
 log = logging.getLogger("nestling.fleet")
@@ -184,7 +184,7 @@ class Begun:
 
     order: Order
     job: JobOrder
-    task: Task
+    errand: Errand
 
 
 class _Run:
@@ -205,11 +205,11 @@ class _Run:
         if not isinstance(begun, Begun):
             return begun
         return self.finish(
-            begun, work(self.method, begun.task, self._site(job.client, data, job.network))
+            begun, work(self.method, begun.errand, self._site(job.client, data, job.network))
         )
 
     def begin(self, order: Order, job: JobOrder) -> JobDone | Begun:
-        """A client's job as a task, or its result where it is done already."""
+        """A client's job as an errand, or its result where it is done already."""
         if job.client not in self._clients:
             self._clients[job.client] = _Desk(self.folder / str(job.client), job.client)
         desk = self._clients[job.client]
@@ -221,11 +221,11 @@ class _Run:
         return Begun(
             order,
             job,
-            Task(job.client, order.round, job.network, job.spec, job.parcel.open(), memory),
+            Errand(job.client, order.round, job.network, job.spec, job.parcel.open(), memory),
         )
 
     def finish(self, begun: Begun, outcome: Outcome) -> JobDone:
-        """Keeps what came of a task, and gives it."""
+        """Keeps what came of an errand, and gives it."""
         job, order = begun.job, begun.order
         parcel = Parcel.of(outcome.reply, order.transport)
         done = JobDone(

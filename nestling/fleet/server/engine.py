@@ -1,9 +1,9 @@
 """The engine whose clients are real devices behind nodes.
 
-A round's tasks become orders, one per node. Delivery is at most once, so what gets no answer is
+A round's errands become orders, one per node. Delivery is at most once, so what gets no answer is
 sent again, under the same key: a device gives a result it already has instead of working twice, and
 the first valid result of a key is the only one that counts. What comes after its round, or for
-another run, round, client or task, is refused, and the reason is noted.
+another run, round, client or errand, is refused, and the reason is noted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nestling.fleet.server.greeter import Greeter
 from nestling.fleet.server.quota import Allow
 from nestling.fleet.server.roster import Roster
 from nestling.message import Message
-from nestling.training.client import ClientSide, Outcome, Site, Task
+from nestling.training.client import ClientSide, Errand, Outcome, Site
 
 KEPT_TICKETS = 4096
 """How many letters of earlier rounds are still asked for, so that a late answer is recognised and
@@ -66,9 +66,9 @@ class NoQuorum(RuntimeError):
 
 @dataclass(eq=False)
 class _Wanted:
-    """One client's task that has no result yet."""
+    """One client's errand that has no result yet."""
 
-    task: Task
+    errand: Errand
     job: JobOrder
     size: int  # bytes of the reply that is expected, at most
     sent: float = -1e18
@@ -86,14 +86,14 @@ class _Letter:
 
 
 class FleetEngine(Engine):
-    """Gives the tasks of a round to real devices.
+    """Gives the errands of a round to real devices.
 
     counts:  what happened to letters: sent, answers, resent, failures, and refused by kind ("late",
              "foreign", "broken", ...).
     watch:   called whenever answers were looked for, and once a round waits for no more; see
              `progress`.
     allow:   told how many bytes nodes are expected to answer, before orders leave.
-    size:    bytes of the reply to a task, at most.
+    size:    bytes of the reply to an errand, at most.
     """
 
     name = "fleet"
@@ -123,7 +123,7 @@ class FleetEngine(Engine):
         self._refused: list[Refusal] = []  # what was refused and not told yet
         self.watch: Callable[[], None] = lambda: None
         self.allow: Allow = lambda _: None
-        self.size: Callable[[Task], int] = lambda task: task.message.nbytes
+        self.size: Callable[[Errand], int] = lambda errand: errand.message.nbytes
         self._letters: OrderedDict[str, _Letter] = OrderedDict()  # by ticket
         self._wanted: dict[int, _Wanted] = {}
         self._round = self._done = 0
@@ -141,13 +141,13 @@ class FleetEngine(Engine):
         self._wanted.clear()
         self._letters.clear()
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Event]:
+    def run(self, errands: Sequence[Errand]) -> Iterator[Event]:
         """Orders a round's work, and gives outcomes and refusals as they come, until all have
         answered or time is up."""
-        self._round, self._done = (tasks[0].round if tasks else self._round), 0
-        self._wanted = self._prepared(tasks)
-        self._chosen = tuple(task.client for task in tasks)
-        needed, short = min(max(1, self.patience.quorum), len(tasks)), False
+        self._round, self._done = (errands[0].round if errands else self._round), 0
+        self._wanted = self._prepared(errands)
+        self._chosen = tuple(errand.client for errand in errands)
+        needed, short = min(max(1, self.patience.quorum), len(errands)), False
         start = looked = self._start = self._heard = self.clock()
         while self._wanted:
             self._send()
@@ -174,7 +174,7 @@ class FleetEngine(Engine):
                 self.greeter.refresh()
                 looked = now
             self.sleep(self.patience.poll)
-        if self._done < min(self.patience.quorum, len(tasks)):
+        if self._done < min(self.patience.quorum, len(errands)):
             raise NoQuorum(
                 f"round {self._round}: {self._done} clients gave a reply that counts, {needed} "
                 "are needed"
@@ -235,32 +235,38 @@ class FleetEngine(Engine):
 
     # -- orders ------------------------------------------------------------------------------------
 
-    def _prepared(self, tasks: Sequence[Task]) -> dict[int, _Wanted]:
+    def _prepared(self, errands: Sequence[Errand]) -> dict[int, _Wanted]:
         parcels: dict[int, Parcel] = {}
         alike: dict[str, Parcel] = {}
         wanted = {}
-        for task in tasks:
-            parcel = parcels.get(id(task.message))
+        for errand in errands:
+            parcel = parcels.get(id(errand.message))
             if parcel is None:
-                parcel = Parcel.of(task.message, self.transport)
+                parcel = Parcel.of(errand.message, self.transport)
                 # Clients behind one node that are sent the same share one parcel.
-                parcel = parcels[id(task.message)] = alike.setdefault(parcel.digest, parcel)
+                parcel = parcels[id(errand.message)] = alike.setdefault(parcel.digest, parcel)
                 # the exact size is that of what is sent
-                task.message.__dict__["nbytes"] = parcel.nbytes
-            base = self.roster.counted(task.client)
+                errand.message.__dict__["nbytes"] = parcel.nbytes
+            base = self.roster.counted(errand.client)
             key = key_of(
-                self.roster.run, task.round, task.client, task.network, task.spec, parcel, base
-            )
-            job = JobOrder(
-                task.client,
-                self.roster.name_of(task.client),
-                key,
-                task.network,
-                task.spec,
+                self.roster.run,
+                errand.round,
+                errand.client,
+                errand.network,
+                errand.spec,
                 parcel,
                 base,
             )
-            wanted[task.client] = _Wanted(task, job, self.size(task) + HEADER)
+            job = JobOrder(
+                errand.client,
+                self.roster.name_of(errand.client),
+                key,
+                errand.network,
+                errand.spec,
+                parcel,
+                base,
+            )
+            wanted[errand.client] = _Wanted(errand, job, self.size(errand) + HEADER)
         return wanted
 
     def _send(self) -> None:

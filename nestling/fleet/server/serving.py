@@ -35,7 +35,7 @@ from nestling.runs.federation import Federation, Metrics
 from nestling.runs.folder import RunFolder
 from nestling.runs.run import Result, Watcher, one_thread, play_rounds, restored
 from nestling.store import ClientStore
-from nestling.training.client import Outcome, Task
+from nestling.training.client import Errand, Outcome
 from nestling.version import __version__
 
 AUDITED = ("joined", "left", "clipped", "refused")
@@ -339,7 +339,7 @@ def enliven(
         allow=allow,
     )
     engine = FleetEngine(courier, roster, greeter, patience, experiment.engine.transport)
-    engine.allow, engine.size = allow, lambda task: largest_reply(federation, task)
+    engine.allow, engine.size = allow, lambda errand: largest_reply(federation, errand)
     federation.engine = engine
     # Models that only devices have cannot be tested here, and no number is better than a wrong one.
     tested = [] if federation.method.as_set.personal else list(federation.bench.panel)
@@ -349,11 +349,14 @@ def enliven(
     return live
 
 
-def largest_reply(federation: Federation, task: Task) -> int:
-    """Bytes of the reply to a task, at most: what must come up, and no less than what went down."""
-    piece = federation.method.piece(federation.world.device(task.client, task.round), task.round)
-    up = federation.method.largest(piece, task.message)
-    return max(task.message.nbytes, Message(up).nbytes)
+def largest_reply(federation: Federation, errand: Errand) -> int:
+    """Bytes of the reply to an errand, at most: what must come up, and no less than what went
+    down."""
+    piece = federation.method.piece(
+        federation.world.device(errand.client, errand.round), errand.round
+    )
+    up = federation.method.largest(piece, errand.message)
+    return max(errand.message.nbytes, Message(up).nbytes)
 
 
 def welcome_of(run: str, experiment: Experiment, federation: Federation) -> bytes:

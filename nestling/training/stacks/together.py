@@ -14,9 +14,9 @@ from nestling.message import Message
 from nestling.training.client import (
     Client,
     ClientSide,
+    Errand,
     Outcome,
     Site,
-    Task,
     client_of,
     train_client,
 )
@@ -25,8 +25,8 @@ from nestling.training.stacks.group import Group, groups
 from nestling.views import State
 from nestling.views.flat import Fetched, FetchedRow
 
-Blame = Callable[[Task, Exception], Exception]
-"""The error to raise for what happened while a task was worked on."""
+Blame = Callable[[Errand, Exception], Exception]
+"""The error to raise for what happened while an errand was worked on."""
 
 
 @dataclass(eq=False)
@@ -73,24 +73,28 @@ Train = Callable[[list[Group]], list[Losses]]
 
 @dataclass(eq=False)
 class _Seat:
-    task: Task
+    errand: Errand
     client: Client
     phases: Iterator[Phase]
     loss: Loss = field(default_factory=Loss)
 
 
-def _as_it_is(_task: Task, error: Exception) -> Exception:
+def _as_it_is(_task: Errand, error: Exception) -> Exception:
     return error
 
 
 def work_together(
-    method: ClientSide, tasks: Sequence[Task], site: Site, train: Train, blame: Blame = _as_it_is
+    method: ClientSide,
+    errands: Sequence[Errand],
+    site: Site,
+    train: Train,
+    blame: Blame = _as_it_is,
 ) -> list[Outcome]:
-    """The round of every task's client. A loss may be one that a device is still computing."""
-    at = tasks[0] if tasks else None
+    """The round of every errand's client. A loss may be one that a device is still computing."""
+    at = errands[0] if errands else None
     try:
         seats = []
-        for at in tasks:
+        for at in errands:
             client = client_of(at, site)
             client.weights = method.start(client, at.message)
             seats.append(_Seat(at, client, iter(method.phases(client, at.message))))
@@ -99,7 +103,7 @@ def work_together(
             waiting: list[tuple[Client, Phase]] = []
             seated: dict[Client, _Seat] = {}
             for seat in active:
-                at = seat.task
+                at = seat.errand
                 phase = next(seat.phases, None)
                 if phase is not None:
                     waiting.append((seat.client, phase))
@@ -113,7 +117,7 @@ def work_together(
             active, number = list(seated.values()), number + 1
         outcomes = []
         for seat in seats:
-            at = seat.task
+            at = seat.errand
             outcomes.append(_outcome(seat, method.reply(seat.client, at.message)))
         return outcomes
     except Exception as error:
@@ -138,11 +142,11 @@ def train_one_by_one(group: Group) -> Losses:
 def _outcome(seat: _Seat, reply: Message) -> Outcome:
     if len(seat.loss.parts) == 1 and not seat.client.memory:
         part, k = seat.loss.parts[0]
-        return Outcome(seat.task.client, reply, {}, seat.loss, part.steps[k], part.samples[k])
+        return Outcome(seat.errand.client, reply, {}, seat.loss, part.steps[k], part.samples[k])
     steps = sum([part.steps[k] for part, k in seat.loss.parts])
     samples = sum([part.samples[k] for part, k in seat.loss.parts])
     memory = _own(seat.client.memory) if seat.client.memory else {}
-    return Outcome(seat.task.client, reply, memory, seat.loss, steps, samples)
+    return Outcome(seat.errand.client, reply, memory, seat.loss, steps, samples)
 
 
 def _own(memory: State) -> State:
