@@ -60,8 +60,8 @@ class Pair:
     def check(self, tolerance: float = 1e-5) -> None:
         for errand in self.errands:
             torch_side, c_side = (
-                work(self.method, task, self.site),
-                work_on(on_host, self.method, task, self.site),
+                work(self.method, errand, self.site),
+                work_on(on_host, self.method, errand, self.site),
             )
             assert (c_side.steps, c_side.samples) == (torch_side.steps, torch_side.samples)
             assert float(c_side.loss) == pytest.approx(float(torch_side.loss), abs=1e-4)
@@ -69,7 +69,7 @@ class Pair:
             assert torch_side.memory.keys() == c_side.memory.keys()
             pairs += [(t, c_side.memory[n]) for n, t in torch_side.memory.items()]
             assert pairs
-            before = [t for part in task.message.parts.values() for t in part.values()]
+            before = [t for part in errand.message.parts.values() for t in part.values()]
             moved = max(
                 (float((a - b).abs().max()) for (a, _), b in zip(pairs, before, strict=False)),
                 default=1.0,
@@ -207,6 +207,8 @@ class Nothing:
 def test_a_client_without_rows_trains_nothing() -> None:
     pair = Pair("fedavg", data="mnist12k-8x8", model=GROUP)
     errand, site = pair.errands[0], replace(pair.site, split=Nothing())  # type: ignore[arg-type]
-    done = work_on(on_host, pair.method, task, site)
+    done = work_on(on_host, pair.method, errand, site)
     assert done.steps == 0 and done.samples == 0
-    assert all(torch.equal(t, task.message["weights"][n]) for n, t in done.reply["weights"].items())
+    assert all(
+        torch.equal(t, errand.message["weights"][n]) for n, t in done.reply["weights"].items()
+    )
