@@ -2,8 +2,8 @@
 
 python docs/make_pictures.py [RUNS]
 
-Runs that the folder RUNS has (default, heterofl, fedrolex, live) are taken as they are, the others are played into it first, which takes
-some minutes; without RUNS all are played, into a folder that is thrown away. chromium and chromedriver have to be on the path.
+Runs that the folder RUNS has (default, fedavg, heterofl, fedrolex, flexfl, live) are taken as they are, the others are played into it
+first, which takes some minutes; without RUNS all are played, into a folder that is thrown away. chromium and chromedriver have to be on the path.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ MOST = 100_000
 """Bytes that a picture may have: who clones the repository carries it."""
 STOPPED = 8
 """After which of its twelve rounds the run of the live view is shown."""
+COVERED = ("fedavg", "heterofl", "fedrolex", "flexfl")
+"""The methods whose channels are shown side by side."""
 EXACT = 160
 """How many of a picture's 256 colours are its commonest ones."""
 FLAGS = (
@@ -48,8 +50,8 @@ def main(runs: Path) -> None:
     """Plays what is missing in `runs`, and makes every picture."""
     PICTURES.mkdir(exist_ok=True)
     default = write_report(played(runs / "default", nestling.Experiment())).as_uri()
-    both = [played(runs / name, coverage(name)) for name in ("heterofl", "fedrolex")]
-    comparison = write_comparison(both, runs / "both.html").as_uri()
+    four = [played(runs / name, coverage(name)) for name in COVERED]
+    comparison = write_comparison(four, runs / "four.html").as_uri()
     live = played(runs / "live", coverage("heterofl"), until=STOPPED)
     charts = "#accuracy .pair"
     with browser() as driver, showing(live) as server:
@@ -63,7 +65,9 @@ def main(runs: Path) -> None:
         page(driver, default, PHONE, "light")
         picture(driver, "page-phone", "body", f"{charts} > :nth-child(1)")
         page(driver, comparison, PHONE, "dark")
-        picture(driver, "coverage-phone", "#coverage", "#coverage .pair > :nth-child(1)")
+        picture(driver, "coverage-phone", "#coverage", "#coverage .pair > :nth-child(2)")
+        page(driver, server.url, PHONE, "light")
+        picture(driver, "live-phone", "body", f"{charts} > :nth-child(1)")
 
 
 def coverage(method: str) -> nestling.Experiment:

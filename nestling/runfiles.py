@@ -71,7 +71,7 @@ def lines_of(path: Path) -> list[Record]:
 
 def object_in(path: Path) -> Record:
     """The object in a JSON file, empty where there is none."""
-    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         found = json.loads(path.read_bytes())
         return found if isinstance(found, dict) else {}
     return {}

@@ -15,6 +15,7 @@ from torch import nn
 import nestling
 from nestling import InputError
 from nestling.methods import ALIASES, METHODS, method_class
+from tests.report.made_up_run import write_run
 from tests.shell import ROOT
 from tests.small import small
 
@@ -101,6 +102,18 @@ def test_a_notebook_shows_a_result_as_a_table(run: Path) -> None:
     assert "data-value" in nestling.compare(run)._repr_html_()
 
 
+def test_a_prompt_shows_a_result_on_one_line_and_a_comparison_as_a_table(run: Path) -> None:
+    """Not the metrics of every round, which fill the screen."""
+    result = nestling.load(run)
+    said = repr(result)
+    last = result.summary["global_accuracy"]["last"]
+    assert said.startswith("<Result: HeteroFL on ") and said.endswith(f"{run}>")
+    assert "3 rounds" in said and f"global {last:.2%}" in said and len(said) < 100 + len(str(run))
+    assert repr(nestling.run(small(rounds=1))).endswith("%>")  # without a folder
+    found = nestling.compare(run)
+    assert "| HeteroFL | 1 |" in repr(found) and len(repr(found)) < 1000
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("pandas"), reason="pandas is an extra")
 def test_data_frames(run: Path) -> None:
     result = nestling.load(run)
@@ -126,6 +139,27 @@ def test_plots(run: Path) -> None:
     assert list(lines[0].get_ydata()) == [row["global_accuracy"] for row in result.metrics]
     with pytest.raises(InputError, match="rounds"):
         result.plot("time")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is an extra")
+def test_a_comparison_is_plotted_with_the_band_of_its_seeds(tmp_path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    runs = [write_run(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    other = write_run(tmp_path / "other", method="fedavg", title="FedAvg")
+    found = nestling.compare(*runs, other)
+    for over in ("rounds", "bytes", "seconds", "joules"):
+        axes = found.plot(over)
+        assert axes.get_ylabel() == "global accuracy"
+        assert {line.get_label() for line in axes.get_lines()} == {"HeteroFL", "FedAvg"}
+        assert len(axes.collections) == 1  # one seed has no spread
+    assert found.plot(ax=axes) is axes
+    heterofl = next(one for one in found.plot().get_lines() if one.get_label() == "HeteroFL")
+    ends = [nestling.load(one).summary["global_accuracy"]["last"] for one in runs]
+    assert heterofl.get_ydata()[-1] == pytest.approx(sum(ends) / 2)
+    with pytest.raises(InputError, match="rounds"):
+        found.plot("time")
 
 
 @pytest.mark.parametrize(("package", "call"), [("pandas", "to_pandas"), ("matplotlib", "plot")])

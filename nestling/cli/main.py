@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from nestling.cli import fleet, lists, results, runs, starting
-from nestling.cli.shared import complain
+from nestling.cli.shared import SaidStop, complain
 from nestling.errors import InputError
 
 app = typer.Typer(
@@ -95,6 +95,8 @@ def _guarded(command: Callable[..., Any]) -> int:
         return 2
     except typer.Exit as stop:
         return stop.exit_code
+    except SaidStop:
+        return 130
     except (KeyboardInterrupt, typer.Abort):
         complain(f"stopped; {STOPPED.get(sys.argv[1] if len(sys.argv) > 1 else '', RESUME)}")
         return 130

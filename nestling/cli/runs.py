@@ -18,6 +18,7 @@ from nestling.cli.shared import (
     GentleStop,
     Loggers,
     Overrides,
+    SaidStop,
     Target,
     Trusted,
     complain,
@@ -93,14 +94,14 @@ def run(
         if not checkpoint.exists(folder):
             raise
         complain(f"stopped at once; {_go_on(folder, own)}")
-        raise typer.Exit(130) from None
+        raise SaidStop from None
     if as_json:
         print(json.dumps(result.summary))
     elif not quiet:
         show_result(result)
     if result.summary["rounds_done"] < result.summary["rounds"]:
         complain(f"stopped after round {result.summary['rounds_done']}; {_go_on(folder, own)}")
-        raise typer.Exit(130)
+        raise SaidStop
     picture(folder)
     need_something_merged(result.summary)
 
@@ -180,7 +181,7 @@ def sweep(
     )
     if stop():
         complain("stopped; the same command goes on where it stood")
-        raise typer.Exit(130)
+        raise SaidStop
     if any(" failed: " in text for text in found.cautions):
         raise typer.Exit(1)
 

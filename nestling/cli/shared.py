@@ -88,6 +88,10 @@ def listed(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+class SaidStop(Exception):
+    """Ctrl-C ended a command that has said itself how to go on."""
+
+
 class GentleStop:
     """Ctrl-C that lets a round end: the first one is noted, the second stops at once. Nothing is
     noted before `arm`, as there is nothing yet to go on from."""

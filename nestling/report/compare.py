@@ -31,7 +31,7 @@ FORMATS = {".md": "markdown", ".tex": "latex", ".csv": "csv", ".json": "json", "
 """What a file's name says about its format."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Several runs compared. `cautions` lists every difference that is not the one under study,
     `gaps` which differences are inside the noise."""
@@ -106,6 +106,18 @@ class Comparison:
             write_atomic(path, text.encode("utf-8", "replace"))
         return path
 
+    def plot(self, over: str = "rounds", ax: Any = None) -> Any:
+        """Plots the accuracy of every setting over rounds, bytes, seconds (virtual time) or joules:
+        means over seeds, in a band of one standard deviation either side. Gives matplotlib's axes;
+        needs matplotlib (`nestling[notebook]`)."""
+        from nestling.report.comparison import plot_of_settings
+
+        return plot_of_settings(self.settings, self.measure, over, ax)
+
+    def __repr__(self) -> str:
+        """The table and what is to be said of it, for a prompt."""
+        return "\n".join([self.to_markdown().rstrip(), *(f"- {gap}" for gap in self.gaps)])
+
     def _repr_html_(self) -> str:
         """The table and what is to be said of it, for a notebook."""
         from nestling.report.comparison import notebook_table
@@ -121,7 +133,7 @@ def compare(
     columns: Sequence[str] = (),
 ) -> Comparison:
     """Compares the runs in folders; the folder of a sweep, or one that holds run folders, stands
-    for all of them.
+    for all of them. Files that a sweep wrote beside its runs (`runs/sweep/runs/*`) are passed over.
 
     by:      the fields under study, e.g. "split.alpha" (default: those of the sweep, else the
              method, else the one field that differs); every other difference is a caution.
@@ -137,6 +149,7 @@ def compare(
         raise InputError(f"{target} is no accuracy", field="--target", fix="give a share, e.g. 0.9")
     by, columns = one_or_more(by, "by"), one_or_more(columns, "columns")
     given = [path_in(folder, "folders", "the path of a run folder") for folder in folders]
+    given = [path for path in given if not _tells_of(path, given)]
     sweeps = [object_in(folder / SWEEP) for folder in given]
     if not by and sweeps and all(sweeps):
         by = list(dict.fromkeys(name for sweep in sweeps for name in _names(sweep, "studied")))
@@ -171,6 +184,11 @@ def compared(
         measure,
         target,
     )
+
+
+def _tells_of(path: Path, given: Sequence[Path]) -> bool:
+    """Whether it is the file that a sweep wrote beside one of the runs that are given."""
+    return path.suffix == ".toml" and path.with_suffix("") in given and path.is_file()
 
 
 def _runs_in(folders: Iterable[Path]) -> list[Path]:

@@ -6,15 +6,18 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from nestling.errors import unknown
 from nestling.report.charts import ACCURACY, BYTES, JOULES, ROUNDS, SECONDS, chart
 from nestling.report.coverage_part import COVERAGE_LEAD, coverage_pictures, masked_note
+from nestling.report.extras import pyplot
 from nestling.report.folder import Run, last_best, running_totals, traffic_totals
 from nestling.report.grouping import ComparedRun, Setting
 from nestling.report.markup import Cell, Column, fill, joined, note, section, side_by_side, table
+from nestling.report.notebook import OVER
 from nestling.report.result_rows import ACCURACY_COLUMNS, ResultColumn, ResultRow
 from nestling.report.svg import Axis, Series
 from nestling.report.tables import tier_rows
@@ -35,6 +38,9 @@ COMPARISON_PARTS = [
 
 AXES = ((ROUNDS, "rounds"), (BYTES, "bytes"), (SECONDS, "virtual time"), (JOULES, "energy"))
 """What accuracy is drawn over, where the runs know it."""
+
+
+_PLOTTED = dict(zip(OVER, (ROUNDS, BYTES, SECONDS, JOULES), strict=True))
 
 
 def comparison_title(comparison: Comparison) -> str:
@@ -160,6 +166,25 @@ def _curves(settings: Sequence[Setting]) -> Markup:
     if _several_seeds(settings):
         body += note("Lines are means over seeds; the band is one standard deviation either side.")
     return section("curves", "Accuracy over rounds and what they cost", "", body)
+
+
+def plot_of_settings(settings: Sequence[Setting], measure: str, over: str, ax: Any = None) -> Any:
+    """The mean accuracy of every setting as a line, in the band of its seeds; gives matplotlib's
+    axes."""
+    if over not in OVER:
+        raise unknown("axis", over, OVER, field="over")
+    axes = ax if ax is not None else pyplot().subplots()[1]
+    for index, setting in enumerate(settings):
+        line = _mean_line(setting, f"{measure}_accuracy", _PLOTTED[over], index)
+        if line.points:
+            (drawn,) = axes.plot(*zip(*line.points, strict=True), label=setting.label)
+        if line.band:
+            edges = zip(*line.band, strict=True)
+            axes.fill_between(*edges, alpha=0.2, color=drawn.get_color(), linewidth=0)
+    axes.set(xlabel=OVER[over][1], ylabel=f"{measure} accuracy")
+    if axes.get_lines():
+        axes.legend()
+    return axes
 
 
 def _mean_line(setting: Setting, key: str, x: Axis, index: int) -> Series:

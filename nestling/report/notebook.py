@@ -26,7 +26,7 @@ OVER = {
 
 def result_html(summary: Mapping[str, Any], tiers: Mapping[str, Any]) -> str:
     """The result of a run: what it was, and a table by tier."""
-    title = summary.get("title") or summary.get("method") or "a run"
+    title = _named(summary)
     done = plural(summary.get("rounds_done"), "round")
     sent = f"sent up {traffic(summary.get('bytes_up'))}, down {traffic(summary.get('bytes_down'))}"
     head = f"<b>{escape(title)}</b> on {escape(summary.get('data') or 'data')}, {done}; {sent}"
@@ -37,6 +37,15 @@ def result_html(summary: Mapping[str, Any], tiers: Mapping[str, Any]) -> str:
         lines.append(_line("td", [*own, *_accuracies(row)]))
     lines.append(_line("th", ["all", "", "", "", *_accuracies(overall_row(summary))]))
     return f"<p>{head}</p><table>{''.join(lines)}</table>"
+
+
+def result_line(summary: Mapping[str, Any], folder: object = None) -> str:
+    """The result of a run on one line: what it was, how good it became, where it lies."""
+    name, done = _named(summary), plural(summary.get("rounds_done"), "round")
+    row = overall_row(summary)
+    last = [f"{kind} {percent(row[f'{kind}_last'], 2)}" for kind in ("global", "personal")]
+    where = f"; {folder}" if folder is not None else ""
+    return f"{name} on {summary.get('data') or 'data'}, {done}, {', '.join(last)}{where}"
 
 
 def frame_of(metrics: Rows) -> Any:
@@ -78,6 +87,10 @@ def png_of(metrics: Rows, title: str) -> bytes | None:
     plot_of(metrics, title, ax=figure.subplots())
     figure.savefig(file, format="png")
     return file.getvalue()
+
+
+def _named(summary: Mapping[str, Any]) -> str:
+    return str(summary.get("title") or summary.get("method") or "a run")
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

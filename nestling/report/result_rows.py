@@ -115,10 +115,13 @@ def columns_of(
         return [by_key[key] for key in chosen]
     always = ("global_last", "global_best", "personal_last", "personal_best", "bytes_up")
     shown = {*always, "bytes_down", "target_rounds", "target_bytes"}
+    # a target that nobody reached leaves its columns empty, but there
+    needs = {"target_seconds": "clock_seconds", "target_joules": "energy_joules"}
     return [
         column
         for column in wanted
-        if column.key in shown or any(row.values.get(column.key) for row in rows)
+        if column.key in shown
+        or any(row.values.get(needs.get(column.key, column.key)) for row in rows)
     ]
 
 

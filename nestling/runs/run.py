@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from nestling.methods import Method
 from nestling.named_code import only
 from nestling.report.folder import read_run
 from nestling.report.folder import summarise as summary_of
-from nestling.report.notebook import frame_of, plot_of, result_html
+from nestling.report.notebook import frame_of, plot_of, result_html, result_line
 from nestling.report.notebook_line import RunLine, in_notebook
 from nestling.report.page import write_report
 from nestling.runfiles import (
@@ -112,7 +112,7 @@ def watcher_in(given: Any, kind: type[W]) -> W:
     )
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """What a run gives: its summary, its metrics by round, where its files are, and the models
     themselves."""
@@ -120,7 +120,11 @@ class Result:
     summary: dict[str, Any]
     metrics: list[Metrics]
     folder: Path | None
-    made: Federation | Callable[[], Federation] = field(repr=False)
+    made: Federation | Callable[[], Federation]
+
+    def __repr__(self) -> str:
+        """What it was and how good it became, on one line."""
+        return f"<Result: {result_line(self.summary, self.folder)}>"
 
     @property
     def federation(self) -> Federation:

@@ -13,7 +13,7 @@ from nestling.report.comparison import spread
 from nestling.report.folder import read_run, summarise
 from nestling.report.grouping import ComparedRun, settings_of
 from nestling.report.page import write_comparison
-from nestling.report.words import duration, energy
+from nestling.report.words import DASH, duration, energy
 from tests.report.made_up_run import change, write_run
 from tests.report.test_report_page import drawn, outline
 
@@ -148,7 +148,13 @@ def test_what_a_target_took_in_time_and_energy(tmp_path: Path) -> None:
     assert columns["target_seconds"].title == "virtual time to 80%"
     assert columns["target_joules"].title == "energy to 80%"
     never = compare(*runs, target=0.9999)
-    assert "target_seconds" not in {column.key for column in never.columns}
+    (row,) = never.rows
+    empty = {column.key: row.text(column) for column in never.columns if "target" in column.key}
+    assert len(empty) == 4 and set(empty.values()) == {DASH}
+    for run in runs:  # time and energy have no column where they are not known
+        change(run / "summary.json", clock_seconds=0, energy_joules=0)
+    keys = {column.key for column in compare(*runs, target=0.9999).columns}
+    assert keys.isdisjoint({"clock_seconds", "target_seconds", "energy_joules", "target_joules"})
 
 
 def test_the_seeds_of_a_setting_have_a_band_of_one_deviation(tmp_path: Path) -> None:
@@ -212,6 +218,22 @@ def test_the_same_folder_twice_is_one_run(tmp_path: Path) -> None:
         "1 run compared"
         in outline(write_comparison([run, tmp_path / "." / "a"], tmp_path / "all.html")).text
     )
+
+
+def test_files_beside_the_runs_of_a_sweep_are_passed_over_and_others_refused(
+    tmp_path: Path,
+) -> None:
+    """What a shell makes of `runs/sweep/runs/*`."""
+    runs = [write_run(tmp_path / f"fedavg-alpha0.{seed}", seed=seed) for seed in range(2)]
+    for run in runs:
+        (tmp_path / f"{run.name}.toml").write_text("rounds = 2")
+    found = compare(*sorted(tmp_path.iterdir()))
+    assert [entry.run.folder for entry in found.entries] == runs
+    page = write_comparison(sorted(tmp_path.iterdir()), tmp_path / "all.html")
+    assert "2 runs compared" in page.read_text()
+    for name in (page, tmp_path / f"{runs[0].name}.toml"):
+        with pytest.raises(InputError, match="is not a folder"):
+            compare(name)
 
 
 def test_nothing_to_compare_and_a_folder_as_target_are_refused(tmp_path: Path) -> None:

@@ -412,6 +412,7 @@ def test_ctrl_c_ends_after_the_round_and_says_how_to_go_on(tmp_path: Path) -> No
     )
     assert "run folder: run" in out.splitlines()[0]
     assert "go on with: nestling run --resume run" in err
+    assert err.count("stopped") == 1 and "FOLDER" not in err  # said once, and with its name
     done = json.loads((tmp_path / "run" / "summary.json").read_text())["rounds_done"]
     assert len(metrics.read_text().splitlines()) == done < 400  # the checkpoint has them all
     gone_on = nestling.resume(tmp_path / "run", overrides=(f"rounds={done + 1}",))
@@ -434,7 +435,7 @@ def test_ctrl_c_ends_a_sweep_after_its_rounds_and_the_same_command_goes_on(
 
     out, err = interrupted(tmp_path, *command, when=under_way)
     assert err.count("finishing the round") == 1 and "Traceback" not in err
-    assert "stopped; the same command goes on where it stood" in err
+    assert err.count("stopped; the same command goes on where it stood") == 1
     assert "failed" not in out and "is not finished" in " ".join(out.split())
     done = [len(log.read_text().splitlines()) for log in runs.glob("*/metrics.jsonl")]
     assert len(done) == jobs and all(0 < rounds < 400 for rounds in done)
