@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from nestling.cli.completing import complete_device
-from nestling.cli.shared import Loggers, Overrides, complain, need_something_merged
+from nestling.cli.shared import Loggers, Overrides, complain, need_something_merged, say
 from nestling.errors import InputError
 
 
@@ -314,8 +314,8 @@ def watch(
     if is_simulation(target) and not (once or as_json):
         _show_page(Path(target), port)
         return
-    from rich.console import Console
 
+    from nestling.cli.terminal import Console
     from nestling.fleet.care.watching import follow, status_reader, view
 
     read = status_reader(target)
@@ -353,7 +353,8 @@ def audit(
     except BrokenChain as broken:
         complain(str(broken))
         raise typer.Exit(1) from None
-    print("\n".join(lines))
+    for line in lines:
+        say(line)
 
 
 def log_to_terminal() -> None:

@@ -13,6 +13,7 @@ import typer
 from nestling.cli import fleet, lists, results, runs, starting
 from nestling.cli.shared import SaidStop, complain
 from nestling.errors import InputError
+from nestling.harmless import harmless_lines
 
 app = typer.Typer(
     name="nestling",
@@ -107,8 +108,8 @@ def _guarded(command: Callable[..., Any]) -> int:
         # Usage errors come from click, which newer versions of Typer carry inside; they are known
         # by what they can do.
         if hasattr(error, "format_message"):
-            complain(error.format_message())
+            complain(" ".join(error.format_message().split()))
             return 2
-        traceback.print_exc()
+        print(harmless_lines(traceback.format_exc()), end="", file=sys.stderr)
         complain("this is a fault of nestling, not yours; please report it with the lines above")
         return 1

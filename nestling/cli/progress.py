@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -20,7 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from nestling.cli.shared import GentleStop
+from nestling.cli.shared import GentleStop, say
+from nestling.cli.terminal import Console
 from nestling.experiment import Experiment
 from nestling.report.metrics_part import metrics_line
 from nestling.report.pace import Pace, accuracies
@@ -115,7 +115,8 @@ def _follow(console: Console, bar: Progress) -> Watcher:
 
     def refusal(client: int, round: int, reason: str) -> None:
         console.print(
-            f"[yellow]round {round}: the reply of client {client} was refused: {reason}[/yellow]"
+            f"[yellow]round {round}: the reply of client {client} was refused: {escape(reason)}"
+            "[/yellow]"
         )
 
     def clipped(client: int, round: int, reason: str) -> None:
@@ -258,4 +259,4 @@ def _tell_clipped(client: int, round: int, reason: str) -> None:
 
 
 def _tell_note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, file=sys.stderr)

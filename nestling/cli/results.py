@@ -22,6 +22,7 @@ from nestling.cli.shared import (
     complain,
     listed,
     print_table,
+    say,
     show_comparison,
 )
 from nestling.errors import InputError
@@ -43,7 +44,7 @@ def report(
         return
     print(f"report: {write_comparison(folders, out or Path('comparison.html'))}")
     for caution in compare(*folders).cautions:
-        print(caution)
+        say(caution)
 
 
 def analyse(
@@ -69,7 +70,7 @@ def analyse(
     with step_watcher() as step:
         found = write_analysis(folder, clients=clients, rows=rows, step=step, trust=trust or ())
     for remark in found["notes"]:
-        print(remark)
+        say(remark)
     print(f"analysis: {folder / 'analysis.json'}")
     print(f"report: {write_report(folder)}")
     if out is not None:

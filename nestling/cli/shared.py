@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from nestling.cli.completing import complete_override
 from nestling.errors import unknown
+from nestling.harmless import harmless, harmless_lines
 
 if TYPE_CHECKING:
     from nestling.report.compare import Comparison
@@ -135,11 +136,11 @@ def show_comparison(found: Comparison, form: str, files: Iterable[Path]) -> None
     if form and form not in forms:
         raise unknown("format", form, forms, field="--format")
     if form:
-        print(getattr(found, f"to_{form}")(), end="")
+        print(harmless_lines(getattr(found, f"to_{form}")()), end="")
     else:
         print_table(found.terminal())
     for line in [*found.cautions, *found.gaps]:
-        print(line, file=sys.stderr if form else sys.stdout)
+        say(line, file=sys.stderr if form else sys.stdout)
     for path in files:
         print(f"written: {found.save(path)}", file=sys.stderr if form else sys.stdout)
 
@@ -159,7 +160,7 @@ def show_rows(
 
 def print_table(table: Any) -> None:
     """Prints a table as wide as the terminal, or 200 columns wide where there is none."""
-    from rich.console import Console
+    from nestling.cli.terminal import Console
 
     # A pipe has no width of its own: it gets the whole table.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
@@ -167,7 +168,13 @@ def print_table(table: Any) -> None:
 
 def complain(text: str) -> None:
     """Prints a line to standard error, with the program's name in front."""
-    print(f"nestling: {text}", file=sys.stderr)
+    say(f"nestling: {text}", file=sys.stderr)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Prints a line in which words of others may stand: of a device, or of a file that somebody
+    made. It stays one line, and is no order to the terminal."""
+    print(harmless(text, len(text)), file=file, flush=True)
 
 
 def need_something_merged(summary: dict[str, Any]) -> None:

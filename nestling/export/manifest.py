@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def verify(folder: Path, key: Path | None = None) -> int:
         why = f"is not in {MANIFEST}" if name in found else "is missing"
         raise NotAsExported(f"{folder / name} {why}")
     for name, digest in sorted(wanted.items()):
-        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+        if not stat.S_ISREG((folder / name).lstat().st_mode):  # a pipe would never end
+            raise NotAsExported(f"{folder / name} is no plain file")
+        if _digest(folder / name) != digest:
             raise NotAsExported(f"{folder / name} differs from what was exported")
     return len(wanted)
 
@@ -57,6 +60,14 @@ def _check_signature(folder: Path, manifest: bytes, key: Path) -> None:
         raise NotAsExported(
             f"{folder / MANIFEST} is not what the holder of {key} signed in {SIGNATURE}"
         ) from None
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def _part(path: Path, why: str) -> bytes:

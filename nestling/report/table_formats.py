@@ -45,7 +45,7 @@ def markdown(rows: Rows, columns: Columns, cautions: Sequence[str] = ()) -> str:
     lines.append("|---|" + "---:|" * (1 + len(columns)))
     for row in rows:
         cells = [_emphasised(row, column, "**{}**", "<u>{}</u>", _bare) for column in columns]
-        lines.append(_line([_markdown_text(row.label), str(_seeds(row)), *cells]))
+        lines.append(_line([_markdown_text(_label(row)), str(_seeds(row)), *cells]))
     legend = f"\n\n{LEGEND[0].upper()}{LEGEND[1:]}." if any(row.marks for row in rows) else ""
     remarks = "".join(f"\n- {_one_line(caution)}" for caution in cautions)
     return "\n".join(lines) + legend + ("\n" + remarks if remarks else "") + "\n"
@@ -70,7 +70,7 @@ def latex(rows: Rows, columns: Columns, cautions: Sequence[str] = ()) -> str:
                 _emphasised(row, column, "\\textbf{{{}}}", "\\underline{{{}}}", _latex_text)
                 for column in columns
             ]
-            lines.append(" & ".join([_latex_text(row.label), str(_seeds(row)), *cells]) + " \\\\")
+            lines.append(" & ".join([_latex_text(_label(row)), str(_seeds(row)), *cells]) + " \\\\")
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
@@ -114,6 +114,10 @@ def as_json(rows: Rows, columns: Columns, **more: Any) -> str:
         for row in rows
     ]
     return json.dumps({"rows": found, **more}, indent=1) + "\n"
+
+
+def _label(row: ResultRow) -> str:
+    return _one_line(row.label)
 
 
 def _seeds(row: ResultRow) -> int:

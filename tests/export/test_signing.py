@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,6 +76,22 @@ def test_a_missing_and_a_further_file_are_found(home: Path, out: Path) -> None:
     (out / "more" / "model.h").write_text("// another")
     with pytest.raises(NotAsExported, match=r"more/model\.h is not in"):
         verify(out, home / "key.pub")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link", "a link to a folder"])
+def test_what_is_no_plain_file_is_refused_and_not_read(
+    kind: str, out: Path, tmp_path: Path
+) -> None:
+    """A pipe that nobody writes to would be read for ever."""
+    good = shutil.move(out / "model.h", tmp_path / "model.h")
+    if kind == "a pipe":
+        os.mkfifo(out / "model.h")
+    else:
+        (out / "model.h").symlink_to(good if kind == "a link" else tmp_path)
+    command = [sys.executable, "-m", "nestling.cli", "verify", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr == f"nestling: {out / 'model.h'} is no plain file\n"
 
 
 def test_another_key_did_not_sign_it(home: Path, out: Path) -> None:

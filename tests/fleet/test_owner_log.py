@@ -7,13 +7,15 @@ import logging
 import shutil
 import subprocess
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nestling.fleet.care import logs
+from nestling.fleet.care import certs, logs
 from nestling.fleet.care.certs import KeyHolder
+from nestling.fleet.node import joining
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import LoopCourier
 from nestling.fleet.protocol.local import ask
@@ -163,3 +165,46 @@ def test_the_end_of_a_run_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         )
     over = [line for line in caplog.messages if line.startswith("the run is over: round 2 was")]
     assert len(over) == 5 and len(seen) == 1 and result.summary["rounds_done"] == 2
+
+
+def test_the_end_of_the_authority_is_told_the_owner_once_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a device that was started long before."""
+    pytest.importorskip("cryptography", reason="comes with nestling[fleet]")
+    keys, now = tmp_path / "keys", [0.0]
+    then = datetime.now(timezone.utc) - timedelta(days=certs.AUTHORITY_DAYS)
+    monkeypatch.setattr(certs, "_now", lambda: then + timedelta(days=200))
+    certs.issue(keys, devices=["d0"])
+    files = certs.device_files(keys, "d0")
+    fresh = files.ca.read_bytes() if files.ca else b""
+    monkeypatch.setattr(certs, "_now", lambda: then + timedelta(days=30))
+    certs.issue(tmp_path / "old", devices=["d0"])
+    old = certs.device_files(tmp_path / "old", "d0")
+    assert files.ca and old.ca
+    monkeypatch.setattr(joining.time, "monotonic", lambda: now[0])
+    options = joining.JoinOptions("127.0.0.1", 1, "phone", "experiment", "d0", tmp_path, files)
+    log = tmp_path / logs.DEVICE_LOG
+    with logs.written_to(log):
+        ending = joining._Ending(options)
+        for hour, ca in ((0, fresh), (10, old.ca.read_bytes()), (25, None), (30, None), (50, None)):
+            if ca is not None:
+                files.ca.write_bytes(ca)
+            now[0] = hour * 3600.0
+            ending.tell()
+    told = [row for row in logs.read(log) if row["event"] == "expiry"]
+    assert len(told) == 2 and all(row["level"] == "warning" for row in told)
+    assert "the authority that this device trusts ends in" in told[0]["text"]
+
+
+def test_a_device_that_begins_tells_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr", reason="flwr is not installed (nestling[fleet])")
+    then = datetime.now(timezone.utc) - timedelta(days=certs.AUTHORITY_DAYS) + timedelta(days=30)
+    monkeypatch.setattr(certs, "_now", lambda: then)
+    certs.issue(tmp_path / "keys", devices=["d0"])
+    command = [sys.executable, "-m", "nestling.cli", "join", "127.0.0.1:9", "--device", "phone"]
+    command += ["--data", str(tmp_path / "missing.npz"), "--folder", str(tmp_path / "device")]
+    command += ["--certs", str(tmp_path / "keys" / "devices" / "d0")]
+    subprocess.run(command, capture_output=True, timeout=120)
+    rows = logs.read(tmp_path / "device/log" / logs.DEVICE_LOG)
+    assert any("the authority that this device trusts ends in" in row["text"] for row in rows)

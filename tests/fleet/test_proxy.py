@@ -382,15 +382,23 @@ def test_a_server_that_is_away_is_said_to_be_and_nodes_try_again(keys: Path) -> 
         found.connections[0].close()
 
 
+def served(setting: Setting) -> http.client.HTTPSConnection:
+    """A connection of a device, over which it was let in."""
+    connection = setting.connect()
+    connection.request("POST", "/v1/fleet/pull-messages", b"", setting.key("pi-1"))
+    assert connection.getresponse().read() == b""
+    return connection
+
+
 def test_connections_of_one_address_are_bounded(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy, "PER_ADDRESS", 2)
-    for _ in range(2):
-        connection = setting.connect()
-        connection.request("GET", "/health")
-        connection.getresponse().read()
+    devices = [served(setting) for _ in range(2)]
     assert setting.ask("GET", "/health")[0] == 503
+    for connection in devices:  # these stay
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
     for connection in setting.connections:
         connection.close()
     for _ in range(200):
@@ -400,6 +408,31 @@ def test_connections_of_one_address_are_bounded(
         threading.Event().wait(0.05)
     else:
         pytest.fail("closed connections still count")
+
+
+@pytest.mark.parametrize("bound", ["PER_ADDRESS", "CONNECTIONS"])
+def test_who_holds_connections_without_a_key_keeps_nobody_out(
+    bound: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the device's own address, and from several others: some say nothing, some trickle."""
+    monkeypatch.setattr(proxy, bound, 8)
+    device = served(setting)
+    held: list[ssl.SSLSocket] = []
+    trust = ssl.create_default_context(cafile=str(setting.keys / "devices/pi-1/ca.crt"))
+    for k in range(24):
+        host = "127.0.0.1" if bound == "PER_ADDRESS" else f"127.0.0.{3 + k % 3}"
+        plain = socket.create_connection(("127.0.0.1", setting.port), 60, (host, 0))
+        held.append(trust.wrap_socket(plain, server_hostname="127.0.0.1"))
+        if k % 2:
+            held[-1].sendall(b"GET /health HTTP/1.1\r\nX: ")
+    for _ in range(5):
+        assert setting.ask("GET", "/health")[0] == 200
+        device.request("POST", "/v1/fleet/pull-messages", b"", setting.key("pi-1"))
+        answer = device.getresponse()
+        assert answer.read() == b"" and answer.status == 200
+        assert sum(map(len, setting.running._open.values())) <= 9
+    for line in held:
+        line.close()
 
 
 def test_a_request_cannot_draw_on_the_terminal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import hashlib
 import io
 import json
 import struct
@@ -30,7 +31,18 @@ from nestling.data import cifar, idx, load, npz
 from nestling.devices import read_fleet
 from nestling.errors import InputError
 from nestling.experiment import Experiment
+from nestling.export import manifest
 from nestling.files import SUM, parse_toml, sealed, summed
+from nestling.fleet.care.audit import (
+    ACCEPTED,
+    CLIPPED,
+    MERGED,
+    RETURNED,
+    STARTED,
+    Audit,
+    BrokenChain,
+    audit,
+)
 from nestling.fleet.node import mqtt, mqtt_device, own_data
 from nestling.fleet.protocol import packets, wire
 from nestling.fleet.server import http1
@@ -40,6 +52,7 @@ from nestling.named_code import only
 from nestling.report.compare import compare
 from nestling.report.folder import read_run
 from nestling.report.page import write_report
+from nestling.runfiles import AUDIT
 from nestling.runs import checkpoint
 from nestling.runs.coverage import Coverage
 from nestling.runs.federation import Totals
@@ -388,6 +401,38 @@ def _write_roster(folder: Path) -> None:
     roster.save()
 
 
+def _audit() -> bytes:
+    """A log of one round, as a server writes it."""
+
+    def write(folder: Path) -> None:
+        log = Audit(folder / AUDIT)
+        log.add(STARTED, round=0, state="ab", experiment="cd", cut=0)
+        log.add("joined", client=0, name="kitchen")
+        log.add(ACCEPTED, round=1, client=0, name="kitchen", rows=40, counts_as=20, reply="ef")
+        log.add("refused", round=1, client=1, name="attic", reason="too large")
+        log.add(CLIPPED, round=1, client=0, name="kitchen", reason="far")
+        log.add(MERGED, round=1, state="01", accepted=1, refused=1)
+        log.add(RETURNED, round=1, state="ab")
+
+    return _made(write, AUDIT)
+
+
+def _remade_audit(draw: Random, data: bytes) -> bytes:
+    """The lines changed; every hash is right."""
+    found, last = [], "0" * 64
+    for line in data.splitlines():
+        table = {k: v for k, v in json.loads(line).items() if k != "hash"}
+        body = text_of(bent_tree(draw, table) if draw.random() < 0.3 else table)
+        last = hashlib.sha256(last.encode() + body).hexdigest()
+        found.append(body[:-1] + b',"hash":"%s"}\n' % last.encode())
+    return b"".join(found)
+
+
+def _read_manifest(path: Path) -> None:
+    (path.parent / "model.c").write_bytes(b"int model;")
+    manifest.verify(path.parent)
+
+
 def _read_roster(path: Path) -> None:
     roster = Roster(test_roster.fleet(), path)
     roster.go_back(2)
@@ -642,6 +687,18 @@ def files() -> dict[str, Format]:
         "journal": Format(journal, _file("journal/b.job", _read_journal), _remade_bundle),
         "losses": Format((losses,), _file("losses/b.losses", _read_journal)),
         "roster": Format((roster,), _file("roster.json", _read_roster), _remade_summed),
+        "audit": Format(
+            (_audit(),),
+            _file(f"audited/{AUDIT}", lambda p: audit(p.parent)),
+            _remade_audit,
+            (InputError, BrokenChain),
+        ),
+        "manifest": Format(
+            (manifest.manifest_of({"model.c": b"int model;"}),),
+            _file(f"exported/{manifest.MANIFEST}", _read_manifest),
+            _remade_json,
+            (InputError, manifest.NotAsExported),
+        ),
         "boards": Format((_boards(),), _file("boards.json", gateway.read_config), _remade_json),
         "npz": Format(_npz_samples(), _file("a.npz", npz.read_npz), _remade_npz),
         "rows": Format(_npz_samples()[1:], _file("b.npz", _read_rows), _remade_npz),

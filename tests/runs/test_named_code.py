@@ -159,6 +159,44 @@ def test_no_function_imports_what_a_folder_names(
     assert not ran.exists() and MODULE not in sys.modules
 
 
+def test_a_metric_of_a_folder_is_not_imported(
+    honest: Path,
+    ran: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Who goes on with the run is refused; what only looks at its models needs no metric."""
+    score = f"{MODULE}:score"
+
+    def measured(table: dict[str, Any]) -> None:
+        table["evaluate"]["metrics"] = [score]
+
+    path = hostile(honest, tmp_path / "run", measured)
+    folder = str(path)
+    monkeypatch.chdir(tmp_path)
+    for more in ((), ("--set", "rounds=3"), ("--trust", f"{MODULE}:other")):
+        assert call(monkeypatch, "run", "--resume", folder, *more) == 2
+        said = capsys.readouterr().err
+        assert score in said and "--trust" in said and len(said.splitlines()) == 1, said
+    for function in (
+        lambda: nestling.resume(path),
+        lambda: play(LoopCourier({}), None, path),
+        lambda: play(LoopCourier({}), small("fedmd"), path),
+    ):
+        with pytest.raises(InputError, match=score):
+            function()
+    for words in (
+        ("analyse", folder, "--clients", "2", "--rows", "20"),
+        ("export", folder, "--device", "large", "--format", "c"),
+        ("report", folder),
+        ("compare", folder, str(honest)),
+        ("watch", folder, "--once"),
+    ):
+        assert call(monkeypatch, *words) == 0, (words, capsys.readouterr().err)
+    assert not ran.exists() and MODULE not in sys.modules
+
+
 @pytest.mark.parametrize("change", PLACES)
 @pytest.mark.parametrize("asked", ["honest", "hostile", "none"])
 def test_a_sweep_imports_nothing_that_its_folder_names(

@@ -131,7 +131,9 @@ def audit(folder: Path) -> list[str]:
     """What a run's log holds, in a few lines for people; `BrokenChain` where it is not whole."""
     try:
         return _told(folder / AUDIT, check(folder))
-    except (KeyError, IndexError, TypeError, json.JSONDecodeError):
+    except InputError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError):
         raise BrokenChain(f"{folder / AUDIT} holds lines that no run wrote") from None
 
 

@@ -49,6 +49,7 @@ TICK = 0.2
 AHEAD, BEHIND = 5.0, 300.0
 """Seconds that a device's clock may differ from the server's before its signatures are refused."""
 LOOK_FIRST, LOOK_LONGEST = 1.0, 30.0
+WARN_SECONDS = 86400.0
 SOCKET_PATH = 80
 """Characters: a socket's path may have about a hundred."""
 LOOP_DAYS = 3650
@@ -121,8 +122,8 @@ def join(options: JoinOptions) -> None:
     )
     lines = logs.written_to(options.folder / "log" / logs.DEVICE_LOG)
     with lines, stopped_by_signals(), _sockets(options.folder) as place, Keeper() as keeper:
-        if options.certs and options.certs.ca and (ends := trust_ending_soon(options.certs.ca)):
-            log.warning(ends)
+        ending = _Ending(options)
+        ending.tell()
         if options.devices is None and options.data != EXPERIMENT:
             check_data(options.data)
         keeper.add(_worker(options, place))
@@ -133,6 +134,7 @@ def join(options: JoinOptions) -> None:
         trust = _Trust(options)
         while True:
             keeper.tick()
+            ending.tell()
             if trust.changed():
                 log.info("the authority's certificate was renewed: the node starts again with it")
                 keeper.children["node"].ask_to_stop()
@@ -322,6 +324,22 @@ class _Trust:
 
     def _stamp(self) -> int:
         return self.path.stat().st_mtime_ns if self.path and self.path.exists() else 0
+
+
+class _Ending:
+    """Tells the device's owner once a day that the authority which it trusts ends soon."""
+
+    def __init__(self, options: JoinOptions) -> None:
+        self.ca = options.certs.ca if options.certs else None
+        self._due = 0.0
+
+    def tell(self) -> None:
+        """Says it, if a day has passed since it was looked at."""
+        if self.ca is None or time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + WARN_SECONDS
+        if line := trust_ending_soon(self.ca):
+            logs.tell(log, logs.Note(line, "expiry"), logging.WARNING)
 
 
 class _News:

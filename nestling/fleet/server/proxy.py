@@ -24,12 +24,13 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import socket
 import ssl
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from pathlib import Path
@@ -216,7 +217,7 @@ class Proxy:
         self.room = Room((Path(config.disk),), config.disk_floor)
         self.quiet, self.sessions = Quiet(), Sessions()
         self._idle: list[tuple[HttpLine, float]] = []
-        self._open: Counter[str] = Counter()
+        self._open: dict[str, dict[HttpLine, bool]] = {}
         self._inner = _client_context(config.upstream_ca)
         self._outer: ssl.SSLContext | None = None
         self._stamps: list[int] = []
@@ -277,7 +278,8 @@ class Proxy:
             HttpLine(reader, writer, h11.SERVER),
             str((writer.get_extra_info("peername") or ["?"])[0]),
         )
-        self._open[address] += 1
+        lines = self._open.setdefault(address, {})
+        lines[line] = False
         try:
             await self._serve(line, address)
         except ClosedDoor as refusal:
@@ -287,19 +289,30 @@ class Proxy:
         except (OSError, EOFError, asyncio.TimeoutError, ssl.SSLError, h11.LocalProtocolError):
             pass  # the other side went away, or stood still for too long
         finally:
-            self._open[address] -= 1
-            if not self._open[address]:
-                del self._open[address]
+            lines.pop(line, None)
+            if not lines:
+                self._open.pop(address, None)
             await line.close()
 
     async def _serve(self, line: HttpLine, address: str) -> None:
         """Requests of one connection, one after the other."""
-        if self._open[address] > PER_ADDRESS or self._open.total() > CONNECTIONS:
+        if not self._has_room(line, address):
             raise ClosedDoor(503, NO_PATH, "too many connections")
         while (request := await _head(line, IDLE)) is not None:
             await self._one(request, line, address)
             if not line.again():
                 return
+
+    def _has_room(self, line: HttpLine, address: str) -> bool:
+        """Whether one more connection may stay. Where there are too many, the oldest over which no
+        device was served has to go: of its address, or of the one that has the most of these. Who
+        has no key, and holds connections open, does not keep others out."""
+        mine = self._open[address]
+        if len(mine) > PER_ADDRESS:
+            return _ended_one(mine, line)
+        if sum(map(len, self._open.values())) > CONNECTIONS:
+            return _ended_one(max(self._open.values(), key=_unserved), line)
+        return True
 
     async def _one(self, request: Head, line: HttpLine, address: str) -> None:
         """One request and its answer."""
@@ -319,6 +332,8 @@ class Proxy:
         finally:
             if self.quotas and call in STORING and not line.whole():
                 self.quotas.give_back(device, size)  # of half a body nothing is stored
+        if call != "health" and status == 200:
+            self._open.get(address, {})[line] = True
         if call == "deactivate-node" and status == 200:
             self.sessions.left(device)
         elif call not in ENTRIES and status == 200:
@@ -437,6 +452,21 @@ class Proxy:
         self.quiet.say(f"refused {address}{who}: {refusal.reason} ({refusal.status})")
 
 
+def _unserved(lines: Mapping[HttpLine, bool]) -> int:
+    """Over how many of the connections no device was served."""
+    return sum(not served for served in lines.values())
+
+
+def _ended_one(lines: dict[HttpLine, bool], newest: HttpLine) -> bool:
+    """Ends the oldest of them, but the newest, over which no device was served, if there is one."""
+    for line, served in lines.items():
+        if not served and line is not newest:
+            del lines[line]
+            line.writer.transport.abort()
+            return True
+    return False
+
+
 async def _head(line: HttpLine, patience: float) -> Head | None:
     """The head of what comes next; None at the end of the connection."""
     try:
@@ -527,6 +557,9 @@ def main() -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     config = Config(**json.loads(Path(sys.argv[1]).read_text()))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # where the most there may be has no number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor a connection
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(config))
 
