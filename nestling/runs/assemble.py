@@ -4,6 +4,7 @@ method, engine."""
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from nestling.errors import InputError
 from nestling.experiment import Experiment, Named, fleet_of
 from nestling.methods import Method
 from nestling.models import MODELS, build
+from nestling.models.one_output import pick_output
 from nestling.runs import fingerprint
 from nestling.runs.evaluation import Bench, panel
 from nestling.runs.federation import Federation
@@ -222,14 +224,25 @@ def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
 
 def _main_network(experiment: Experiment, dataset: Dataset) -> Reference:
     if experiment.own_model is not None:
+        _take_one_output(experiment.own_model, dataset)
         main = Reference("main", experiment.own_model, dataset.shape)
     else:
         model = experiment.model
         main = reference_network(
             model.name, model.options, dataset.shape, dataset.classes, experiment.seed, "main"
         )
+        _take_one_output(main.module, dataset)
     _check_outputs(main.module, dataset)
     return main
+
+
+def _take_one_output(module: nn.Module, dataset: Dataset) -> None:
+    """Makes a network that gives a dict or a tuple give the output that is asked of it; whatever
+    else is wrong with it is found later."""
+    said = None
+    with torch.no_grad(), suppress(Exception):
+        said = module.eval()(dataset.x[:2])
+    pick_output(module, said, dataset.learned.shape(dataset.y[:2], dataset.classes))
 
 
 def _check_outputs(module: nn.Module, dataset: Dataset) -> None:
@@ -377,6 +390,7 @@ def _own_networks(experiment: Experiment, dataset: Dataset) -> dict[str, Referen
                 )
             except InputError as error:
                 raise InputError(str(error), field=f"fleet.tiers[{number}].model") from None
+            _take_one_output(found.module, dataset)
             own[tier.name] = found
     return own
 

@@ -100,7 +100,27 @@ class PartlySorting(nn.Module):
         return self.head(F.relu(self.wide(x)))
 
 
-BROUGHT = {c.__name__: c for c in (Lines, Patches, Tied)}
+class Named(nn.Module):
+    """It gives a dict, as the libraries of transformers do, and in it more than the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.head = nn.Linear(SIDE, 12), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = F.relu(self.wide(x[:, 0].mean(1)))
+        return {"hidden": hidden, "logits": self.head(hidden)}
+
+
+class Pair(Named):
+    """It gives a tuple."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        said = super().forward(x)
+        return said["hidden"], said["logits"]
+
+
+BROUGHT = {c.__name__: c for c in (Lines, Patches, Tied, Named, Pair)}
 
 
 def brought(network: type[nn.Module], method: str, fleet: FleetConfig, engine: str) -> Experiment:
@@ -198,3 +218,31 @@ def test_fit_says_it_too(
     assert "of the network's parameters can be cut; left whole: sorting" in capsys.readouterr().out
     assert call(["fit", "tinycnn", "--device", "nrf52840", "--json"], monkeypatch) == 0
     assert json.loads(capsys.readouterr().out)[0]["cut"]["share"] > 0.95
+
+
+def test_outputs_that_could_be_either_are_refused() -> None:
+    class Twins(Named):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            said = super().forward(x)["logits"]
+            return {"one": said, "other": said}
+
+    class Nothing(Named):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"hidden": super().forward(x)["hidden"]}
+
+    with pytest.raises(InputError, match=r"'one' \(2, 10\), 'other' \(2, 10\)\) more than one"):
+        assemble(brought(Twins, "fedavg", UNLIKE, "inline"))
+    with pytest.raises(InputError, match=r"'hidden' \(2, 12\)\) none has the shape"):
+        assemble(brought(Nothing, "fedavg", UNLIKE, "inline"))
+
+
+def test_a_network_with_named_outputs_goes_on_as_it_began(tmp_path: Path) -> None:
+    network = Named()
+    whole = nestling.run(small("heterofl", model=network, fleet=UNLIKE, rounds=2))
+    torch.manual_seed(0)
+    again = Named()
+    again.load_state_dict(network.state_dict())
+    nestling.run(small("heterofl", model=again, fleet=UNLIKE, rounds=1), out=tmp_path / "run")
+    went_on = nestling.resume(tmp_path / "run", model=again, overrides=("rounds=2",))
+    for name, tensor in whole.model.state_dict().items():  # type: ignore[union-attr]
+        assert torch.equal(tensor, went_on.model.state_dict()[name]), name  # type: ignore[union-attr]
