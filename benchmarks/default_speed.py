@@ -61,12 +61,12 @@ def run(checkout: Path, rounds: int) -> Run:
         )
         seconds = time.perf_counter() - began
     *played, summary = [json.loads(line) for line in done.stdout.splitlines()]
-    last = {key: summary[key]["last"] for key in ("global_accuracy", "personal_accuracy")}
+    last = {key: summary[key]["last"] for key in ("global_score", "personal_score")}
     return Run(
         seconds,
         sum(row["seconds"] for row in played),
-        last["global_accuracy"],
-        last["personal_accuracy"],
+        last["global_score"],
+        last["personal_score"],
     )
 
 

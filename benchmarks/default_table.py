@@ -55,10 +55,10 @@ def play(name: str, seed: int) -> dict[str, Any]:
     last = evaluate(federation.method, federation.world, federation.bench)
     smallest = next(iter(last["by_tier"]))
     return {
-        "global": last["global_accuracy"],
-        "personal": last["personal_accuracy"],
-        "smallest": last["by_tier"][smallest]["global_accuracy"],
-        "averaged": summary["global_accuracy"]["last"],
+        "global": last["global_score"],
+        "personal": last["personal_score"],
+        "smallest": last["by_tier"][smallest]["global_score"],
+        "averaged": summary["global_score"]["last"],
         "bytes": (summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"],
         "seconds": summary["seconds"],
     }

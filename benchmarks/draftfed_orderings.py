@@ -112,11 +112,11 @@ def play(name: str, seed: int, rounds: int, device: str) -> dict[str, Any]:
     made = experiment(name, seed, rounds).with_changes(engine=engine_on(device))
     result = nestling.run(made)
     summary = result.summary
-    tested = [row for row in result.metrics if row["global_accuracy"] is not None][-LAST:]
+    tested = [row for row in result.metrics if row["global_score"] is not None][-LAST:]
     return {
-        "global": statistics.mean(row["global_accuracy"] for row in tested),
+        "global": statistics.mean(row["global_score"] for row in tested),
         "tiers": [
-            statistics.mean(row["by_tier"][tier.name]["global_accuracy"] for row in tested)
+            statistics.mean(row["by_tier"][tier.name]["global_score"] for row in tested)
             for tier in FLEET.tiers
         ],
         "bytes": (summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"],

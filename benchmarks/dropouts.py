@@ -95,7 +95,7 @@ def _played(experiment: Experiment, seed: int, weather: str) -> dict[str, Any]:
     asked = sum(len(row["clients"]) for row in rows)
     heard = asked - sum(row["dropped"] for row in rows)
     return {
-        "global": rows[-1]["global_accuracy"],
+        "global": rows[-1]["global_score"],
         "dropped": sum(row["dropped"] for row in rows) / asked,
         "late": sum(row["late"] for row in rows) / heard,
         "seconds": sum(row["seconds"] for row in rows),

@@ -111,12 +111,12 @@ def main() -> None:
 def play(name: str, seed: int, lr: float, rounds: int, device: str) -> dict[str, Any]:
     """One run."""
     result = nestling.run(experiment(name, seed, lr, rounds).with_changes(engine=engine_on(device)))
-    tested = [row for row in result.metrics if row["global_accuracy"] is not None][-LAST:]
+    tested = [row for row in result.metrics if row["global_score"] is not None][-LAST:]
     return {
-        "global": statistics.mean(row["global_accuracy"] for row in tested),
-        "personal": statistics.mean(row["personal_accuracy"] for row in tested),
+        "global": statistics.mean(row["global_score"] for row in tested),
+        "personal": statistics.mean(row["personal_score"] for row in tested),
         "tiers": {
-            tier: statistics.mean(row["by_tier"][tier]["personal_accuracy"] for row in tested)
+            tier: statistics.mean(row["by_tier"][tier]["personal_score"] for row in tested)
             for tier in tested[-1]["by_tier"]
         },
         "lr": lr,

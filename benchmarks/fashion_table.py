@@ -170,14 +170,14 @@ def play(
         world.cost(result.federation.method.piece(world.device(world.fleet.member(t, 0)), 0))
         for t in world.plans
     ]
-    tested = [row for row in result.metrics if row["global_accuracy"] is not None][-LAST:]
-    tiers = [[tier["global_accuracy"] for tier in row["by_tier"].values()] for row in tested]
+    tested = [row for row in result.metrics if row["global_score"] is not None][-LAST:]
+    tiers = [[tier["global_score"] for tier in row["by_tier"].values()] for row in tested]
     return {
-        "global": statistics.mean(row["global_accuracy"] for row in tested),
-        "personal": statistics.mean(row["personal_accuracy"] for row in tested),
+        "global": statistics.mean(row["global_score"] for row in tested),
+        "personal": statistics.mean(row["personal_score"] for row in tested),
         "tiers": statistics.mean(statistics.mean(values) for values in tiers),
         "smallest": statistics.mean(
-            row["by_tier"]["budget-0.25"]["global_accuracy"] for row in tested
+            row["by_tier"]["budget-0.25"]["global_score"] for row in tested
         ),
         "lr": lr,
         "bytes": (summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"],

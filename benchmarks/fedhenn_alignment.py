@@ -66,7 +66,7 @@ def play(eta: float, seed: int) -> dict[str, Any]:
     summary = result.summary
     return {
         "alignment": alignment(result),
-        "personal": summary["personal_accuracy"]["last"],
+        "personal": summary["personal_score"]["last"],
         "seconds": summary["seconds"],
     }
 

@@ -60,12 +60,12 @@ def play(line: str, seed: int, rounds: int, device: str) -> dict[str, Any]:
     made = experiment(line, seed, rounds).with_changes(engine=engine_on(device))
     result = nestling.run(made)
     summary = result.summary
-    tested = [row for row in result.metrics if row["global_accuracy"] is not None][-LAST:]
-    tiers = [tier["global_accuracy"] for row in tested for tier in row["by_tier"].values()]
+    tested = [row for row in result.metrics if row["global_score"] is not None][-LAST:]
+    tiers = [tier["global_score"] for row in tested for tier in row["by_tier"].values()]
     return {
         # Every depth has as many clients, and clients of one depth have one model.
         "clients": statistics.mean(tiers),
-        "global": statistics.mean(row["global_accuracy"] for row in tested),
+        "global": statistics.mean(row["global_score"] for row in tested),
         "bytes": (summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"],
         "seconds": summary["seconds"],
     }

@@ -207,8 +207,8 @@ def play(line: Line, seed: int, factor: float, data: str) -> dict[str, Any]:
     """One run."""
     summary = nestling.run(experiment(line, seed, factor, data)).summary
     return {
-        "personal": summary["personal_accuracy"]["last"],
-        "global": summary["global_accuracy"]["last"],
+        "personal": summary["personal_score"]["last"],
+        "global": summary["global_score"]["last"],
         "seconds": summary["seconds"],
     }
 

@@ -62,8 +62,8 @@ def play(name: str, seed: int) -> dict[str, Any]:
     summary = nestling.run(experiment(name, seed)).summary
     first = next(iter(summary["by_tier"].values()))
     return {
-        "global": summary["global_accuracy"]["last"],
-        "smallest": first["global_accuracy"]["last"],
+        "global": summary["global_score"]["last"],
+        "smallest": first["global_score"]["last"],
         "bytes": (summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"],
         "seconds": summary["seconds"],
     }

@@ -31,6 +31,4 @@ if __name__ == "__main__":
         method="heterofl", model=network, data=nestling.Data.of(Rings(1200, 0), test=Rings(300, 1)), rounds=15, participants=0,
         split=nestling.SplitConfig(kind="natural"), fleet=[nestling.Tier(ratio=r, count=2) for r in (0.25, 0.5, 1.0)],
         train=nestling.Train(lr=0.1), evaluate=nestling.Evaluation(metrics=[rings_apart])))  # fmt: skip
-    print(
-        f"accuracy {result.summary['global_accuracy']['last']:.1%}, {result.metrics[-1]['metrics']['rings_apart']:.2f} rings off"
-    )
+    print(f"accuracy {result.summary['global_score']['last']:.1%}, {result.metrics[-1]['metrics']['rings_apart']:.2f} rings off")

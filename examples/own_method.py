@@ -33,4 +33,4 @@ class ServerMomentum(SharedWeights):
 
 if __name__ == "__main__":
     result = nestling.run(nestling.Experiment(method=ServerMomentum(beta=0.3), rounds=5))
-    print(f"global accuracy after {result.summary['rounds']} rounds: {result.summary['global_accuracy']['last']:.1%}")
+    print(f"global accuracy after {result.summary['rounds']} rounds: {result.summary['global_score']['last']:.1%}")

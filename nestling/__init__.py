@@ -2,7 +2,7 @@
 
     import nestling
     result = nestling.run(nestling.Experiment(method="heterofl"))
-    print(result.summary["global_accuracy"])
+    print(result.summary["global_score"])
 
 Names are loaded when first used, so that the command line answers without waiting for torch.
 """

@@ -45,9 +45,14 @@ run out."""
 
 Record = dict[str, Any]
 
-ACCURACIES = ("global_accuracy", "personal_accuracy")
+SCORES = ("global_score", "personal_score")
 FALLING = ("loss", "error", "variance")
 """How the names of metrics end of which less is better."""
+_EARLIER = {
+    "global_accuracy": "global_score",
+    "personal_accuracy": "personal_score",
+    "class_names": "kinds",
+}
 _SUMS = ("bytes_up", "bytes_down", "seconds", "refused", "late", "dropped")
 _LAST = ("clock_seconds", "energy_joules")
 
@@ -59,12 +64,17 @@ def how_to_go_on(folder: Path) -> str:
     return f"nestling run --resume {folder}"
 
 
+def parsed(text: str | bytes) -> Any:
+    """JSON as runs write it; what earlier versions called otherwise has its name of today."""
+    return json.loads(text, object_hook=_as_today)
+
+
 def lines_of(path: Path) -> list[Record]:
     """The objects of a file with one on each line; what is no such line is left out."""
     found = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
+            record = parsed(line)
             found += [record] if isinstance(record, dict) else []
     return found
 
@@ -72,7 +82,7 @@ def lines_of(path: Path) -> list[Record]:
 def object_in(path: Path) -> Record:
     """The object in a JSON file, empty where there is none."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes())
+        found = parsed(path.read_bytes())
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -90,10 +100,7 @@ def counted(rows: Sequence[Mapping[str, Any]], tiers: Iterable[str]) -> Record:
     """What a summary says that follows from the rounds there are."""
     return {
         "rounds_done": int(rows[-1]["round"]) if rows else 0,
-        **{
-            kind: last_and_best((row["round"], row.get(kind)) for row in rows)
-            for kind in ACCURACIES
-        },
+        **{kind: last_and_best((row["round"], row.get(kind)) for row in rows) for kind in SCORES},
         "metrics": {
             name: last_and_best(
                 ((row["round"], _block(row, "metrics").get(name)) for row in rows),
@@ -105,7 +112,7 @@ def counted(rows: Sequence[Mapping[str, Any]], tiers: Iterable[str]) -> Record:
         "by_tier": {
             tier: {
                 kind: last_and_best((row["round"], tier_block(row, tier).get(kind)) for row in rows)
-                for kind in ACCURACIES
+                for kind in SCORES
             }
             for tier in tiers
         },
@@ -119,6 +126,12 @@ def counted(rows: Sequence[Mapping[str, Any]], tiers: Iterable[str]) -> Record:
     }
 
 
+def score_word(record: Mapping[str, Any]) -> str:
+    """What ranks models in the run that a federation or a summary tells of: accuracy, where an
+    earlier version wrote it."""
+    return str(_block(record, "task").get("score") or "accuracy")
+
+
 def last_and_best(points: Iterable[tuple[Any, Any]], least: bool = False) -> Record:
     """Of (round, value) pairs, some without a value: the last and the best one, and when that was
     (the first of equals). The best is the largest, or with `least` the smallest."""
@@ -127,6 +140,13 @@ def last_and_best(points: Iterable[tuple[Any, Any]], least: bool = False) -> Rec
         return {"last": None, "best": None, "best_round": None}
     best_round, best = max(known, key=lambda pair: -pair[1] if least else pair[1])
     return {"last": known[-1][1], "best": best, "best_round": best_round}
+
+
+def _as_today(found: Record) -> Record:
+    for name, today in _EARLIER.items():
+        if name in found:
+            found[today] = found.pop(name)
+    return found
 
 
 def _block(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ class SweepTable:
 
     methods: by name; none: the experiment's own.
     seeds: how many, from the experiment's own on, or a list of them.
-    target: an accuracy; the table then says what it took to reach it (0: none).
+    target: a score; the table then says what it took to reach it (0: none).
     vary: fields of the experiment and the values that each is to have, e.g. "split.alpha" = [0.1,
         1.0].
     """

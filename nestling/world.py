@@ -122,7 +122,8 @@ class World:
     classes: int  # outputs of a network: classes, or what else the task has
     train: Train
     seed: int
-    class_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()  # of outputs, where the task gives them names
+    kind_names: tuple[str, ...] = ()  # of what the split counts rows by
     task: Task = field(default_factory=lambda: Classification(2))
     public: Tensor | None = None
     # for methods whose auxiliary data is labelled, and nobody else

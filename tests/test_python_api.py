@@ -68,7 +68,7 @@ def test_a_callback_may_stop_a_run_and_keep_its_result(tmp_path: Path) -> None:
     assert stopped.summary["rounds_done"] == 2 and stopped.model is not None
     gone_on = nestling.resume(tmp_path / "run")
     whole = nestling.run(small(rounds=5))
-    assert gone_on.summary["global_accuracy"] == whole.summary["global_accuracy"]
+    assert gone_on.summary["global_score"] == whole.summary["global_score"]
     without = nestling.run(small(rounds=5), watcher=nestling.Watcher(stop=lambda: True))
     assert without.summary["rounds_done"] == 1
 
@@ -106,7 +106,7 @@ def test_a_prompt_shows_a_result_on_one_line_and_a_comparison_as_a_table(run: Pa
     """Not the metrics of every round, which fill the screen."""
     result = nestling.load(run)
     said = repr(result)
-    last = result.summary["global_accuracy"]["last"]
+    last = result.summary["global_score"]["last"]
     assert said.startswith("<Result: HeteroFL on ") and said.endswith(f"{run}>")
     assert "3 rounds" in said and f"global {last:.2%}" in said and len(said) < 100 + len(str(run))
     assert repr(nestling.run(small(rounds=1))).endswith("%>")  # without a folder
@@ -119,10 +119,10 @@ def test_data_frames(run: Path) -> None:
     result = nestling.load(run)
     frame = result.to_pandas()
     assert list(frame["round"]) == [1, 2, 3]
-    assert list(frame["global_accuracy"]) == [row["global_accuracy"] for row in result.metrics]
-    assert "large/global_accuracy" in frame and frame["bytes"].is_monotonic_increasing
+    assert list(frame["global_score"]) == [row["global_score"] for row in result.metrics]
+    assert "large/global_score" in frame and frame["bytes"].is_monotonic_increasing
     lines = nestling.compare(run).to_pandas()
-    assert list(lines["seed"]) == [0] and lines["global_last"][0] == frame["global_accuracy"][2]
+    assert list(lines["seed"]) == [0] and lines["global_last"][0] == frame["global_score"][2]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is an extra")
@@ -136,7 +136,7 @@ def test_plots(run: Path) -> None:
         assert axes.get_ylabel() == "accuracy"
     lines = result.plot().get_lines()
     assert [line.get_label() for line in lines] == ["global", "personal"]
-    assert list(lines[0].get_ydata()) == [row["global_accuracy"] for row in result.metrics]
+    assert list(lines[0].get_ydata()) == [row["global_score"] for row in result.metrics]
     with pytest.raises(InputError, match="rounds"):
         result.plot("time")
 
@@ -156,7 +156,7 @@ def test_a_comparison_is_plotted_with_the_band_of_its_seeds(tmp_path: Path) -> N
         assert len(axes.collections) == 1  # one seed has no spread
     assert found.plot(ax=axes) is axes
     heterofl = next(one for one in found.plot().get_lines() if one.get_label() == "HeteroFL")
-    ends = [nestling.load(one).summary["global_accuracy"]["last"] for one in runs]
+    ends = [nestling.load(one).summary["global_score"]["last"] for one in runs]
     assert heterofl.get_ydata()[-1] == pytest.approx(sum(ends) / 2)
     with pytest.raises(InputError, match="rounds"):
         found.plot("time")

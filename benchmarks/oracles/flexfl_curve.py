@@ -140,7 +140,7 @@ def _ours(folder: Path | None) -> dict[int, float]:
     """Our mean accuracy by tested round."""
     rows = RunFolder(folder).metrics() if folder else []
     tested = {
-        row["round"]: [tier["global_accuracy"] for tier in row["by_tier"].values()]
+        row["round"]: [tier["global_score"] for tier in row["by_tier"].values()]
         for row in rows
         if row.get("by_tier")
     }

@@ -37,7 +37,7 @@ def main() -> None:
         watch,
         options.folder,
         f"nestling-{options.engine}-{options.precision}",
-        result.metrics[-1]["global_accuracy"],
+        result.metrics[-1]["global_score"],
         model.state,
         seconds,
     )

@@ -13,6 +13,7 @@ import typer
 from nestling.cli.completing import complete_device
 from nestling.cli.shared import Loggers, Overrides, complain, need_something_merged, say
 from nestling.errors import InputError
+from nestling.runfiles import score_word
 
 
 def serve(
@@ -106,10 +107,10 @@ def serve(
         log=tuple(log or ()),
     )
     summary = serve(options)["summary"]
-    accuracy = summary["global_accuracy"]["last"]
+    score = summary["global_score"]["last"]
     print(
         f"done: {summary['rounds_done']} rounds"
-        + (f", global accuracy {accuracy:.2%}" if accuracy is not None else "")
+        + (f", global {score_word(summary)} {score:.2%}" if score is not None else "")
     )
     print(f"report: {options.out / 'report.html'}")
     picture(options.out)

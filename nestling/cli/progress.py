@@ -23,8 +23,9 @@ from nestling.cli.shared import GentleStop, say
 from nestling.cli.terminal import Console
 from nestling.experiment import Experiment
 from nestling.report.metrics_part import metrics_line
-from nestling.report.pace import Pace, accuracies
+from nestling.report.pace import Pace, scores
 from nestling.report.tables import terminal_table
+from nestling.runfiles import score_word
 from nestling.runs.federation import Metrics
 from nestling.runs.run import Result, Watcher, emptiness
 from nestling.runs.sweep_cells import SweepWatcher
@@ -51,7 +52,7 @@ def json_watcher() -> Iterator[Watcher]:
 
 @contextmanager
 def terminal_watcher() -> Iterator[Watcher]:
-    """A bar with the current accuracy and the time left; one plain line per round where there is no
+    """A bar with the current score and the time left; one plain line per round where there is no
     terminal."""
     console = Console()
     bar = Progress(
@@ -101,14 +102,14 @@ def _follow(console: Console, bar: Progress) -> Watcher:
         bar.update(task, total=experiment.rounds, completed=done, note="")
 
     def client(done: int, of: int) -> None:
-        bar.update(task, note=f"{state.get('accuracy', '')} clients {done}/{of}")
+        bar.update(task, note=f"{state.get('scores', '')} clients {done}/{of}")
 
     def round_(metrics: Metrics) -> None:
-        state["accuracy"] = accuracies(metrics) or state.get("accuracy", "")
-        bar.update(task, advance=1, note=state.get("accuracy", ""))
+        state["scores"] = scores(metrics) or state.get("scores", "")
+        bar.update(task, advance=1, note=state.get("scores", ""))
         if bar.disable:
             print(
-                f"round {metrics['round']}/{state['rounds']}  {state.get('accuracy', '')}  "
+                f"round {metrics['round']}/{state['rounds']}  {state.get('scores', '')}  "
                 f"{metrics['seconds']:.1f} s",
                 flush=True,
             )
@@ -170,7 +171,7 @@ def _follow_sweep(console: Console, bar: Progress, folder: Path, stop: GentleSto
 
     def round_(name: str, metrics: Metrics) -> None:
         pace.round(name)
-        latest[name] = accuracies(metrics) or latest.get(name, "")
+        latest[name] = scores(metrics) or latest.get(name, "")
         bar.update(task, advance=1, note=f"{name} {latest[name]}")
 
     def ended(name: str, why: str) -> None:
@@ -218,7 +219,8 @@ def show_result(result: Result) -> None:
     console.print(terminal_table(folder))
     if summary["empty_rounds"]:
         console.print(f"[bold]{escape(emptiness(summary))}[/bold]", soft_wrap=True)
-    whole, own = summary["global_accuracy"], summary["personal_accuracy"]
+    whole, own = summary["global_score"], summary["personal_score"]
+    word = score_word(summary)
     what = (
         "global model"
         if summary["global_model"]
@@ -226,17 +228,17 @@ def show_result(result: Result) -> None:
     )
     if whole["last"] is not None:
         console.print(
-            f"{what}: {whole['last']:.2%} last, {whole['best']:.2%} best (round "
+            f"{what}: {word} {whole['last']:.2%} last, {whole['best']:.2%} best (round "
             f"{whole['best_round']})"
         )
     if own["last"] is not None:
-        console.print(f"personal: {own['last']:.2%} last, {own['best']:.2%} best")
+        console.print(f"personal: {word} {own['last']:.2%} last, {own['best']:.2%} best")
     if told := metrics_line(summary):
         console.print(escape(told), soft_wrap=True)
     for name, other in summary.get("others", {}).items():
         console.print(
-            f"{name} instead: {other['global_accuracy']:.2%} on the common test, personal "
-            f"{other['personal_accuracy']:.2%}"
+            f"{name} instead: {other['global_score']:.2%} on the common test, personal "
+            f"{other['personal_score']:.2%}"
         )
     console.print(f"norm: {summary['norm'] or 'as the network has it'}")
     console.print(

@@ -63,12 +63,10 @@ Studied = Annotated[
         help="A field under study, e.g. split.alpha (default: the method); repeatable.",
     ),
 ]
-Measure = Annotated[
-    str, typer.Option(help="What the best is chosen by: global or personal accuracy.")
-]
+Measure = Annotated[str, typer.Option(help="What the best is chosen by: global or personal score.")]
 Target = Annotated[
     float | None,
-    typer.Option(help="An accuracy, e.g. 0.9: what it took to reach it becomes columns."),
+    typer.Option(help="A score, e.g. 0.9: what it took to reach it becomes columns."),
 ]
 Form = Annotated[
     str,

@@ -33,6 +33,7 @@ class Dataset:
     task: Task | None = None  # None: classification
     kinds: Tensor | None = None  # of rows that have no class: what stands for it in a split
     kinds_test: Tensor | None = None
+    kind_names: tuple[str, ...] = ()
 
     @property
     def learned(self) -> Task:
@@ -45,6 +46,12 @@ class Dataset:
         if self.kinds is None or self.kinds_test is None:
             return self.y, self.y_test
         return self.kinds, self.kinds_test
+
+    @property
+    def strata_names(self) -> tuple[str, ...]:
+        """What the classes, or the kinds that stand for them, are called."""
+        named = self.class_names if self.kinds is None else self.kind_names
+        return named or tuple(map(str, range(1 + max(int(part.max()) for part in self.strata))))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -12,11 +12,6 @@ from nestling.export.quantise import ADD_SHIFT, LOW, IntegerOperation, IntegerSc
 BATCH = 250
 
 
-def predict(network: Quantised, x: Tensor) -> np.ndarray:
-    """The class that the eight-bit network gives each row; of equal ones the first."""
-    return infer(network, network.quantise(x)).argmax(-1)
-
-
 def infer(network: Quantised, x: np.ndarray) -> np.ndarray:
     """The int8 logits of int8 inputs (rows, height, width, channels)."""
     return np.concatenate([_infer(network, x[at : at + BATCH]) for at in range(0, len(x), BATCH)])
@@ -174,6 +169,8 @@ def rescaled(x: np.ndarray, multiplier: np.ndarray, shift: np.ndarray) -> np.nda
     return (high >> right) + (remainder > (mask >> 1) + (high < 0))
 
 
-def accuracy(network: Quantised, x: Tensor, y: Tensor) -> float:
-    """The share of rows that the eight-bit network is right about."""
-    return float((torch.from_numpy(predict(network, x)) == y.cpu()).float().mean())
+def outputs(network: Quantised, x: Tensor) -> Tensor:
+    """What the eight-bit network says of each row: the numbers that its bytes stand for."""
+    last = network.scales[network.output]
+    found = torch.from_numpy(infer(network, network.quantise(x)))
+    return last.scale * (found.float() - last.zero)

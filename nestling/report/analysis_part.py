@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from nestling.report.fleet_parts import tier_groups
-from nestling.report.folder import Run, listed, mapping
+from nestling.report.folder import Run, listed, mapping, of_classes
 from nestling.report.markup import Cell, Column, empty, figure, fill, scrolling, section, table
 from nestling.report.svg import INK, MARKERS, Dot, SvgGroup, dot_key, pair_map, point_map
 from nestling.report.words import DASH, decimal, number, percent, plural, whole
@@ -31,7 +31,7 @@ _CKA = (
 )
 _SEES = (
     "A point is a test row as a client sees it; near points are held alike. Names stand in "
-    "the middle of their class."
+    "the middle of their class, or kind."
 )
 _SAYS = (
     "A point is a test row's class scores from one client; near points are scored alike. "
@@ -48,6 +48,7 @@ class _Clients:
     tiers: list[str]
     styles: list[int]
     groups: list[SvgGroup]
+    word: str  # for what rows are told apart by
 
 
 def analysis_part(run: Run, rows: Sequence[Row]) -> Markup:
@@ -63,6 +64,7 @@ def analysis_part(run: Run, rows: Sequence[Row]) -> Markup:
         [labels.get(str(entry.get("tier")), str(entry.get("tier"))) for entry in entries],
         [order.get(str(entry.get("tier")), INK) for entry in entries],
         tier_groups(entries, order, labels),
+        "class" if of_classes(run) else "kind",
     )
     body = fill(
         "analysis.html",
@@ -183,7 +185,7 @@ def _dots(
     """The points of a map and, for each class, its name where the middle of its points is."""
     classes, names, test_rows = (
         _list(found.get("labels")),
-        _list(found.get("class_names")),
+        _list(found.get("kinds")),
         _list(found.get("rows")),
     )
     dots, by_class = [], dict[int, list[Dot]]()
@@ -204,7 +206,7 @@ def _dots(
                 continue
             which = f", test row {test_rows[row]}" if row < len(test_rows) else ""
             told = (
-                f"client {clients.names[client]} ({clients.tiers[client]}), class "
+                f"client {clients.names[client]} ({clients.tiers[client]}), {clients.word} "
                 f"{_name(names, label)}{which}"
             )
             dots.append(Dot(spot[0], spot[1], label, client, told))
@@ -226,7 +228,7 @@ def _class_keys(found: Row, clients: _Clients) -> list[tuple[Markup, str]]:
     drawn = sorted(
         {dot.colour for one in listed(found, "maps") for dot in _dots(one, found, clients)[0]}
     )
-    names = _list(found.get("class_names"))
+    names = _list(found.get("kinds"))
     return [(dot_key(label, 0), _name(names, label)) for label in drawn]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from markupsafe import Markup
 
@@ -16,8 +17,8 @@ ROUNDS = Axis("round", whole, lambda value: f"round {whole(value)}", integers=Tr
 BYTES = Axis("bytes sent up and down since the start", traffic, traffic, floor=0, from_zero=True)
 SECONDS = Axis("virtual time since the start", duration, duration, floor=0, from_zero=True)
 JOULES = Axis("the fleet's energy since the start", energy, energy, floor=0, from_zero=True)
-ACCURACY = Axis(
-    "accuracy",
+SCORE = Axis(
+    "score",
     lambda value: f"{100 * value:.4g}%",
     lambda value: percent(value, 2),
     floor=0,
@@ -26,6 +27,13 @@ ACCURACY = Axis(
     places=lambda value: -math.log(max(1 - value, 0.0005)),
     marks=(0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1),
 )
+
+
+def score_axis(word: str) -> Axis:
+    """The axis of what ranks models, under its name."""
+    return replace(SCORE, label=word)
+
+
 BENT = "Up the axis, every equal step takes away the same share of the errors."
 LOSS = Axis("loss", decimal, decimal, floor=0)
 

@@ -107,7 +107,7 @@ class Comparison:
         return path
 
     def plot(self, over: str = "rounds", ax: Any = None) -> Any:
-        """Plots the accuracy of every setting over rounds, bytes, seconds (virtual time) or joules:
+        """Plots the score of every setting over rounds, bytes, seconds (virtual time) or joules:
         means over seeds, in a band of one standard deviation either side. Gives matplotlib's axes;
         needs matplotlib (`nestling[notebook]`)."""
         from nestling.report.comparison import plot_of_settings
@@ -122,7 +122,7 @@ class Comparison:
         """The table and what is to be said of it, for a notebook."""
         from nestling.report.comparison import notebook_table
 
-        return notebook_table(self.rows, self.columns, [*self.cautions, *self.gaps])
+        return notebook_table(self)
 
 
 def compare(
@@ -137,16 +137,16 @@ def compare(
 
     by:      the fields under study, e.g. "split.alpha" (default: those of the sweep, else the
              method, else the one field that differs); every other difference is a caution.
-    measure: global or personal accuracy, which the best is chosen by (default: global, where it is
+    measure: global or personal score, which the best is chosen by (default: global, where it is
              known).
-    target:  an accuracy: rounds, bytes, virtual time and energy until it was reached become
+    target:  a score: rounds, bytes, virtual time and energy until it was reached become
              columns.
     columns: the columns by name, e.g. "global_last" (default: all there are).
     """
     if measure and measure not in MEASURES:
         raise unknown("measure", measure, MEASURES, field="--measure")
     if target is not None and not 0 < (number(target) or 0) < 1:
-        raise InputError(f"{target} is no accuracy", field="--target", fix="give a share, e.g. 0.9")
+        raise InputError(f"{target} is no score", field="--target", fix="give a share, e.g. 0.9")
     by, columns = one_or_more(by, "by"), one_or_more(columns, "columns")
     given = [path_in(folder, "folders", "the path of a run folder") for folder in folders]
     given = [path for path in given if not _tells_of(path, given)]

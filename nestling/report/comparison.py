@@ -11,18 +11,27 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from nestling.errors import unknown
-from nestling.report.charts import ACCURACY, BYTES, JOULES, ROUNDS, SECONDS, chart
+from nestling.report.charts import BYTES, JOULES, ROUNDS, SECONDS, chart, score_axis
 from nestling.report.coverage_part import COVERAGE_LEAD, coverage_pictures, masked_note
 from nestling.report.extras import pyplot
 from nestling.report.folder import Run, last_best, running_totals, traffic_totals
 from nestling.report.grouping import ComparedRun, Setting
 from nestling.report.markup import Cell, Column, fill, joined, note, section, side_by_side, table
 from nestling.report.notebook import OVER
-from nestling.report.result_rows import ACCURACY_COLUMNS, ResultColumn, ResultRow
+from nestling.report.result_rows import SCORE_COLUMNS, ResultColumn, ResultRow
 from nestling.report.svg import Axis, Series
 from nestling.report.tables import tier_rows
-from nestling.report.words import DASH, duration, mean_and_spread, number, plural, traffic, whole
-from nestling.runfiles import tier_block
+from nestling.report.words import (
+    DASH,
+    capital,
+    duration,
+    mean_and_spread,
+    number,
+    plural,
+    traffic,
+    whole,
+)
+from nestling.runfiles import score_word, tier_block
 
 if TYPE_CHECKING:
     from nestling.report.compare import Comparison
@@ -37,7 +46,7 @@ COMPARISON_PARTS = [
 ]
 
 AXES = ((ROUNDS, "rounds"), (BYTES, "bytes"), (SECONDS, "virtual time"), (JOULES, "energy"))
-"""What accuracy is drawn over, where the runs know it."""
+"""What a score is drawn over, where the runs know it."""
 
 
 _PLOTTED = dict(zip(OVER, (ROUNDS, BYTES, SECONDS, JOULES), strict=True))
@@ -73,11 +82,18 @@ def spread(values: Sequence[object], form: Callable[[float], str] | None = None)
     return Cell(form(mean) if form is not None else f"{mean_and_spread(known)}%", mean)
 
 
-def notebook_table(
-    rows: Sequence[ResultRow], columns: Sequence[ResultColumn], lines: Sequence[str]
-) -> str:
+def common_word(settings: Sequence[Setting]) -> str:
+    """The word for what ranks the models of all settings; "score" where they learn different
+    things."""
+    words = {score_word(entry.summary) for setting in settings for entry in setting.entries}
+    return words.pop() if len(words) == 1 else "score"
+
+
+def notebook_table(comparison: Comparison) -> str:
     """The table of results and what is to be said of it, as a piece of HTML."""
-    return str(joined([_result_table(rows, columns), *(note(line) for line in lines)]))
+    listing = _result_table(comparison.rows, comparison.columns, common_word(comparison.settings))
+    lines = [*comparison.cautions, *comparison.gaps]
+    return str(joined([listing, *(note(line) for line in lines)]))
 
 
 def _header(comparison: Comparison) -> Markup:
@@ -92,7 +108,7 @@ def _header(comparison: Comparison) -> Markup:
 
 
 def _results(comparison: Comparison) -> Markup:
-    body = _result_table(comparison.rows, comparison.columns)
+    body = _result_table(comparison.rows, comparison.columns, common_word(comparison.settings))
     if _several_seeds(comparison.settings):
         body += note(
             "Mean ± standard deviation (n − 1) over seeds; traffic, time and energy are means. The "
@@ -104,8 +120,12 @@ def _results(comparison: Comparison) -> Markup:
     )
 
 
-def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn]) -> Markup:
-    heads = [Column("Method", numeric=False), Column("Seeds"), *map(_head, columns)]
+def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn], word: str) -> Markup:
+    heads = [
+        Column("Method", numeric=False),
+        Column("Seeds"),
+        *(_head(one, word) for one in columns),
+    ]
     cells = [
         [
             Cell(row.label, style=index),
@@ -120,26 +140,27 @@ def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn]) ->
     return table(heads, cells, label="Results")
 
 
-def _head(column: ResultColumn) -> Column:
-    if column not in ACCURACY_COLUMNS:
+def _head(column: ResultColumn, word: str) -> Column:
+    if column not in SCORE_COLUMNS:
         return Column(column.title.capitalize())
     kind, _, when = column.title.partition(", ")
-    return Column(when, group=f"{kind.capitalize()} accuracy")
+    return Column(when, group=f"{kind.capitalize()} {word}")
 
 
 def _several_seeds(settings: Sequence[Setting]) -> bool:
     return any(len(setting.entries) > 1 for setting in settings)
 
 
-def _accuracies(entries: Sequence[ComparedRun]) -> list[Cell]:
+def _score_cells(entries: Sequence[ComparedRun]) -> list[Cell]:
     return [
-        spread([last_best(entry.summary.get(f"{kind}_accuracy"))[at] for entry in entries])
+        spread([last_best(entry.summary.get(f"{kind}_score"))[at] for entry in entries])
         for kind in ("global", "personal")
         for at in (0, 1)
     ]
 
 
 def _curves(settings: Sequence[Setting]) -> Markup:
+    word = common_word(settings)
     charts = []
     for kind, nothing in (
         ("global", "no run has a global model that was evaluated."),
@@ -147,17 +168,17 @@ def _curves(settings: Sequence[Setting]) -> Markup:
     ):
         for x, name in AXES:
             lines = [
-                _mean_line(setting, f"{kind}_accuracy", x, index)
+                _mean_line(setting, f"{kind}_score", x, index)
                 for index, setting in enumerate(settings)
             ]
             if name == "rounds" or any(at for line in lines for at, _ in line.points):
                 charts.append(
                     chart(
                         lines,
-                        title=f"{kind.capitalize()} accuracy over {name}",
+                        title=f"{kind.capitalize()} {word} over {name}",
                         note="",
                         x=x,
-                        y=ACCURACY,
+                        y=score_axis(word),
                         ident=f"c-{kind}-{name.replace(' ', '-')}",
                         nothing=nothing,
                     )
@@ -165,23 +186,23 @@ def _curves(settings: Sequence[Setting]) -> Markup:
     body = side_by_side(charts)
     if _several_seeds(settings):
         body += note("Lines are means over seeds; the band is one standard deviation either side.")
-    return section("curves", "Accuracy over rounds and what they cost", "", body)
+    return section("curves", f"{capital(word)} over rounds and what they cost", "", body)
 
 
 def plot_of_settings(settings: Sequence[Setting], measure: str, over: str, ax: Any = None) -> Any:
-    """The mean accuracy of every setting as a line, in the band of its seeds; gives matplotlib's
+    """The mean score of every setting as a line, in the band of its seeds; gives matplotlib's
     axes."""
     if over not in OVER:
         raise unknown("axis", over, OVER, field="over")
     axes = ax if ax is not None else pyplot().subplots()[1]
     for index, setting in enumerate(settings):
-        line = _mean_line(setting, f"{measure}_accuracy", _PLOTTED[over], index)
+        line = _mean_line(setting, f"{measure}_score", _PLOTTED[over], index)
         if line.points:
             (drawn,) = axes.plot(*zip(*line.points, strict=True), label=setting.label)
         if line.band:
             edges = zip(*line.band, strict=True)
             axes.fill_between(*edges, alpha=0.2, color=drawn.get_color(), linewidth=0)
-    axes.set(xlabel=OVER[over][1], ylabel=f"{measure} accuracy")
+    axes.set(xlabel=OVER[over][1], ylabel=f"{measure} {common_word(settings)}")
     if axes.get_lines():
         axes.legend()
     return axes
@@ -233,14 +254,14 @@ def _tiers(settings: Sequence[Setting]) -> Markup:
         return Markup("")
     return section(
         "tiers",
-        "Accuracy by tier",
+        f"{capital(common_word(settings))} by tier",
         "",
         joined(_tier_table(settings, tiers, kind) for kind in ("global", "personal")),
     )
 
 
 def _tier_table(settings: Sequence[Setting], tiers: Mapping[str, str], kind: str) -> Markup:
-    group = f"{kind.capitalize()} accuracy, last"
+    group = f"{kind.capitalize()} {common_word(settings)}, last"
     columns = [Column("Method", numeric=False)]
     columns += [Column(label, group=group) for label in tiers.values()]
     rows = [
@@ -253,7 +274,7 @@ def _tier_table(settings: Sequence[Setting], tiers: Mapping[str, str], kind: str
 def _tier_cell(setting: Setting, tier: str, kind: str) -> Cell:
     return spread(
         [
-            last_best(tier_block(entry.summary, tier).get(f"{kind}_accuracy"))[0]
+            last_best(tier_block(entry.summary, tier).get(f"{kind}_score"))[0]
             for entry in setting.entries
         ]
     )
@@ -276,9 +297,10 @@ def _runs(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> Markup
     told = [key for key in ("data", "model") if len({e.summary.get(key) for e in entries}) > 1]
     columns = [Column(name, numeric=False) for name in ("Run", "Method", *map(str.title, told))]
     columns += [Column("Seed"), Column("Rounds")]
+    word = common_word(settings)
     columns += [
         Column(label, group=group)
-        for group in ("Global accuracy", "Personal accuracy")
+        for group in (f"Global {word}", f"Personal {word}")
         for label in ("last", "best")
     ]
     columns += [
@@ -337,7 +359,7 @@ def _run_cells(entry: ComparedRun, style: int | None, name: str, told: Sequence[
         *(Cell(str(summary.get(key) or DASH)) for key in told),
         Cell(DASH if seed is None else f"{seed:.0f}", seed),
         Cell(progress, done),
-        *_accuracies([entry]),
+        *_score_cells([entry]),
         *(Cell(form(summary.get(key)), number(summary.get(key))) for key, form in forms),
     ]
 

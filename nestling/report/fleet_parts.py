@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from nestling.report.folder import Run, listed, mapping
+from nestling.report.folder import Run, listed, mapping, of_classes
 from nestling.report.markup import Cell, Column, empty, fill, note, section, table
 from nestling.report.svg import INK, Bar, SvgGroup, bars, heat_map, shade
 from nestling.report.tables import binding_word, marked
@@ -141,12 +141,13 @@ def _bound(row: Row) -> str:
 
 
 def split_part(run: Run, rows: Sequence[Row]) -> Markup:
-    """How the data lies: a map of classes by clients, grouped by tier."""
+    """How the data lies: a map of classes, or kinds of rows, by clients, grouped by tier."""
     split = mapping(run.federation, "split")
     clients = [
         client for client in listed(split, "clients") if isinstance(client.get("counts"), list)
     ]
-    names = _class_names(split, clients)
+    names = _kind_names(split, clients)
+    kind, kinds = ("class", "classes") if of_classes(run) else ("kind", "kinds")
     if not clients or not names:
         return section(
             "split", "Data split", "", empty("The run folder does not record the split.")
@@ -158,7 +159,7 @@ def split_part(run: Run, rows: Sequence[Row]) -> Markup:
         [_count(client["counts"], index) for client in clients] for index in range(len(names))
     ]
     groups = tier_groups(clients, order, labels)
-    title = "Samples of each class on each client"
+    title = f"Samples of each {kind} on each client"
     idents = [str(client.get("id", index)) for index, client in enumerate(clients)]
     image = heat_map(
         counts,
@@ -166,19 +167,18 @@ def split_part(run: Run, rows: Sequence[Row]) -> Markup:
         columns=idents,
         across="client",
         tell=lambda row, column: (
-            f"client {idents[column]}, class {names[row]}: {counts[row][column]:,.0f}"
+            f"client {idents[column]}, {kind} {names[row]}: {counts[row][column]:,.0f}"
         ),
         groups=groups,
         title=title,
-        desc=f"{plural(len(names), 'class', 'classes')} by {plural(len(clients), 'client')}, "
-        "grouped by tier; "
-        "the stronger a cell's colour, the more samples.",
+        desc=f"{plural(len(names), kind, kinds)} by {plural(len(clients), 'client')}, "
+        "grouped by tier; the stronger a cell's colour, the more samples.",
         ident="c-split",
     )
     body = fill(
         "heat.html",
         title=title,
-        said="A column is a client, a row a class.",
+        said=f"A column is a client, a row a {kind}.",
         image=image,
         groups=groups,
         counted="Samples",
@@ -189,8 +189,8 @@ def split_part(run: Run, rows: Sequence[Row]) -> Markup:
     return section("split", "Data split", _split_lead(split, len(clients)), body)
 
 
-def _class_names(split: Row, clients: Sequence[Row]) -> list[str]:
-    given = split.get("class_names")
+def _kind_names(split: Row, clients: Sequence[Row]) -> list[str]:
+    given = split.get("kinds")
     names = [str(name) for name in given] if isinstance(given, list) else []
     classes = max((len(client["counts"]) for client in clients), default=0)
     return names + [str(index) for index in range(len(names), classes)]

@@ -22,6 +22,7 @@ from nestling.runfiles import (
     Record,
     counted,
     lines_of,
+    parsed,
 )
 
 
@@ -84,7 +85,7 @@ def is_behind(run: Run) -> bool:
 
 
 def last_best(block: object) -> tuple[float | None, float | None, int | None]:
-    """(last, best, best round) of a summary's accuracy block, None for whatever it lacks."""
+    """(last, best, best round) of a summary's block of scores, None for whatever it lacks."""
     found = block if isinstance(block, Mapping) else {}
     best_round = number(found.get("best_round"))
     return (
@@ -132,6 +133,18 @@ def tier_names(run: Run) -> list[str]:
     return list(names)
 
 
+def of_classes(run: Run) -> bool:
+    """Whether the run learns classes: earlier versions learned nothing else."""
+    return mapping(run.federation, "task").get("name", "classification") == "classification"
+
+
+def label_names(run: Run) -> list[str]:
+    """What a network's outputs are called."""
+    told = mapping(run.federation, "task").get("labels")
+    names = told if told is not None else mapping(run.federation, "split").get("kinds")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
 def listed(block: object, key: str) -> list[Record]:
     """The objects listed under `key`, none where there is no such list."""
     found = block.get(key) if isinstance(block, Mapping) else None
@@ -160,7 +173,7 @@ def _read_metrics(path: Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode())
+            record = parsed(line.decode())
         except (ValueError, RecursionError) as error:
             if unfinished:
                 continue
@@ -183,7 +196,7 @@ def _object(path: Path) -> Record:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_bytes(path).decode())
+        found = parsed(_bytes(path).decode())
     except (ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise InputError(
@@ -223,6 +236,8 @@ def _identity(run: Run) -> Record:
         value = value.get("name") if isinstance(value, dict) else value
         if isinstance(value, str) and value:
             found[key] = value
+    if task := mapping(run.federation, "task"):
+        found["task"] = task
     for key in ("seed", "rounds"):
         if number(run.config.get(key)) is not None:
             found[key] = run.config[key]

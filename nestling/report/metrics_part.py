@@ -1,4 +1,4 @@
-"""What was measured beside accuracy: the numbers of a run, its classes, and what was taken for
+"""What was measured beside the score: the numbers of a run, its classes, and what was taken for
 what."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from nestling.report.fleet_parts import shades_of
-from nestling.report.folder import Run, last_best, mapping
+from nestling.report.folder import Run, label_names, last_best, mapping
 from nestling.report.markup import Cell, Column, fill, section, table
 from nestling.report.svg import heat_map
 from nestling.report.words import decimal, number, percent, plural, whole
@@ -19,10 +19,16 @@ _PICTURED_CLASSES = 100
 _WORDS: dict[str, tuple[str, Callable[[object], str]]] = {
     "macro_f1": ("Macro F1", lambda value: percent(value, 2)),
     "test_loss": ("Test loss", decimal),
+    "label_accuracy": ("Label accuracy", lambda value: percent(value, 2)),
+    "auroc": ("AUROC", lambda value: percent(value, 2)),
+    "pauc": ("Partial AUROC, up to 10% false alarms", lambda value: percent(value, 2)),
+    "mae": ("Mean absolute error", decimal),
+    "rmse": ("Root mean square error", decimal),
+    "perplexity": ("Perplexity", decimal),
     "calibration_error": ("Calibration error", lambda value: percent(value, 2)),
-    "personal_worst": ("Personal accuracy, the worst client", lambda value: percent(value, 2)),
-    "personal_tenth": ("Personal accuracy, a tenth do not reach", lambda value: percent(value, 2)),
-    "personal_variance": ("Personal accuracy, variance", decimal),
+    "personal_worst": ("Personal score, the worst client", lambda value: percent(value, 2)),
+    "personal_tenth": ("Personal score, a tenth do not reach", lambda value: percent(value, 2)),
+    "personal_variance": ("Personal score, variance", decimal),
 }
 
 
@@ -45,11 +51,10 @@ def metrics_part(run: Run, summary: Row) -> Markup:
     if not found:
         return Markup("")
     by_class = mapping(summary, "by_class")
-    names = mapping(run.federation, "split").get("class_names")
-    labels = [str(name) for name in names] if isinstance(names, list) else []
+    labels = label_names(run)
     lead = (
         "Of the global model, or where there is none of the clients' models together, on the "
-        "common test set; personal accuracies over the clients that were tested."
+        "common test set; personal scores over the clients that were tested."
     )
     body = _table(found) + _recall(by_class, labels) + _confusion(by_class, labels)
     return section("metrics", "Metrics", lead, body)

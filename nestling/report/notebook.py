@@ -12,6 +12,7 @@ from nestling.errors import unknown
 from nestling.report.extras import pandas, pyplot
 from nestling.report.tables import overall_row, tier_rows
 from nestling.report.words import memory, number, percent, plural, traffic, whole
+from nestling.runfiles import SCORES
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -21,7 +22,7 @@ OVER = {
     "seconds": ("clock_seconds", "virtual time in seconds"),
     "joules": ("energy_joules", "the fleet's energy in joules"),
 }
-"""What an accuracy may be plotted over: the column, and what the axis says."""
+"""What a score may be plotted over: the column, and what the axis says."""
 
 
 def result_html(summary: Mapping[str, Any], tiers: Mapping[str, Any]) -> str:
@@ -34,8 +35,8 @@ def result_html(summary: Mapping[str, Any], tiers: Mapping[str, Any]) -> str:
     lines = [_line("th", [*names, "personal, last", "personal, best"])]
     for row in tier_rows(summary, tiers):
         own = [row["tier"], whole(row["count"]), whole(row["params"]), memory(row["ram_need"])]
-        lines.append(_line("td", [*own, *_accuracies(row)]))
-    lines.append(_line("th", ["all", "", "", "", *_accuracies(overall_row(summary))]))
+        lines.append(_line("td", [*own, *_score_texts(row)]))
+    lines.append(_line("th", ["all", "", "", "", *_score_texts(overall_row(summary))]))
     return f"<p>{head}</p><table>{''.join(lines)}</table>"
 
 
@@ -53,8 +54,10 @@ def frame_of(metrics: Rows) -> Any:
     return pandas().DataFrame([_flat(row) for row in metrics])
 
 
-def plot_of(metrics: Rows, title: str, over: str = "rounds", ax: Any = None) -> Any:
-    """The accuracies of a run as lines; gives matplotlib's axes."""
+def plot_of(
+    metrics: Rows, title: str, over: str = "rounds", ax: Any = None, word: str = "accuracy"
+) -> Any:
+    """The scores of a run as lines; gives matplotlib's axes."""
     if over not in OVER:
         raise unknown("axis", over, OVER, field="over")
     key, label = OVER[over]
@@ -63,28 +66,27 @@ def plot_of(metrics: Rows, title: str, over: str = "rounds", ax: Any = None) -> 
         points = [
             (place, value)
             for row in map(_flat, metrics)
-            if (value := number(row.get(f"{kind}_accuracy"))) is not None
+            if (value := number(row.get(f"{kind}_score"))) is not None
             and (place := number(row.get(key))) is not None
         ]
         if points:
             axes.plot(*zip(*points, strict=True), label=kind)
-    axes.set(xlabel=label, ylabel="accuracy", title=title)
+    axes.set(xlabel=label, ylabel=word, title=title)
     axes.legend()
     return axes
 
 
-def png_of(metrics: Rows, title: str) -> bytes | None:
-    """The plot of a run over rounds as a PNG file; None where no accuracy was measured, or
+def png_of(metrics: Rows, title: str, word: str) -> bytes | None:
+    """The plot of a run over rounds as a PNG file; None where nothing was measured, or
     matplotlib is not installed."""
-    kinds = ("global_accuracy", "personal_accuracy")
-    if not any(number(row.get(kind)) is not None for row in metrics for kind in kinds):
+    if not any(number(row.get(kind)) is not None for row in metrics for kind in SCORES):
         return None
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
     figure, file = Figure(), io.BytesIO()  # of its own: what a notebook shows is not touched
-    plot_of(metrics, title, ax=figure.subplots())
+    plot_of(metrics, title, ax=figure.subplots(), word=word)
     figure.savefig(file, format="png")
     return file.getvalue()
 
@@ -107,7 +109,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _accuracies(row: Mapping[str, Any]) -> list[str]:
+def _score_texts(row: Mapping[str, Any]) -> list[str]:
     keys = ("global_last", "global_best", "personal_last", "personal_best")
     return [percent(row[key], 2) for key in keys]
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nestling.report.pace import Pace, accuracies
+from nestling.report.pace import Pace, scores
 from nestling.report.words import plural
 
 OFTEN = 0.2
@@ -38,7 +38,7 @@ class NotebookLine:
 
 
 class RunLine:
-    """How a run stands: its round, its accuracies so far, the time that is left."""
+    """How a run stands: its round, its scores so far, the time that is left."""
 
     def __init__(self) -> None:
         """Nothing is known yet but that it is set up."""
@@ -64,7 +64,7 @@ class RunLine:
         assert self._pace is not None
         self._done = metrics["round"]
         self._pace.round("")
-        self._latest = accuracies(metrics) or self._latest
+        self._latest = scores(metrics) or self._latest
         self._say()
 
     def ended(self) -> None:
@@ -103,7 +103,7 @@ class SweepLine:
         assert self._pace is not None
         self._pace.round(name)
         self._played += 1
-        self._latest = f"{name} {accuracies(metrics)}".rstrip()
+        self._latest = f"{name} {scores(metrics)}".rstrip()
         self._say()
 
     def cell(self, name: str, why: str) -> None:

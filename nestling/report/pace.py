@@ -1,4 +1,4 @@
-"""How a run comes along, in a few words: how accurate it is by now, and how long it still takes."""
+"""How a run comes along, in a few words: how good it is by now, and how long it still takes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pace:
         return f"about {duration(seconds * self.more)} left"
 
 
-def accuracies(metrics: Mapping[str, Any]) -> str:
+def scores(metrics: Mapping[str, Any]) -> str:
     """What a round measured, such as "global 81.2% personal 79.0%"."""
-    words = ((kind, metrics.get(f"{kind}_accuracy")) for kind in ("global", "personal"))
+    words = ((kind, metrics.get(f"{kind}_score")) for kind in ("global", "personal"))
     return " ".join(f"{kind} {value:.1%}" for kind, value in words if value is not None)

@@ -76,7 +76,7 @@ class ResultRow:
         return f"{column.form(statistics.fmean(found))}{some}"
 
 
-ACCURACY_COLUMNS = (
+SCORE_COLUMNS = (
     ResultColumn("global_last", "global, last", ranked=True),
     ResultColumn("global_best", "global, best"),
     ResultColumn("personal_last", "personal, last", ranked=True),
@@ -99,7 +99,7 @@ def columns_of(
     """The columns of a table: those that are chosen by their keys, in that order, else all of them;
     time and energy, and what a target took, only where they are known."""
     goal = "" if target is None else percent(target, 1 if 100 * target % 1 else 0)
-    wanted = [*ACCURACY_COLUMNS, *COST_COLUMNS]
+    wanted = [*SCORE_COLUMNS, *COST_COLUMNS]
     if target is not None:
         wanted += [
             ResultColumn("target_rounds", f"rounds to {goal} {measure}", _rounds),
@@ -136,7 +136,7 @@ def rows_of(
     told = {*differing(settings), *words}
     rows = [_row(setting, words, told, target, measure) for setting in settings]
     for block in blocks_of(rows):
-        for column in ACCURACY_COLUMNS:
+        for column in SCORE_COLUMNS:
             if column.ranked:
                 _mark(block, column.key)
     return rows
@@ -215,7 +215,7 @@ def _figures(entry: ComparedRun, target: float | None, measure: str) -> dict[str
     summary: Mapping[str, Any] = entry.summary
     found: dict[str, float | None] = {}
     for kind in MEASURES:
-        found[f"{kind}_last"], found[f"{kind}_best"], _ = last_best(summary.get(f"{kind}_accuracy"))
+        found[f"{kind}_last"], found[f"{kind}_best"], _ = last_best(summary.get(f"{kind}_score"))
     for key in ("bytes_up", "bytes_down"):
         found[key] = number(summary.get(key))
     for key in ("clock_seconds", "energy_joules"):
@@ -224,9 +224,9 @@ def _figures(entry: ComparedRun, target: float | None, measure: str) -> dict[str
 
 
 def _to_target(run: Run, target: float, measure: str) -> dict[str, float | None]:
-    """What it took until a test first reached an accuracy; nothing where none did."""
+    """What it took until a test first reached a score; nothing where none did."""
     for record, sent in zip(run.metrics, traffic_totals(run), strict=True):
-        value = number(record.get(f"{measure}_accuracy"))
+        value = number(record.get(f"{measure}_score"))
         if value is not None and value >= target:
             return {
                 "target_rounds": number(record.get("round")),

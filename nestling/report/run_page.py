@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from nestling.report.analysis_part import analysis_part
 from nestling.report.boards_part import boards_part
-from nestling.report.charts import ACCURACY, BYTES, JOULES, LOSS, ROUNDS, SECONDS, chart
+from nestling.report.charts import BYTES, JOULES, LOSS, ROUNDS, SECONDS, chart, score_axis
 from nestling.report.coverage_part import coverage_part
 from nestling.report.fleet_parts import device_part, fit_part, split_part
 from nestling.report.folder import (
@@ -43,6 +43,7 @@ from nestling.report.tables import overall_row, tier_rows
 from nestling.report.unequal_part import unequal_chart, worst_clients
 from nestling.report.words import (
     DASH,
+    capital,
     decimal,
     duration,
     energy,
@@ -52,14 +53,14 @@ from nestling.report.words import (
     traffic,
     whole,
 )
-from nestling.runfiles import tier_block
+from nestling.runfiles import score_word, tier_block
 
 Row = Mapping[str, Any]
 _MOST_ROUNDS_LISTED = 400
 _MOST_CLIENTS_LISTED = 200
 _NOT_EVALUATED = "Not evaluated."
 RUN_PARTS = [
-    ("accuracy", "Accuracy"),
+    ("scores", "Scores"),
     ("personal", "Personal"),
     ("metrics", "Metrics"),
     ("coverage", "Coverage"),
@@ -74,8 +75,8 @@ RUN_PARTS = [
 ]
 _ROUND_COLUMNS: list[tuple[str, str, Callable[[object], str]]] = [
     ("Loss", "loss", decimal),
-    ("Global", "global_accuracy", lambda value: percent(value, 2)),
-    ("Personal", "personal_accuracy", lambda value: percent(value, 2)),
+    ("Global", "global_score", lambda value: percent(value, 2)),
+    ("Personal", "personal_score", lambda value: percent(value, 2)),
     ("Up", "bytes_up", traffic),
     ("Down", "bytes_down", traffic),
     ("Virtual time", "clock_seconds", duration),
@@ -100,8 +101,8 @@ def run_body(run: Run) -> Markup:
     return joined(
         [
             _header(run, summary),
-            _accuracy(run, summary, rows),
-            _personal(run, rows),
+            _scores(run, summary, rows),
+            _personal(run, summary, rows),
             metrics_part(run, summary),
             coverage_part(run),
             history_part(run, rows),
@@ -131,6 +132,7 @@ def _header(run: Run, summary: Row) -> Markup:
         _tier_count(run),
         f"seed {summary['seed']}" if summary.get("seed") is not None else None,
     ]
+    word = score_word(summary)
     without = (
         "This method keeps no global model."
         if summary.get("global_model") is False
@@ -144,8 +146,8 @@ def _header(run: Run, summary: Row) -> Markup:
         state=state,
         attack=_attack(run),
         headlines=[
-            ("Global accuracy", *last_best(summary.get("global_accuracy")), without),
-            ("Personal accuracy", *last_best(summary.get("personal_accuracy")), _NOT_EVALUATED),
+            (f"Global {word}", *last_best(summary.get("global_score")), without),
+            (f"Personal {word}", *last_best(summary.get("personal_score")), _NOT_EVALUATED),
         ],
         costs=_costs(summary),
     )
@@ -173,8 +175,10 @@ def _costs(summary: Row) -> list[tuple[str, str]]:
     ]
 
 
-def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
-    rounds = _lines(run, rows, "global_accuracy", "Global model", _round_numbers(run))
+def _scores(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
+    word = score_word(summary)
+    title = f"{capital(word)} by tier"
+    rounds = _lines(run, rows, "global_score", "Global model", _round_numbers(run))
     nothing = (
         "this method keeps no global model."
         if summary.get("global_model") is False
@@ -183,22 +187,21 @@ def _accuracy(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
     charts = [
         chart(
             rounds,
-            title="Accuracy by tier over rounds",
+            title=f"{title} over rounds",
             note="The global model, and the piece of it each tier runs.",
             x=ROUNDS,
-            y=ACCURACY,
+            y=score_axis(word),
             ident="c-rounds",
             nothing=nothing,
         )
     ]
-    charts += _over_costs(run, rows)
-    return section(
-        "accuracy", "Accuracy by tier", "", side_by_side(charts) + _tier_table(summary, rows)
-    )
+    charts += _over_costs(run, rows, word, title)
+    listing = _tier_table(summary, rows, word, title)
+    return section("scores", title, "", side_by_side(charts) + listing)
 
 
-def _over_costs(run: Run, rows: Sequence[Row]) -> list[Markup]:
-    """The same accuracies against what they cost; nothing of a cost that the run does not know."""
+def _over_costs(run: Run, rows: Sequence[Row], word: str, title: str) -> list[Markup]:
+    """The same scores against what they cost; nothing of a cost that the run does not know."""
     costs: list[tuple[str, str, Axis, list[float]]] = [
         ("bytes", "everything sent up and down", BYTES, traffic_totals(run)),
         ("time", "the fleet's virtual time", SECONDS, running_totals(run, "clock_seconds")),
@@ -206,15 +209,15 @@ def _over_costs(run: Run, rows: Sequence[Row]) -> list[Markup]:
     ]
     charts = []
     for name, words, axis, places in costs:
-        lines = _lines(run, rows, "global_accuracy", "Global model", places)
+        lines = _lines(run, rows, "global_score", "Global model", places)
         if any(line.points for line in lines) and any(places):
             charts.append(
                 chart(
                     lines,
-                    title=f"Accuracy by tier over {name}",
+                    title=f"{title} over {name}",
                     note=f"The same, against {words}.",
                     x=axis,
-                    y=ACCURACY,
+                    y=score_axis(word),
                     ident=f"c-{name}",
                     nothing="",
                 )
@@ -222,18 +225,18 @@ def _over_costs(run: Run, rows: Sequence[Row]) -> list[Markup]:
     return charts
 
 
-def _tier_table(summary: Row, rows: Sequence[Row]) -> Markup:
+def _tier_table(summary: Row, rows: Sequence[Row], word: str, title: str) -> Markup:
     columns = [Column("Tier", numeric=False), Column("Devices")]
     columns += [
         Column(label, group=group)
-        for group in ("Global accuracy", "Personal accuracy")
+        for group in (f"Global {word}", f"Personal {word}")
         for label in ("last", "best", "best round")
     ]
     body = [
         [
             Cell(row["label"], style=index),
             Cell(whole(row["count"]), row["count"]),
-            *_accuracy_cells(row),
+            *_score_cells(row),
         ]
         for index, row in enumerate(rows)
     ]
@@ -241,12 +244,12 @@ def _tier_table(summary: Row, rows: Sequence[Row]) -> Markup:
     foot = [
         Cell("All", style=INK),
         Cell(whole(sum(counts)) if counts else DASH),
-        *_accuracy_cells(overall_row(summary)),
+        *_score_cells(overall_row(summary)),
     ]
-    return table(columns, body, label="Accuracy by tier", foot=foot)
+    return table(columns, body, label=title, foot=foot)
 
 
-def _accuracy_cells(row: Row) -> list[Cell]:
+def _score_cells(row: Row) -> list[Cell]:
     return [
         cell
         for kind in ("global", "personal")
@@ -258,13 +261,14 @@ def _accuracy_cells(row: Row) -> list[Cell]:
     ]
 
 
-def _personal(run: Run, rows: Sequence[Row]) -> Markup:
+def _personal(run: Run, summary: Row, rows: Sequence[Row]) -> Markup:
+    word = score_word(summary)
     personal = chart(
-        _lines(run, rows, "personal_accuracy", "All clients", _round_numbers(run)),
-        title="Personal accuracy over rounds",
+        _lines(run, rows, "personal_score", "All clients", _round_numbers(run)),
+        title=f"Personal {word} over rounds",
         note="Each client's own model on its own kind of data.",
         x=ROUNDS,
-        y=ACCURACY,
+        y=score_axis(word),
         ident="c-personal",
         nothing="not evaluated in this run.",
     )
@@ -277,9 +281,9 @@ def _personal(run: Run, rows: Sequence[Row]) -> Markup:
         ident="c-loss",
         nothing="no round has finished yet.",
     )
-    charts = [one for one in (personal, unequal_chart(run), loss) if one]
-    body = side_by_side(charts) + worst_clients(run, rows)
-    return section("personal", "Personal accuracy and training", "", body)
+    charts = [one for one in (personal, unequal_chart(run, word), loss) if one]
+    body = side_by_side(charts) + worst_clients(run, word, rows)
+    return section("personal", f"Personal {word} and training", "", body)
 
 
 def _lines(

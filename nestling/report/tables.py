@@ -37,14 +37,14 @@ def tier_rows(
     tiers += [{"name": name} for name in mapping(summary, "by_tier") if name not in known]
     labels = _labels(tiers)
     return [
-        _row(tier, label, model) | _accuracy(tier_block(summary, str(tier["name"])))
+        _row(tier, label, model) | _scores(tier_block(summary, str(tier["name"])))
         for tier, label in zip(tiers, labels, strict=True)
     ]
 
 
 def overall_row(summary: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The accuracy columns of `tier_rows` for the whole federation."""
-    return _accuracy(summary or {})
+    """The columns of scores of `tier_rows` for the whole federation."""
+    return _scores(summary or {})
 
 
 def terminal_table(folder: Path) -> Table:
@@ -80,10 +80,10 @@ def terminal_table(folder: Path) -> Table:
             whole(row["params"]),
             memory(row["ram_need"]),
             marked(row, "ram", memory(row["ram_limit"])),
-            *_accuracies(row),
+            *_score_texts(row),
         )
     table.add_section()
-    table.add_row("all", *[""] * 4, *_accuracies(overall), style="bold")
+    table.add_row("all", *[""] * 4, *_score_texts(overall), style="bold")
     return table
 
 
@@ -126,11 +126,11 @@ def _row(tier: Mapping[str, Any], label: str, model: Mapping[str, Any]) -> dict[
     }
 
 
-def _accuracy(block: Mapping[str, Any]) -> dict[str, Any]:
+def _scores(block: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for kind in ("global", "personal"):
         row[f"{kind}_last"], row[f"{kind}_best"], row[f"{kind}_best_round"] = last_best(
-            block.get(f"{kind}_accuracy")
+            block.get(f"{kind}_score")
         )
     return row
 
@@ -152,7 +152,7 @@ def _estimated(sources: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _accuracies(row: Mapping[str, Any]) -> list[str]:
+def _score_texts(row: Mapping[str, Any]) -> list[str]:
     return [
         percent(row[key], 2)
         for key in ("global_last", "global_best", "personal_last", "personal_best")

@@ -1,4 +1,4 @@
-"""How unequal clients are: the personal accuracy of all, of the worst tenth and of the worst, and
+"""How unequal clients are: the personal score of all, of the worst tenth and of the worst, and
 who the worst are."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from nestling.report.charts import ACCURACY, ROUNDS, chart
+from nestling.report.charts import ROUNDS, chart, score_axis
 from nestling.report.folder import Run, listed, mapping
 from nestling.report.markup import Cell, Column, note, table
 from nestling.report.svg import INK, Series
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 _SPREAD = (("personal_tenth", "A tenth do not reach"), ("personal_worst", "The worst client"))
 
 
-def unequal_chart(run: Run) -> Markup:
+def unequal_chart(run: Run, word: str) -> Markup:
     """Mean, tenth and worst over rounds; nothing where rounds do not say them."""
     lines = [Series(label, _points(run, key), style) for style, (key, label) in enumerate(_SPREAD)]
     if not any(line.points for line in lines):
@@ -26,15 +26,15 @@ def unequal_chart(run: Run) -> Markup:
     mean = [
         (float(record["round"]), found)
         for record in run.metrics
-        if (found := number(record.get("personal_accuracy"))) is not None
+        if (found := number(record.get("personal_score"))) is not None
     ]
     return chart(
         [Series("All clients", mean, INK), *lines],
         title="How unequal clients are",
-        note="Personal accuracy: the mean, what a tenth of the tested clients do not reach, and "
+        note=f"Personal {word}: the mean, what a tenth of the tested clients do not reach, and "
         "the worst.",
         x=ROUNDS,
-        y=ACCURACY,
+        y=score_axis(word),
         ident="c-unequal",
         nothing="not evaluated in this run.",
     )
@@ -48,7 +48,7 @@ def _points(run: Run, key: str) -> list[tuple[float, float]]:
     ]
 
 
-def worst_clients(run: Run, rows: Sequence[Row]) -> Markup:
+def worst_clients(run: Run, word: str, rows: Sequence[Row]) -> Markup:
     """Who was worst when clients were tested last; nothing where no round says it."""
     told = [(record, listed(record, "worst_clients")) for record in run.metrics]
     record, worst = next((entry for entry in reversed(told) if entry[1]), ({}, []))
@@ -57,7 +57,7 @@ def worst_clients(run: Run, rows: Sequence[Row]) -> Markup:
         return Markup("")
     places = _places(run)
     labels = {row["tier"]: (row["label"], index) for index, row in enumerate(rows)}
-    columns = [Column("Client"), Column("Tier", numeric=False), Column("Personal accuracy")]
+    columns = [Column("Client"), Column("Tier", numeric=False), Column(f"Personal {word}")]
     columns += [Column("Its rows"), Column("Its classes"), Column("Rounds it took part in")]
     turns = _turns(run)
     body = [_cells(entry, places, labels, turns) for entry in known]
@@ -76,7 +76,7 @@ def _cells(
     label, style = labels.get(str(known.get("tier")), (DASH, None))
     told = known.get("counts")
     counts = [number(count) or 0 for count in told] if isinstance(told, list) else []
-    value = number(entry.get("personal_accuracy"))
+    value = number(entry.get("personal_score"))
     return [
         Cell(whole(client), client),
         Cell(label, style=style),

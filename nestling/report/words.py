@@ -19,6 +19,11 @@ def number(value: object) -> float | None:
     return None if found is None else float(found)
 
 
+def capital(word: str) -> str:
+    """A word with its first letter large and the others as they are."""
+    return f"{word[:1].upper()}{word[1:]}"
+
+
 def percent(value: object, places: int = 1) -> str:
     """0.9812 as "98.1%"."""
     found = number(value)

@@ -39,8 +39,8 @@ def account_for(federation: Federation, round: Round) -> Metrics:
     tested = dict(
         round.tested
         or {
-            "global_accuracy": None,
-            "personal_accuracy": None,
+            "global_score": None,
+            "personal_score": None,
             "by_tier": {},
             "metrics": {},
             "by_class": {},
@@ -48,7 +48,7 @@ def account_for(federation: Federation, round: Round) -> Metrics:
     )
     if federation.world.classes > MOST_CLASSES and round.number != federation.rounds:
         tested["by_class"] = {k: v for k, v in tested["by_class"].items() if k != "confusion"}
-    accuracies = tested.pop("by_tier")
+    scores = tested.pop("by_tier")
     return {
         "round": round.number,
         "clients": list(round.sent),
@@ -56,7 +56,7 @@ def account_for(federation: Federation, round: Round) -> Metrics:
         "merged": round.merged,
         "loss": _weighted_loss(list(outcomes.values()), losses),
         "by_tier": {
-            tier: {**row, **accuracies.get(tier, {})}
+            tier: {**row, **scores.get(tier, {})}
             for tier, row in _by_tier(federation, round, losses).items()
         },
         "bytes_up": up,
@@ -116,7 +116,7 @@ def _by_tier(
     own: dict[str, list[Outcome]] = {tier: [] for tier in federation.world.plans}
     for client, outcome in round.outcomes.items():
         own[round.sent[client].device.tier].append(outcome)
-    untested = {"global_accuracy": None, "personal_accuracy": None}
+    untested = {"global_score": None, "personal_score": None}
     return {
         tier: {**untested, "loss": _weighted_loss(found, losses), "clients": len(found)}
         for tier, found in own.items()

@@ -106,7 +106,7 @@ def analyse(
         need_models(result)
         federation = result.federation
         picked = sample_rows(federation, rows)
-        x, labels = federation.bench.x_test[picked], federation.bench.y_test[picked]
+        x, labels = federation.bench.x_test[picked], federation.bench.strata[picked]
         chosen = spread(federation.world, clients)
         sights = []
         for done, (device, network) in enumerate(client_networks(federation, chosen)):
@@ -119,11 +119,11 @@ def analyse(
                 field="RUN",
                 fix="it takes two; none that diverged",
             )
-        maps = _maps(whole, labels.cpu(), federation.world.seed, tell)
-        said = agreement([sight.logits for sight in whole], labels.cpu())
+        of_classes = federation.world.task.has_classes
+        maps = _maps(whole, labels.cpu(), federation.world.seed, of_classes, tell)
         return {
             "round": federation.totals.round,
-            "class_names": list(federation.world.class_names),
+            "kinds": list(federation.world.kind_names),
             "rows": picked.tolist(),
             "labels": labels.tolist(),
             "clients": [
@@ -134,9 +134,7 @@ def analyse(
                 for stage in STAGES
                 if any(stage in s.grams for s in whole)
             },
-            "agreement": {
-                name: _numbers(getattr(said, name)) for name in ("equal", "kl", "js", "right")
-            },
+            "agreement": _agreement(whole, labels.cpu()) if of_classes else {},
             "maps": maps,
             "notes": _notes(sights, maps),
         }
@@ -165,16 +163,15 @@ def spread(world: World, clients: int) -> list[int]:
 
 
 def sample_rows(federation: Federation, rows: int) -> Tensor:
-    """Rows of the test set, spread over the classes as evenly as there are rows of them, in order
-    of classes."""
-    y = federation.bench.y_test.cpu()
+    """Rows of the test set, spread over the classes (or kinds) as evenly as there are rows of
+    them, in their order."""
+    y = federation.bench.strata.cpu()
     order = torch.from_numpy(stream(federation.world.seed, "analysed rows").permutation(len(y)))
-    by_class = [
-        order[y[order] == label][:rows].tolist() for label in range(federation.world.classes)
-    ]
+    kinds = range(len(federation.world.kind_names))
+    by_kind = [order[y[order] == kind][:rows].tolist() for kind in kinds]
     turns = [
         (label, row)
-        for some in zip_longest(*by_class)
+        for some in zip_longest(*by_kind)
         for label, row in enumerate(some)
         if row is not None
     ]
@@ -203,7 +200,14 @@ def _cka(sights: Sequence[_Sight], stage: str) -> Any:
     )
 
 
-def _maps(sights: Sequence[_Sight], labels: Tensor, seed: int, tell: Step) -> list[dict[str, Any]]:
+def _agreement(sights: Sequence[_Sight], labels: Tensor) -> dict[str, Any]:
+    said = agreement([sight.logits for sight in sights], labels)
+    return {name: _numbers(getattr(said, name)) for name in ("equal", "kl", "js", "right")}
+
+
+def _maps(
+    sights: Sequence[_Sight], labels: Tensor, seed: int, of_classes: bool, tell: Step
+) -> list[dict[str, Any]]:
     maps = []
     for done, stage in enumerate(MAPPED):
         tell("drawing maps", done, len(MAPPED))
@@ -212,7 +216,7 @@ def _maps(sights: Sequence[_Sight], labels: Tensor, seed: int, tell: Step) -> li
             continue
         points = (
             score_points([sights[n].logits for n in who])
-            if stage == "logits"
+            if stage == "logits" and of_classes
             else gram_points([sights[n].grams[stage] for n in who])
         )
         rows = _mapped_rows(labels, MOST_POINTS // len(who))

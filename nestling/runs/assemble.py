@@ -102,8 +102,10 @@ def make_world(
         experiment.train.over(experiment.rounds),
         experiment.seed,
     )
-    world.class_names = dataset.class_names or tuple(str(c) for c in range(dataset.classes))
-    world.task = dataset.learned
+    world.task, world.class_names = dataset.learned, dataset.class_names
+    world.kind_names = dataset.strata_names
+    if world.task.has_classes and not world.class_names:
+        world.class_names = tuple(map(str, range(dataset.classes)))
     if given is not None:
         world.public = given.public
     elif public is not None:

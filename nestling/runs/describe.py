@@ -26,13 +26,20 @@ def describe(experiment: Experiment, federation: Federation) -> dict[str, Any]:
             "params": ratio_cost(world.main, 1.0).params,
             "norm": norm_of(experiment),
             "shape": list(world.main.shape),
-            "classes": world.classes,
+            "outputs": world.classes,
             "cut": asdict(cutting(world.main)),
         },
+        "task": told_task(world),
         "data": dict(federation.reading),
         "tiers": [_tier(experiment, federation, plan) for plan in world.plans.values()],
         "split": _split(experiment, world),
     }
+
+
+def told_task(world: World) -> dict[str, Any]:
+    """What is learned, the word for what ranks models, and what outputs are called."""
+    task = world.task
+    return {"name": task.name, "score": task.score, "labels": list(world.class_names)}
 
 
 def norm_of(experiment: Experiment) -> str | None:
@@ -83,7 +90,7 @@ def _split(experiment: Experiment, world: World) -> dict[str, Any]:
     return {
         "kind": experiment.split.kind,
         "alpha": experiment.split.alpha,
-        "class_names": list(world.class_names),
+        "kinds": list(world.kind_names),
         "clients": clients,
         "clients_total": len(world.fleet),
         "public": 0 if world.public is None else len(world.public),

@@ -1,7 +1,7 @@
-"""Testing models: global accuracy on the common test set, personal accuracy on each client's own
+"""Testing models: global score on the common test set, personal score on each client's own
 mix of classes.
 
-The two are never mixed. A client's personal accuracy is that of the model it would use, with every
+The two are never mixed. A client's personal score is that of the model it would use, with every
 class of the test set weighted as in the client's own data; with `split.holdout` it is measured on
 the client's own held-out rows instead.
 """
@@ -25,6 +25,7 @@ from nestling.methods import Method
 from nestling.models.norm import calibrate
 from nestling.models.pixels import by_pixel
 from nestling.models.taps import logits_and_features
+from nestling.runfiles import SCORES
 from nestling.tasks.own_metric import OwnMetric
 from nestling.tasks.task import Answers, Task, joined, spread
 from nestling.views import View
@@ -34,7 +35,7 @@ from nestling.world import Device, Model, World
 
 @dataclass
 class Bench:
-    """The test data, the clients whose personal accuracy is measured, and the training rows that
+    """The test data, the clients whose personal score is measured, and the training rows that
     calibrate static batch norms."""
 
     x_test: Tensor
@@ -61,8 +62,6 @@ class Bench:
 MOST_WORST = 5
 """How many of the worst clients a round names."""
 
-KINDS = ("global_accuracy", "personal_accuracy")
-
 Tested = dict[Any, list[tuple[Model, Answers]]]
 """Models that were tested and what they said, by network and view."""
 
@@ -79,7 +78,7 @@ def panel(world: World, clients: int) -> list[int]:
 
 
 def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
-    """Accuracies now: global, personal, both by tier, and those of the other models that a method
+    """Scores now: global, personal, both by tier, and those of the other models that a method
     names; and the further metrics, all from the same passes."""
     tested: Tested = {}
     if method.as_set.personal and bench.x_test.is_cuda:
@@ -101,23 +100,23 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
     by_tier = {}
     for tier in world.plans:
         own = [r for r in rows if r["tier"] == tier]
-        by_tier[tier] = {key: _mean(r[key] for r in own) for key in KINDS}
+        by_tier[tier] = {key: _mean(r[key] for r in own) for key in SCORES}
     others: dict[str, list[dict[str, Any]]] = {}
     for device in devices:
         for name, model in method.other_models(device).items():
             others.setdefault(name, []).append(_test_model(model, world, bench, device, tested))
     return {
-        "global_accuracy": _accuracy(world.task.right(said, bench.y_test))
+        "global_score": _score(world.task.right(said, bench.y_test))
         if whole and said
-        else _mean(r["global_accuracy"] for r in rows),
-        "personal_accuracy": _mean(r["personal_accuracy"] for r in rows),
+        else _mean(r["global_score"] for r in rows),
+        "personal_score": _mean(r["personal_score"] for r in rows),
         "by_tier": by_tier,
-        "worst_clients": _worst(bench.panel, [r["personal_accuracy"] for r in rows]),
-        **_further(said, [r["personal_accuracy"] for r in rows], world, bench),
+        "worst_clients": _worst(bench.panel, [r["personal_score"] for r in rows]),
+        **_further(said, [r["personal_score"] for r in rows], world, bench),
         **(
             {
                 "others": {
-                    name: {key: _mean(r[key] for r in own) for key in KINDS}
+                    name: {key: _mean(r[key] for r in own) for key in SCORES}
                     for name, own in others.items()
                 }
             }
@@ -128,15 +127,15 @@ def evaluate(method: Method, world: World, bench: Bench) -> dict[str, Any]:
 
 
 def _worst(clients: Sequence[int], personal: Sequence[float]) -> list[dict[str, Any]]:
-    """Who is worst of the clients that are tested, with its personal accuracy; the worst first."""
+    """Who is worst of the clients that are tested, with its personal score; the worst first."""
     found = sorted(zip(personal, clients, strict=True))[:MOST_WORST]
-    return [{"client": client, "personal_accuracy": value} for value, client in found]
+    return [{"client": client, "personal_score": value} for value, client in found]
 
 
 def _further(
     said: Answers | None, personal: Sequence[float], world: World, bench: Bench
 ) -> dict[str, Any]:
-    """The metrics beside accuracy: of the global model, or of the clients' models together where
+    """The metrics beside the score: of the global model, or of the clients' models together where
     there is none."""
     if said is None:
         return {"metrics": {}, "by_class": {}}
@@ -230,13 +229,13 @@ def _test_model(
     if len(held_out) and world.task.alone:
         index = torch.from_numpy(np.asarray(held_out)).to(bench.x.device)
         own = _answers(ready(model, bench), world.task, bench.x[index], bench.y[index], bench.batch)
-        personal = _accuracy(world.task.right(own, bench.y[index]))
+        personal = _score(world.task.right(own, bench.y[index]))
     else:
         personal = _personal(right, bench.strata, world.split.counts(device.id))
     return {
         "tier": device.tier,
-        "global_accuracy": _accuracy(right),
-        "personal_accuracy": personal,
+        "global_score": _score(right),
+        "personal_score": personal,
         "said": said,
     }
 
@@ -317,14 +316,14 @@ def _parts_logits(
     return torch.stack([headed(module, head, view, own, features) for view in views])
 
 
-def _accuracy(right: Tensor) -> float:
+def _score(right: Tensor) -> float:
     return float(right.float().mean())
 
 
 def _personal(right: Tensor, kinds: Tensor, counts: np.ndarray) -> float:
     """The score by class (or kind of row), weighted by the client's own; classes that the test set
     lacks are left out."""
-    whole = _accuracy(right)
+    whole = _score(right)
     tested = torch.bincount(kinds, minlength=len(counts)).cpu().numpy()
     sums = torch.bincount(kinds.cpu(), weights=right.double().cpu(), minlength=len(counts)).numpy()
     weight = np.where(tested > 0, counts, 0).astype(np.float64)

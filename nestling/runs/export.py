@@ -248,9 +248,10 @@ def _files(work: _Work, formats: tuple[str, ...], name: str) -> dict[str, bytes 
 def _report(work: _Work, files: dict[str, bytes | str], folder: Path) -> dict[str, Any]:
     whose, bench, plan = work.whose, work.whose.bench, work.whose.plan
     x, y = bench.x_test.cpu(), bench.y_test.cpu()
+    task = whose.world.task
     before, after = (
-        _accuracy(work.module, x, y, bench.batch),
-        reference.accuracy(work.quantised, x, y),
+        float(task.right(task.answers(said.view(task.shape(y, -1)), y), y).float().mean())
+        for said in (_outputs(work.module, x, bench.batch), reference.outputs(work.quantised, x))
     )
     return {
         "tier": plan.tier.name,
@@ -263,8 +264,9 @@ def _report(work: _Work, files: dict[str, bytes | str], folder: Path) -> dict[st
         "calibration_rows": work.rows,
         "test_rows": len(y),
         "tested_on": whose.tested_on,
-        "accuracy_float": before,
-        "accuracy_int8": after,
+        "score": task.score,
+        "score_float": before,
+        "score_int8": after,
         "ram": {
             **work.sizes.ram,
             "total": work.sizes.ram_bytes,
@@ -284,9 +286,8 @@ def _report(work: _Work, files: dict[str, bytes | str], folder: Path) -> dict[st
 
 
 @torch.no_grad()
-def _accuracy(module: nn.Module, x: Tensor, y: Tensor, batch: int) -> float:
-    found = torch.cat([module(part).argmax(-1) for part in x.split(batch)])
-    return float((found == y).float().mean())
+def _outputs(module: nn.Module, x: Tensor, batch: int) -> Tensor:
+    return torch.cat([module(part) for part in x.split(batch)])
 
 
 def export_table(report: dict[str, Any]) -> Table:
@@ -294,13 +295,13 @@ def export_table(report: dict[str, Any]) -> Table:
     table = Table(
         "what", "value", title=f"{report['tier']} ({report['device']}), round {report['round']}"
     )
-    lost = 100 * (report["accuracy_float"] - report["accuracy_int8"])
+    lost = 100 * (report["score_float"] - report["score_int8"])
     table.add_row("parameters", f"{report['parameters']:,}")
     table.add_row(
-        "accuracy in float32",
-        f"{report['accuracy_float']:.2%} of {report['test_rows']:,} {report['tested_on']}",
+        f"{report['score']} in float32",
+        f"{report['score_float']:.2%} of {report['test_rows']:,} {report['tested_on']}",
     )
-    table.add_row("accuracy in int8", f"{report['accuracy_int8']:.2%} ({-lost:+.2f} points)")
+    table.add_row(f"{report['score']} in int8", f"{report['score_int8']:.2%} ({-lost:+.2f} points)")
     for kind, mark in (("ram", ""), ("flash", "~" if report["flash_estimate"] else "")):
         parts = dict(report[kind])
         total, there = parts.pop("total"), parts.pop("there")

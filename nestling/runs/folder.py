@@ -22,7 +22,7 @@ from typing import Any
 from nestling.errors import InputError
 from nestling.events import EventFile
 from nestling.files import append_whole, check_place, write_atomic, writing
-from nestling.runfiles import BOARDS, EXPERIMENT, METRICS, how_to_go_on, lines_of, number
+from nestling.runfiles import BOARDS, EXPERIMENT, METRICS, how_to_go_on, lines_of, number, parsed
 
 
 class RunFolder:
@@ -87,7 +87,7 @@ class RunFolder:
         """A JSON file of the folder, or None; a damaged one is refused."""
         path = self.path / name
         try:
-            return json.loads(path.read_text()) if path.exists() else None
+            return parsed(path.read_text()) if path.exists() else None
         except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{path} is damaged: {error}", field="RUN", fix="restore the file, or remove it"

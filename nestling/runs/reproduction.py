@@ -223,9 +223,9 @@ def _minutes(rows: Iterable[Mapping[str, Any]]) -> float:
 
 def _measured(measure: str, row: Mapping[str, Any]) -> float | None:
     if measure != "average":
-        value: float | None = row[f"{measure}_accuracy"]
+        value: float | None = row[f"{measure}_score"]
         return value
-    tiers = [tier["global_accuracy"] for tier in row["by_tier"].values()]
+    tiers = [tier["global_score"] for tier in row["by_tier"].values()]
     return sum(tiers) / len(tiers) if tiers and None not in tiers else None
 
 

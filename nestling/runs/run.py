@@ -40,11 +40,12 @@ from nestling.runfiles import (
     counted,
     how_to_go_on,
     object_in,
+    score_word,
 )
 from nestling.runs import checkpoint, fingerprint, folder, gate, good, model_file
 from nestling.runs.assemble import assemble, site_of
 from nestling.runs.data_file import found_again, way_there, with_whole_path
-from nestling.runs.describe import describe, norm_of
+from nestling.runs.describe import describe, norm_of, told_task
 from nestling.runs.federation import Federation, Metrics
 from nestling.runs.folder import RunFolder
 from nestling.runs.loop import play
@@ -148,9 +149,10 @@ class Result:
         return frame_of(self.metrics)
 
     def plot(self, over: str = "rounds", ax: Any = None) -> Any:
-        """Plots the accuracies over rounds, bytes, seconds (virtual time) or joules, and gives
+        """Plots the scores over rounds, bytes, seconds (virtual time) or joules, and gives
         matplotlib's axes; needs matplotlib (`nestling[notebook]`)."""
-        return plot_of(self.metrics, str(self.summary.get("title") or "a run"), over, ax)
+        title = str(self.summary.get("title") or "a run")
+        return plot_of(self.metrics, title, over, ax, score_word(self.summary))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -541,7 +543,7 @@ def summarise(
     experiment: Experiment, federation: Federation, metrics: list[Metrics]
 ) -> dict[str, Any]:
     """The content of `summary.json`."""
-    rows = [m for m in metrics if m["global_accuracy"] is not None]
+    rows = [m for m in metrics if m["global_score"] is not None]
     empty = sum(not _merged(row) for row in metrics)
     found: dict[str, Any] = {
         "method": experiment.method.name,
@@ -550,6 +552,7 @@ def summarise(
         "rounds": experiment.rounds,
         "data": experiment.data.name,
         "data_read": federation.reading.get("line"),
+        "task": told_task(federation.world),
         "model": experiment.model.name,
         "norm": norm_of(experiment),
         "global_model": federation.method.as_set.global_model,

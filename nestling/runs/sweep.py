@@ -140,12 +140,12 @@ def read_sweep(
 
 
 def _share(target: object) -> float | None:
-    """The accuracy to reach; None where there is none."""
+    """The score to reach; None where there is none."""
     if target is None or target == 0:
         return None
     if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
         raise InputError(
-            f"an accuracy in [0, 1] is wanted, not {target!r}", field="sweep.target", fix="e.g. 0.9"
+            f"a score in [0, 1] is wanted, not {target!r}", field="sweep.target", fix="e.g. 0.9"
         )
     return float(target)
 

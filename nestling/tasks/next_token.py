@@ -17,7 +17,7 @@ class NextToken(Task):
     there, how likely each token of the vocabulary is."""
 
     name: ClassVar[str] = "next-token"
-    score: ClassVar[str] = "tokens right"
+    score: ClassVar[str] = "token accuracy"
 
     def shape(self, target: Tensor, outputs: int) -> tuple[int, ...]:
         """(rows, steps, vocabulary)."""

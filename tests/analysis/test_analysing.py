@@ -51,7 +51,7 @@ def test_what_is_opened_are_the_models_that_were_tested(folder: Path) -> None:
         for tier in world.plans:
             own = [right[c] for c in right if world.device(c).tier == tier]
             assert sum(own) / len(own) == pytest.approx(
-                result.metrics[-1]["by_tier"][tier]["global_accuracy"], abs=1e-6
+                result.metrics[-1]["by_tier"][tier]["global_score"], abs=1e-6
             )
         with pytest.raises(InputError, match="another process"), opened(folder):
             pass

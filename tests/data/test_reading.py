@@ -150,7 +150,7 @@ def test_a_network_learns_from_token_ids(tmp_path: Path, engine: str) -> None:
     }
     model = nestling.Named(f"{__name__}:Words")
     result = nestling.run(small("heterofl", model=model, **told))
-    assert result.summary["global_accuracy"]["last"] > 0.8
+    assert result.summary["global_score"]["last"] > 0.8
     with pytest.raises(InputError, match="token ids") as caught:
         nestling.run(small("heterofl", model=nestling.Named(), **told))
     assert caught.value.field == "model.name"

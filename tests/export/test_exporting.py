@@ -71,7 +71,7 @@ def test_the_command_writes_the_files_and_the_report(run: Result, tmp_path: Path
     )
     assert report["ram"]["there"] == 128 * 1024
     assert 0 < report["flash"]["weights"] < report["flash"]["total"] < report["flash"]["there"]
-    assert abs(report["accuracy_float"] - report["accuracy_int8"]) < 0.02
+    assert abs(report["score_float"] - report["score_int8"]) < 0.02
     assert export_table(report).row_count >= 10
 
 
@@ -83,14 +83,14 @@ def test_the_model_is_that_of_the_tier_and_the_report_is_true(run: Result, tmp_p
     assert report["parameters"] == sum(p.numel() for p in module.parameters())
     x, y = federation.bench.x_test, federation.bench.y_test
     with torch.no_grad():
-        assert report["accuracy_float"] == pytest.approx(
+        assert report["score_float"] == pytest.approx(
             float((module(x).argmax(-1) == y).float().mean())
         )
     rows = calibration_rows(federation.world, federation.bench, 100)
     quantised = quantise(fold(module, (1, 28, 28)), rows)
     # What the written source says is what the report says.
     logits = on_host(quantised, quantised.quantise(x), tmp_path)
-    assert report["accuracy_int8"] == pytest.approx(float((logits.argmax(-1) == y.numpy()).mean()))
+    assert report["score_int8"] == pytest.approx(float((logits.argmax(-1) == y.numpy()).mean()))
     assert (tmp_path / "model.c").read_text() == (tmp_path / "out" / "model.c").read_text()
 
 
@@ -163,10 +163,10 @@ def test_static_batch_norm_is_exported_as_it_is_tested(tmp_path: Path) -> None:
         small(rounds=1, model=Named("tinycnn", {"channels": [4, 8], "norm": "sbn"}))
     )
     report = export(result, device="large", out=tmp_path / "out", formats=("c",))
-    assert report["accuracy_float"] == pytest.approx(
-        result.metrics[-1]["by_tier"]["large"]["global_accuracy"]
+    assert report["score_float"] == pytest.approx(
+        result.metrics[-1]["by_tier"]["large"]["global_score"]
     )
-    assert abs(report["accuracy_int8"] - report["accuracy_float"]) < 0.02
+    assert abs(report["score_int8"] - report["score_float"]) < 0.02
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ def without(method: str, missing: set[tuple[int, int]], rounds: int = 3) -> Fede
 
 def without_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     tested = (
-        "personal_accuracy",
-        "global_accuracy",
+        "personal_score",
+        "global_score",
         "by_tier",
         "others",
         "metrics",

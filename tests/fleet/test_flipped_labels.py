@@ -50,10 +50,10 @@ def accuracy(merge: str, home: Path) -> float:
     _, federation = live(asked(merge), courier)
     *_, last = list(play(federation))
     assert last["merged"] == DEVICES  # nobody can be refused
-    return float(last["global_accuracy"])
+    return float(last["global_score"])
 
 
 def test_flipped_labels_ruin_the_mean_and_not_a_rule(tmp_path: Path) -> None:
-    clean = {merge: inline(asked(merge))[1][-1]["global_accuracy"] for merge in ("mean", "aligned")}
+    clean = {merge: inline(asked(merge))[1][-1]["global_score"] for merge in ("mean", "aligned")}
     lost = {merge: clean[merge] - accuracy(merge, tmp_path / merge) for merge in clean}
     assert lost["mean"] > 0.1 > 0.05 > lost["aligned"], (clean, lost)

@@ -45,6 +45,6 @@ def test_a_round_that_a_device_ruins_is_taken_back(tmp_path: Path) -> None:
     assert [gate["returned"] for gate in gates] == [n == RUINED for n in range(1, ROUNDS + 1)]
     (said,) = [note for note in notes if "went back to its best state" in note]
     assert said.startswith(f"round {RUINED}: ") and said in result.summary["notes"]
-    honest = inline(lying.asked("mean", rounds=ROUNDS))[1][-1]["global_accuracy"]
+    honest = inline(lying.asked("mean", rounds=ROUNDS))[1][-1]["global_score"]
     assert honest > 0.75
-    assert result.metrics[-1]["global_accuracy"] > honest - 0.05
+    assert result.metrics[-1]["global_score"] > honest - 0.05

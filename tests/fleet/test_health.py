@@ -548,7 +548,7 @@ def test_counts_for_prometheus(serving: HealthServer, done: Path) -> None:
         and found['nestling_clients{tier="phone",state="away"}'] == 0
     )
     assert found['nestling_letters_total{kind="answers"}'] == 6
-    assert found['nestling_accuracy{kind="global"}'] == rows[-1]["global_accuracy"]
+    assert found['nestling_score{kind="global"}'] == rows[-1]["global_score"]
     assert (
         found['nestling_health{state="ok"}'] == 1 and found['nestling_health{state="stalled"}'] == 0
     )
@@ -558,7 +558,7 @@ def test_counts_for_prometheus(serving: HealthServer, done: Path) -> None:
 def test_names_of_tiers_cannot_break_the_text(done: Path) -> None:
     table = run_status(done)
     table["tiers"] = {'a"b\\c\nd': {"here": 1, "away": 0, "expected": 1}}
-    table["accuracy"]["global_accuracy"]["last"] = float("nan")
+    table["scores"]["global_score"]["last"] = float("nan")
     found = parsed(metrics.exposition(table))
     assert found['nestling_clients{tier="a\\"b\\\\c\\nd",state="here"}'] == 1
-    assert 'nestling_accuracy{kind="global"}' not in found
+    assert 'nestling_score{kind="global"}' not in found

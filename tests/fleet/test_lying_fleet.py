@@ -18,11 +18,11 @@ def accuracy(merge: str, home: Path) -> float:
     _, federation = live(lying.asked(merge), courier)
     *_, last = list(play(federation))
     assert last["merged"] == len(lying.NAMES)  # nobody can be refused
-    return float(last["global_accuracy"])
+    return float(last["global_score"])
 
 
 def test_a_fleets_bounds_do_not_save_the_mean_and_a_rule_holds(tmp_path: Path) -> None:
-    clean = inline(lying.asked("mean"))[1][-1]["global_accuracy"]
+    clean = inline(lying.asked("mean"))[1][-1]["global_score"]
     ended = {merge: accuracy(merge, tmp_path / merge) for merge in ("mean", "aligned")}
     assert clean > 0.75
     assert ended["mean"] < clean - 0.2, (clean, ended)

@@ -106,9 +106,9 @@ def test_no_number_is_better_than_a_wrong_one(method: str, tmp_path: Path) -> No
     here, rows = plain(method)
     last = result.metrics[-1]
     if here.method.as_set.personal:
-        assert last["global_accuracy"] is None and last["personal_accuracy"] is None
+        assert last["global_score"] is None and last["personal_score"] is None
     else:
-        for kind in ("global_accuracy", "personal_accuracy", "by_tier"):
+        for kind in ("global_score", "personal_score", "by_tier"):
             assert last[kind] == rows[-1][kind]
 
 

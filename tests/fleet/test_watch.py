@@ -40,8 +40,8 @@ def run_folder(path: Path, **changes: Any) -> Path:
             "late": 0,
             "dropped": number % 2,
             "seconds": 10.0 * number,
-            "global_accuracy": [0.5, None][number - 1],
-            "personal_accuracy": None,
+            "global_score": [0.5, None][number - 1],
+            "personal_score": None,
         }
         for number in (1, 2)
     ]

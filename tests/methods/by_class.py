@@ -137,6 +137,4 @@ def resumes(method: Named, tmp_path: Path, **changes: Any) -> None:
     assert first.keys() == second.keys() and all(
         torch.equal(t, second[name]) for name, t in first.items()
     )
-    assert (
-        resumed.summary["personal_accuracy"]["last"] == whole.summary["personal_accuracy"]["last"]
-    )
+    assert resumed.summary["personal_score"]["last"] == whole.summary["personal_score"]["last"]

@@ -45,14 +45,14 @@ def experiment(method: Any, seed: int, **changes: Any) -> Experiment:
     return Experiment(**{**settings, **changes})
 
 
-def learned(method: Any, kind: str = "global_accuracy", **changes: Any) -> list[float]:
+def learned(method: Any, kind: str = "global_score", **changes: Any) -> list[float]:
     """The last accuracy of every seed."""
     return [
         nestling.run(experiment(method, seed, **changes)).summary[kind]["last"] for seed in SEEDS
     ]
 
 
-def alone(kind: str = "global_accuracy", **changes: Any) -> float:
+def alone(kind: str = "global_score", **changes: Any) -> float:
     """What the same clients reach with the same budget when nothing travels: the mean over the
     seeds."""
     return _alone(kind, _Changes(changes))

@@ -26,7 +26,7 @@ SETTING: dict[str, Any] = {"fleet": UNLIKE, "split": SPLIT, "participants": 0}
 """Everybody takes part in every round, as in the papers."""
 
 
-def unlike(method: Any, kind: str = "personal_accuracy", **changes: Any) -> list[float]:
+def unlike(method: Any, kind: str = "personal_score", **changes: Any) -> list[float]:
     """The last accuracy of every seed on the mixed fleet."""
     return learned(method, kind, **{**SETTING, **changes})
 

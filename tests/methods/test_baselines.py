@@ -792,5 +792,5 @@ def test_sharing_beats_training_alone(name: str) -> None:
 @pytest.mark.slow
 def test_a_shared_base_beats_training_alone() -> None:
     """With everybody in every round, as alone."""
-    found = learned(FedPer(), kind="personal_accuracy", participants=0)
-    assert mean(found) > alone(kind="personal_accuracy") + 0.01, found
+    found = learned(FedPer(), kind="personal_score", participants=0)
+    assert mean(found) > alone(kind="personal_score") + 0.01, found

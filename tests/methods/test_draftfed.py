@@ -508,9 +508,8 @@ def test_three_families_learn_from_each_other() -> None:
     ):
         runs = [nestling.run(experiment(method, seed, **SCARCE)).summary for seed in SEEDS]
         found[name] = {
-            kind: [run[kind]["last"] for run in runs]
-            for kind in ("personal_accuracy", "global_accuracy")
+            kind: [run[kind]["last"] for run in runs] for kind in ("personal_score", "global_score")
         }
     for kind, ours in found["ours"].items():
         assert clearly_above(ours, found["alone"][kind]), (kind, ours, found["alone"][kind])
-    assert mean(found["ours"]["personal_accuracy"]) > 0.5
+    assert mean(found["ours"]["personal_score"]) > 0.5

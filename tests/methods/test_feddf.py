@@ -227,9 +227,7 @@ def test_without_public_data_it_says_what_it_needs() -> None:
         with pytest.raises(InputError, match=r"split\.public.*noise"):
             nestling.run(small(method, split=none))
     result = nestling.run(small(quick(source="noise", validation=0.0), split=none))
-    assert (
-        result.federation.world.public is None and result.summary["global_accuracy"]["last"] > 0.1
-    )
+    assert result.federation.world.public is None and result.summary["global_score"]["last"] > 0.1
 
 
 def test_noise_is_other_noise_every_round_and_may_still_be_validated() -> None:
@@ -354,7 +352,7 @@ def test_it_beats_training_alone_and_plain_averages_within_architectures() -> No
         runs: list[Experiment] = [experiment(method, seed, **LEARNING) for seed in SEEDS]
         found = [nestling.run(run).summary for run in runs]
         return tuple(
-            [s[kind]["last"] for s in found] for kind in ("personal_accuracy", "global_accuracy")
+            [s[kind]["last"] for s in found] for kind in ("personal_score", "global_score")
         )  # type: ignore[return-value]
 
     alone, plain, ours = (

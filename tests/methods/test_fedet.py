@@ -279,7 +279,7 @@ def test_it_beats_training_alone_and_the_server_learns_from_what_clients_say() -
         return [nestling.run(experiment(method, seed, **LEARNING)).summary for seed in SEEDS]
 
     ours, alone = learned(Named(NAME, {"steps": 24, "features": 64})), learned("local")
-    personal = [[s["personal_accuracy"]["last"] for s in found] for found in (ours, alone)]
+    personal = [[s["personal_score"]["last"] for s in found] for found in (ours, alone)]
     assert clearly_above(*personal), personal
     # Without steps the server's network has the clients' head on a body that never saw anything.
     never = [
@@ -287,7 +287,7 @@ def test_it_beats_training_alone_and_the_server_learns_from_what_clients_say() -
             experiment(Named(NAME, {"steps": 0}), SEEDS[0], **{**LEARNING, "rounds": 2})
         ).summary
     ]
-    told, untold = ([s["global_accuracy"]["last"] for s in found] for found in (ours, never))
+    told, untold = ([s["global_score"]["last"] for s in found] for found in (ours, never))
     assert mean(told) > mean(untold) + 0.4 and mean(told) > mean(
-        [s["global_accuracy"]["last"] for s in alone]
+        [s["global_score"]["last"] for s in alone]
     ), (told, untold)

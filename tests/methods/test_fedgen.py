@@ -259,8 +259,8 @@ def test_what_it_is_follows_from_what_travels() -> None:
         and unlike.model is None
         and unlike.federation.method.as_set.personal
     )
-    tested = [row["global_accuracy"] for row in unlike.metrics[-1]["by_tier"].values()]
-    assert min(tested) <= unlike.metrics[-1]["global_accuracy"] <= max(tested)
+    tested = [row["global_score"] for row in unlike.metrics[-1]["by_tier"].values()]
+    assert min(tested) <= unlike.metrics[-1]["global_score"] <= max(tested)
     assert FedGen().as_set is FedGen.info
     assert (
         not FedGen(share="full").as_set.own_networks
@@ -376,7 +376,7 @@ def test_the_run_goes_on_where_it_stood(tmp_path: Path, mixed: bool) -> None:
     parts = nestling.resume(tmp_path / "parts", overrides=("rounds=4",))
     whole = nestling.run(small(Named(NAME, QUICK), rounds=4, **changes), out=tmp_path / "whole")
     same_state(parts.federation, whole.federation, 0.0)
-    assert parts.metrics[-1]["personal_accuracy"] == whole.metrics[-1]["personal_accuracy"]
+    assert parts.metrics[-1]["personal_score"] == whole.metrics[-1]["personal_score"]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -403,5 +403,5 @@ def test_unlike_networks_learn_with_a_common_classifier() -> None:
     assert (
         mean(found) > 0.5
         and mean(found)
-        > alone("personal_accuracy", **{**SETTING, "engine": EngineConfig("cohort", 1)}) - 0.12
+        > alone("personal_score", **{**SETTING, "engine": EngineConfig("cohort", 1)}) - 0.12
     )

@@ -137,7 +137,7 @@ def test_both_ways_to_decide_are_reported() -> None:
     by_common, by_own = (
         nestling.run(small(FedGH(predict=way), **run)).summary for way in ("common", "own")
     )
-    for kind in ("global_accuracy", "personal_accuracy"):
+    for kind in ("global_score", "personal_score"):
         assert by_common["others"]["by own head"][kind] == by_own[kind]["last"]
         assert by_own["others"]["by common head"][kind] == by_common[kind]["last"]
 

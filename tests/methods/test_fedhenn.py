@@ -195,4 +195,4 @@ def test_clients_come_to_see_the_same_likenesses_and_learn() -> None:
     alone is not claimed."""
     pulled, free = (nestling.run(experiment(eta, 0)) for eta in (1.0, 0.0))
     assert alignment(pulled) > alignment(free) + 0.1
-    assert pulled.summary["personal_accuracy"]["last"] > 0.4
+    assert pulled.summary["personal_score"]["last"] > 0.4

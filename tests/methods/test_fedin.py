@@ -540,7 +540,7 @@ def test_it_learns_more_than_everybody_alone() -> None:
         [nestling.run(experiment(m, s, **LEARNING)).summary for s in SEEDS]
         for m in (Named(NAME), "local")
     )
-    for kind in ("global_accuracy", "personal_accuracy"):
+    for kind in ("global_score", "personal_score"):
         one, other = ([run[kind]["last"] for run in runs] for runs in (ours, others))
         assert clearly_above(one, other), (kind, one, other)
         assert mean(one) > 0.5

@@ -256,7 +256,7 @@ def test_both_ways_to_decide_are_reported() -> None:
     assert list(by_prototype["others"]) == ["by head"] and list(by_head["others"]) == [
         "by prototype"
     ]
-    for kind in ("global_accuracy", "personal_accuracy"):
+    for kind in ("global_score", "personal_score"):
         assert by_prototype["others"]["by head"][kind] == by_head[kind]["last"]
         assert by_head["others"]["by prototype"][kind] == by_prototype[kind]["last"]
 

@@ -196,7 +196,7 @@ def test_without_teaching_back_every_device_is_alone() -> None:
             for r in (zkt, local)
         )
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert zkt.summary["personal_accuracy"] == local.summary["personal_accuracy"]
+    assert zkt.summary["personal_score"] == local.summary["personal_score"]
 
 
 def test_the_pull_keeps_a_client_near_what_it_received() -> None:
@@ -377,10 +377,10 @@ def test_f_learns_without_data_and_nobody_is_worse_for_it() -> None:
     )
     found = {
         kind: [[run[kind]["last"] for run in runs] for runs in (ours, local)]
-        for kind in ("global_accuracy", "personal_accuracy")
+        for kind in ("global_score", "personal_score")
     }
-    together, alone = found["global_accuracy"]
+    together, alone = found["global_score"]
     assert min(together) > 0.3  # chance is 0.1
     assert clearly_above(together, alone), found
-    together, alone = found["personal_accuracy"]
+    together, alone = found["personal_score"]
     assert mean(together) > mean(alone) - 0.01, found

@@ -140,9 +140,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         torch.equal(t, whole.federation.method.weights[n])
         for n, t in resumed.federation.method.weights.items()
     )
-    assert (
-        resumed.summary["personal_accuracy"]["last"] == whole.summary["personal_accuracy"]["last"]
-    )
+    assert resumed.summary["personal_score"]["last"] == whole.summary["personal_score"]["last"]
 
 
 @pytest.mark.slow
@@ -162,9 +160,9 @@ def test_unlike_networks_learn_together() -> None:
         nestling.run(small(method, fleet=MIXED, seed=seed, **settings)).summary
         for seed in (0, 1, 2)
     ]
-    assert sum(s["personal_accuracy"]["last"] for s in found) / 3 > 0.3
+    assert sum(s["personal_score"]["last"] for s in found) / 3 > 0.3
     for tier in ("mlp", "tinycnn"):
-        assert sum(s["by_tier"][tier]["personal_accuracy"]["last"] for s in found) / 3 > 0.35
+        assert sum(s["by_tier"][tier]["personal_score"]["last"] for s in found) / 3 > 0.35
 
 
 @pytest.mark.slow
@@ -177,8 +175,8 @@ def test_with_hardly_any_data_it_beats_training_alone() -> None:
         "train": Train(epochs=2, batch=10, lr=0.05),
         "evaluate": Evaluation(every=24, clients=9),
     }
-    found = learned(HAFLGHN(), "personal_accuracy", **settings)
-    assert mean(found) > alone("personal_accuracy", **settings) + 0.02
+    found = learned(HAFLGHN(), "personal_score", **settings)
+    assert mean(found) > alone("personal_score", **settings) + 0.02
     assert min(found) > 0.4
 
 
@@ -196,7 +194,7 @@ def test_devices_that_cannot_train_phi_get_what_it_makes() -> None:
     result = nestling.run(small(HAFLGHN(), **settings))
     fleet, by_tier = result.federation.world.fleet, result.summary["by_tier"]
     assert [fleet.tier_of(c).name for c in result.metrics[0]["clients"]] == ["pi"] * 3
-    assert by_tier["tiny"]["personal_accuracy"]["last"] is not None
+    assert by_tier["tiny"]["personal_score"]["last"] is not None
     with pytest.raises(InputError, match="too little ram"):
         nestling.run(small(HAFLGHN(leave_out=False), **settings))
 

@@ -121,7 +121,7 @@ def test_what_a_client_decides_with() -> None:
                 else federation.method.head
             )
             assert all(torch.equal(t, wanted[name]) for name, t in found.items())
-    for kind in ("global_accuracy", "personal_accuracy"):
+    for kind in ("global_score", "personal_score"):
         assert by_common.summary["others"]["by own head"][kind] == by_own.summary[kind]["last"]
 
 

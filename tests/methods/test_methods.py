@@ -265,7 +265,7 @@ def test_networks_that_share_nothing_are_taken_or_refused(method: str) -> None:
     experiment = small(method, fleet=mixed("dscnn", width=0.25) if method == "draftfed" else MIXED)
     if method_class(method).info.own_networks:
         result = nestling.run(experiment)
-        assert result.summary["by_tier"]["small"]["global_accuracy"]["last"] > 0
+        assert result.summary["by_tier"]["small"]["global_score"]["last"] > 0
     else:
         with pytest.raises(InputError, match=r"fleet.tiers\[0\].model.*shared-distill"):
             nestling.run(experiment)
@@ -350,9 +350,7 @@ def test_distillation_moves_the_student_towards_its_teachers() -> None:
 
 def test_without_public_data_noise_stands_in() -> None:
     result = nestling.run(small("shared-distill", split=SplitConfig(size=60, public=0.0)))
-    assert (
-        result.federation.world.public is None and result.summary["global_accuracy"]["last"] > 0.1
-    )
+    assert result.federation.world.public is None and result.summary["global_score"]["last"] > 0.1
 
 
 def closed_formula(federation: Federation, method: str, clients: list[int]) -> tuple[int, int]:
@@ -416,7 +414,7 @@ def test_sharing_beats_training_alone(seed: int) -> None:
     """Same budget for all: every method that shares is above Local, and far above chance."""
     sharing = ("fedavg", "all-large", "heterofl", "shared-average", "shared-distill")
     accuracy = {
-        m: nestling.run(small(m, seed=seed, **LEARNING)).summary["global_accuracy"]["last"]
+        m: nestling.run(small(m, seed=seed, **LEARNING)).summary["global_score"]["last"]
         for m in ("local", *sharing)
     }
     assert accuracy["local"] > 0.4

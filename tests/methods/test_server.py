@@ -229,7 +229,7 @@ def test_what_is_tested_and_saved_is_the_mean(tmp_path: Path) -> None:
         and not equal(saved, federation.method.weights)
     )
     tested = evaluate(federation.shown, federation.world, federation.bench)
-    assert result.metrics[-1]["global_accuracy"] == tested["global_accuracy"]
+    assert result.metrics[-1]["global_score"] == tested["global_score"]
     with opened(tmp_path / "run") as again:
         assert again.model is not None and equal(dict(again.model.state_dict()), saved)
 
@@ -374,7 +374,7 @@ def test_it_learns(name: str) -> None:
                 method, 0, rounds=10, evaluate=nestling.Evaluation(every=10), server=Server(name)
             )
         )
-        assert result.summary["global_accuracy"]["last"] > 0.4, (
+        assert result.summary["global_score"]["last"] > 0.4, (
             method,
-            result.summary["global_accuracy"],
+            result.summary["global_score"],
         )

@@ -640,8 +640,8 @@ def test_a_resumed_run_equals_one_that_went_through(tmp_path: Path, name: str) -
     parts = nestling.resume(tmp_path / "parts", overrides=("rounds=4",))
     whole = nestling.run(small(named, rounds=4), out=tmp_path / "whole")
     a, b = parts.federation, whole.federation
-    assert a.totals == b.totals and [r["personal_accuracy"] for r in parts.metrics] == [
-        r["personal_accuracy"] for r in whole.metrics
+    assert a.totals == b.totals and [r["personal_score"] for r in parts.metrics] == [
+        r["personal_score"] for r in whole.metrics
     ]
     assert all(
         equal(*(f.method.model_for(f.world.device(c)).state for f in (a, b))) for c in range(4)
@@ -721,8 +721,8 @@ PERSONAL: dict[str, Any] = {
 def test_sharing_masked_models_beats_training_alone(method: Any) -> None:
     """Little data a client and a pruning that ends early; each rewinding costs LotteryFL a round of
     training."""
-    accuracies = learned(method, "personal_accuracy", **PERSONAL)
-    assert mean(accuracies) > alone("personal_accuracy", **PERSONAL) > 0.5, accuracies
+    accuracies = learned(method, "personal_score", **PERSONAL)
+    assert mean(accuracies) > alone("personal_score", **PERSONAL) > 0.5, accuracies
 
 
 @pytest.mark.slow

@@ -591,9 +591,7 @@ def test_networks_and_methods_must_mean_the_same_widths() -> None:
     assert caught.value.field == "model.norm"
     stated = Named("tinycnn", {"channels": [8, 16, 16], "norm": "per-width:0.5,1"})
     assert (
-        nestling.run(small(FjORD(levels=(0.5, 1.0)), model=stated)).summary["global_accuracy"][
-            "last"
-        ]
+        nestling.run(small(FjORD(levels=(0.5, 1.0)), model=stated)).summary["global_score"]["last"]
         > 0
     )
 

@@ -165,7 +165,7 @@ def write_analysis(folder: Path, *, clients: int = 5, rows: int = 20, classes: i
     whole = list(range(clients))
     found = {
         "round": 20,
-        "class_names": [f"c{c}" for c in range(classes)],
+        "kinds": [f"c{c}" for c in range(classes)],
         "rows": [100 + row for row in range(rows)],
         "labels": [row * classes // rows for row in range(rows)],
         "clients": [
@@ -216,8 +216,8 @@ def _records(
 
         by_tier = {
             tier["name"]: {
-                "global_accuracy": accuracy(0.86 + 0.035 * index, 3 + index, global_model),
-                "personal_accuracy": accuracy(0.90 + 0.02 * index, 2 + 0.5 * index, personal),
+                "global_score": accuracy(0.86 + 0.035 * index, 3 + index, global_model),
+                "personal_score": accuracy(0.90 + 0.02 * index, 2 + 0.5 * index, personal),
                 "loss": round(
                     2.3 * math.exp(-at / (5 + index)) + 0.15 + abs(noise.normal(0, 0.02)), 4
                 )
@@ -232,8 +232,8 @@ def _records(
                 "round": at,
                 "clients": [int(c) for c in noise.integers(0, 20, 6)],
                 "loss": round(2.3 * math.exp(-at / 6) + 0.2, 4),
-                "global_accuracy": accuracy(0.975, 4, global_model),
-                "personal_accuracy": accuracy(0.955, 3, personal),
+                "global_score": accuracy(0.975, 4, global_model),
+                "personal_score": accuracy(0.955, 3, personal),
                 "by_tier": by_tier,
                 "bytes_up": 480_000,
                 "bytes_down": 510_000,
@@ -266,7 +266,7 @@ def _summary(
     rounds: int,
     global_model: bool,
 ) -> dict[str, Any]:
-    kinds = ("global_accuracy", "personal_accuracy")
+    kinds = ("global_score", "personal_score")
     return {
         "method": method,
         "title": title,
@@ -311,7 +311,7 @@ def _federation(seed: int, clients: int, classes: int) -> dict[str, Any]:
         },
         "tiers": TIERS,
         "split": {
-            "class_names": [str(c) for c in range(classes)],
+            "kinds": [str(c) for c in range(classes)],
             "kind": "dirichlet",
             "alpha": 0.5,
             "clients_total": clients,

@@ -253,7 +253,7 @@ def test_a_chart_is_saved_as_a_table_and_as_a_picture(
     assert rows[0] == ["layer", "by", "channel", "replies", "share"]
     assert {row[0] for row in rows[1:]} >= {"stages.0.conv", "head"}
     assert all(0 <= float(row[4]) <= 1 for row in rows[1:])
-    lines = list(csv.reader(io.StringIO(saved(driver, "#accuracy", "CSV", tmp_path / "b"))))
+    lines = list(csv.reader(io.StringIO(saved(driver, "#scores", "CSV", tmp_path / "b"))))
     assert lines[0] == ["series", "round", "accuracy"]
     assert {row[1] for row in lines[1:]} == {"1", "2"}
     text = saved(driver, "#coverage", "SVG", tmp_path / "c")
@@ -379,7 +379,7 @@ def test_a_thousand_rounds_of_a_hundred_clients_open_in_two_seconds(
 
 def test_a_click_on_a_heading_sorts(driver: Any, made: dict[str, Path]) -> None:
     show(driver, made["run"])
-    table = driver.find_element("css selector", "#accuracy table")
+    table = driver.find_element("css selector", "#scores table")
 
     def column(number: int) -> list[str]:
         return [

@@ -56,7 +56,7 @@ def test_a_run_writes_its_line_anew_with_every_round(shown: list[str], tmp_path:
     rounds = list(dict.fromkeys(text.partition(" · ")[0] for text in shown[1:]))
     assert rounds == [f"round {number}/3" for number in range(4)]
     last = result.metrics[-1]
-    said = f"global {last['global_accuracy']:.1%} personal {last['personal_accuracy']:.1%}"
+    said = f"global {last['global_score']:.1%} personal {last['personal_score']:.1%}"
     assert shown[-1].startswith(f"round 3/3 · {said} · ") and " left" not in shown[-1]
     middle = [text for text in shown if text.startswith("round 2/3")]
     assert middle and all("about " in text and text.endswith(" left") for text in middle)

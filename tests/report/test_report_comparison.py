@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nestling.errors import InputError
-from nestling.report.charts import ACCURACY, BENT
+from nestling.report.charts import BENT, SCORE
 from nestling.report.compare import compare
 from nestling.report.comparison import spread
 from nestling.report.folder import read_run, summarise
@@ -67,8 +67,8 @@ def test_mean_and_spread_over_seeds() -> None:
 def test_the_page_gives_mean_and_spread_and_keeps_columns_apart(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
     shown = {
-        "global_accuracy": [(0.91, 0.95), (0.92, 0.96), (0.93, 0.98)],
-        "personal_accuracy": [(0.71, 0.75), (0.72, 0.77), (0.75, 0.79)],
+        "global_score": [(0.91, 0.95), (0.92, 0.96), (0.93, 0.98)],
+        "personal_score": [(0.71, 0.75), (0.72, 0.77), (0.75, 0.79)],
     }
     for at, run in enumerate(runs):
         change(
@@ -98,7 +98,7 @@ def told(folder: Path, method: str, *accuracies: float) -> list[Path]:
             folder / f"{method}-{seed}", method=method, title=method, seed=seed, personal=False
         )
         known = {"last": value, "best": value, "best_round": 20}
-        change(run / "summary.json", global_accuracy=known)
+        change(run / "summary.json", global_score=known)
         runs.append(run)
     return runs
 
@@ -136,7 +136,7 @@ def test_what_a_target_took_in_time_and_energy(tmp_path: Path) -> None:
     firsts = []
     for seed, run in enumerate(runs):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        first = next(one for one in lines if (one["global_accuracy"] or 0) >= 0.8)
+        first = next(one for one in lines if (one["global_score"] or 0) >= 0.8)
         assert 1 < first["round"] < 20
         assert row.values["target_seconds"][seed] == 61.5 * first["round"]
         assert row.values["target_joules"][seed] == 880.0 * first["round"]
@@ -168,7 +168,7 @@ def test_the_seeds_of_a_setting_have_a_band_of_one_deviation(tmp_path: Path) -> 
     assert rows[0][-2:] == ["low", "high"]
     told = {(row[0], int(row[1])): row[2:] for row in rows[1:]}
     accuracies = [
-        {one["round"]: one["global_accuracy"] for one in read_run(run).metrics} for run in runs
+        {one["round"]: one["global_score"] for one in read_run(run).metrics} for run in runs
     ]
     for at in (1, 10, 20):
         values = [one[at] for one in accuracies]
@@ -179,8 +179,8 @@ def test_the_seeds_of_a_setting_have_a_band_of_one_deviation(tmp_path: Path) -> 
     # what is drawn is as high as these numbers: along the upper edge, and back along the lower
     edge = [float(pair.split()[1]) for pair in str(bands[0].get("d"))[1:-1].split("L")]
     upper, lower = edge[: len(edge) // 2], edge[: len(edge) // 2 - 1 : -1]
-    assert ACCURACY.places is not None and BENT in page.read_text()
-    place = ACCURACY.places
+    assert SCORE.places is not None and BENT in page.read_text()
+    place = SCORE.places
     edges = [map(float, row[3:]) for row in rows[1:] if row[0] == "HeteroFL"]
     widths = [place(high) - place(low) for low, high in edges]
     tall = [low - high for low, high in zip(lower, upper, strict=True)]
@@ -202,7 +202,7 @@ def test_runs_on_different_data_carry_a_warning(tmp_path: Path) -> None:
 def test_unfinished_and_bare_runs_compare(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "metrics.jsonl").write_text(json.dumps({"round": 1, "global_accuracy": 0.5}) + "\n")
+    (bare / "metrics.jsonl").write_text(json.dumps({"round": 1, "global_score": 0.5}) + "\n")
     text = outline(
         write_comparison(
             [write_run(tmp_path / "half", done=5), bare], tmp_path / "new" / "all.html"

@@ -46,7 +46,7 @@ def test_a_run_names_its_worst_clients_and_the_page_shows_them(tmp_path: Path) -
     result = nestling.run(small("heterofl", rounds=2), out=tmp_path / "run")
     last = result.metrics[-1]
     worst = last["worst_clients"]
-    values = [entry["personal_accuracy"] for entry in worst]
+    values = [entry["personal_score"] for entry in worst]
     assert values == sorted(values) and values[0] == last["metrics"]["personal_worst"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "How unequal clients are" in page and "A tenth do not reach" in page

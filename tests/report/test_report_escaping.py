@@ -48,8 +48,8 @@ SHOWN = {
     "federation.json.tiers.title", "federation.json.tiers.kind", "federation.json.tiers.core",
     "federation.json.tiers.board",
     "federation.json.tiers.model", "federation.json.tiers.binding", "federation.json.model.name",
-    "federation.json.tiers.reasons", "federation.json.split.class_names",
-    "federation.json.split.kind", "analysis.json.class_names", "analysis.json.maps.how",
+    "federation.json.tiers.reasons", "federation.json.split.kinds",
+    "federation.json.split.kind", "analysis.json.kinds", "analysis.json.maps.how",
     "analysis.json.notes",
     "boards.jsonl.board",
 }  # fmt: skip

@@ -45,6 +45,22 @@ def test_a_corrupt_line_is_named_with_its_file(tmp_path: Path, bad: str) -> None
         read_run(tmp_path)
 
 
+def test_what_earlier_versions_called_otherwise_is_read_under_its_name_of_today(
+    tmp_path: Path,
+) -> None:
+    folder = write_run(tmp_path)
+    today = read_run(folder)
+    assert "global_score" in today.summary and "kinds" in today.federation["split"]
+    for file in ("metrics.jsonl", "summary.json", "federation.json"):
+        text = (folder / file).read_text()
+        for new, old in (("_score", "_accuracy"), ('"kinds"', '"class_names"')):
+            text = text.replace(new, old)
+        (folder / file).write_text(text)
+    then = read_run(folder)
+    assert (then.metrics, then.summary) == (today.metrics, today.summary)
+    assert then.federation == today.federation
+
+
 def test_bytes_that_are_no_text_are_a_corrupt_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"round": 1}\n{"round": \xff}\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 2"):
@@ -100,8 +116,8 @@ def test_the_summary_counted_from_the_rounds_equals_the_one_that_was_written(
     (tmp_path / "summary.json").unlink()
     counted = summarise(read_run(tmp_path))
     for key in (
-        "global_accuracy",
-        "personal_accuracy",
+        "global_score",
+        "personal_score",
         "by_tier",
         "bytes_up",
         "bytes_down",
@@ -143,9 +159,9 @@ def test_the_summary_of_before_a_resume_does_not_hide_newer_rounds(tmp_path: Pat
 def test_the_best_round_is_the_earliest_of_equals_and_nan_is_no_accuracy(tmp_path: Path) -> None:
     values = ["0.5", "0.9", "null", "0.9", "NaN"]
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(f'{{"round":{n},"global_accuracy":{v}}}\n' for n, v in enumerate(values, 1))
+        "".join(f'{{"round":{n},"global_score":{v}}}\n' for n, v in enumerate(values, 1))
     )
-    assert summarise(read_run(tmp_path))["global_accuracy"] == {
+    assert summarise(read_run(tmp_path))["global_score"] == {
         "last": 0.9,
         "best": 0.9,
         "best_round": 2,

@@ -20,7 +20,7 @@ def written(folder: Path, records: list[dict[str, Any]], clients: int) -> Path:
     write_run(folder, rounds=2)
     tiers = [{"name": "small", "count": clients, "params": 250}, {"name": "large", "params": 1000}]
     split = {
-        "class_names": ["a"],
+        "kinds": ["a"],
         "clients": [
             {"id": c, "tier": ("small", "large")[c % 2], "counts": [1]} for c in range(clients)
         ],

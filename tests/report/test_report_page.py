@@ -77,7 +77,7 @@ def test_the_page_tells_the_whole_story(tmp_path: Path) -> None:
     assert page == tmp_path / "report.html"
     summary = json.loads((tmp_path / "summary.json").read_text())
     text = outline(page).text
-    for kind in ("global_accuracy", "personal_accuracy"):
+    for kind in ("global_score", "personal_score"):
         assert f"{100 * summary[kind]['last']:.1f}%" in text
         assert f"{100 * summary[kind]['best']:.1f}%" in text
     for words in (
@@ -142,9 +142,9 @@ def test_the_axis_of_accuracies_is_the_datas(tmp_path: Path) -> None:
     values = []
     for record in records:
         for block in (record, *record["by_tier"].values()):
-            if block["global_accuracy"] is not None:
-                block["global_accuracy"] = 0.9 + 0.05 * block["global_accuracy"]
-                values.append(100 * block["global_accuracy"])
+            if block["global_score"] is not None:
+                block["global_score"] = 0.9 + 0.05 * block["global_score"]
+                values.append(100 * block["global_score"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     chart = drawn(write_report(folder), "c-rounds")
     told = [str(text.text) for text in chart.iterfind("text[@class='tick']")]
@@ -177,7 +177,7 @@ def test_hovering_over_what_was_taken_for_what(tmp_path: Path) -> None:
     found = {"macro_f1": {"last": 0.9, "best": 0.9, "best_round": 20}}
     change(folder / "summary.json", metrics=found, by_class={"confusion": matrix})
     split = json.loads((folder / "federation.json").read_text())["split"]
-    change(folder / "federation.json", split={**split, "class_names": ["a", "b"]})
+    change(folder / "federation.json", split={**split, "kinds": ["a", "b"]})
     page = write_report(folder)
     chart = drawn(page, "c-confusion")
     cells = [

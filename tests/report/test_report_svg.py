@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nestling.report.charts import ACCURACY, BENT, ROUNDS, chart
+from nestling.report.charts import BENT, ROUNDS, SCORE, chart
 from nestling.report.svg import (
     INK,
     Axis,
@@ -70,7 +70,7 @@ def test_higher_values_are_drawn_higher_and_later_ones_further_right() -> None:
 @example([0.0, 1.0])
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
 def test_an_uneven_axis_keeps_order_and_has_room_for_its_ticks(values: list[float]) -> None:
-    root = draw([Series("a", list(enumerate(values)), 0)], ACCURACY)
+    root = draw([Series("a", list(enumerate(values)), 0)], SCORE)
     (line,) = (path for path in root.iter("path") if "line" in path.attrib["class"].split())
     heights = [float(pair.split()[1]) for pair in line.attrib["d"][1:].split("L")]
     assert all(0 <= height <= 316 for height in heights)
@@ -89,14 +89,14 @@ def test_accuracies_that_end_close_together_are_told_apart() -> None:
     """Unevenly where an even axis would have them on one line, and then the chart says so."""
 
     def heights(values: list[float]) -> list[float]:
-        root = draw([Series("a", list(enumerate(values)), 0)], ACCURACY)
+        root = draw([Series("a", list(enumerate(values)), 0)], SCORE)
         (line,) = (path for path in root.iter("path") if "line" in path.attrib["class"].split())
         return [float(pair.split()[1]) for pair in line.attrib["d"][1:].split("L")]
 
     def noted(values: list[float]) -> bool:
         lines = [Series("a", list(enumerate(values)), 0)]
         words = {"title": "T", "note": "", "ident": "c", "nothing": ""}
-        return BENT in chart(lines, x=ROUNDS, y=ACCURACY, **words)
+        return BENT in chart(lines, x=ROUNDS, y=SCORE, **words)
 
     learned = [0.42, 0.91, 0.95, 0.96, 0.98]
     first, *_, before, last = heights(learned)

@@ -37,7 +37,7 @@ def test_a_row_holds_what_the_files_say(tmp_path: Path) -> None:
     said = summary["by_tier"]["f446"]
     for kind in ("global", "personal"):
         assert [row[f"{kind}_{key}"] for key in ("last", "best", "best_round")] == list(
-            said[f"{kind}_accuracy"].values()
+            said[f"{kind}_score"].values()
         )
 
 
@@ -67,8 +67,8 @@ def test_tiers_without_a_device_or_a_federation_still_have_rows() -> None:
     summary = {
         "by_tier": {
             "b": {
-                "global_accuracy": {"last": 0.5, "best": 0.6, "best_round": 3},
-                "personal_accuracy": None,
+                "global_score": {"last": 0.5, "best": 0.6, "best_round": 3},
+                "personal_score": None,
             }
         }
     }
@@ -109,7 +109,7 @@ def test_the_terminal_shows_global_and_personal_last_and_best_apart(tmp_path: Pa
         dict(zip(("last", "best"), (0.1111, 0.2222), strict=True)),
         dict(zip(("last", "best"), (0.3333, 0.4444), strict=True)),
     )
-    change(folder / "summary.json", global_accuracy=numbers[0], personal_accuracy=numbers[1])
+    change(folder / "summary.json", global_score=numbers[0], personal_score=numbers[1])
     text = printed(folder)
     last_row = next(line for line in text.splitlines() if line.startswith("all "))
     assert [word for word in last_row.split() if word.endswith("%")] == [

@@ -231,15 +231,15 @@ def test_the_table_in_every_format(runs: Path, tmp_path: Path) -> None:
 
 def test_a_target_counts_what_it_took(runs: Path) -> None:
     metrics = nestling.load(runs / "fedavg-0").metrics
-    goal = metrics[1]["global_accuracy"]
+    goal = metrics[1]["global_score"]
     (row,) = of(runs, "fedavg-0", target=goal).rows
-    first = next(m for m in metrics if m["global_accuracy"] >= goal)
+    first = next(m for m in metrics if m["global_score"] >= goal)
     assert row.values["target_rounds"][0] == first["round"]
     assert row.values["target_bytes"][0] == first["bytes_up_total"] + first["bytes_down_total"]
     (never,) = of(runs, "fedavg-0", target=0.999).rows
     assert "target_rounds" not in never.values
     for wrong in (0, 1.0, 90):
-        with pytest.raises(InputError, match="no accuracy"):
+        with pytest.raises(InputError, match="no score"):
             of(runs, "fedavg-0", target=wrong)
 
 

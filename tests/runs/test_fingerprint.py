@@ -172,7 +172,7 @@ def test_a_network_given_as_an_object_is_gone_on_with_as_that_object_only(tmp_pa
         with pytest.raises(InputError, match="was given as an object"):
             look(tmp_path / "run")
     gone_on = nestling.resume(tmp_path / "run", overrides=("rounds=4",), model=heads(1))
-    assert gone_on.summary["global_accuracy"] == whole["global_accuracy"]
+    assert gone_on.summary["global_score"] == whole["global_score"]
     assert nestling.load(tmp_path / "run", model=heads(1)).model is not None
 
 
@@ -202,7 +202,7 @@ def test_a_method_given_as_an_object_is_to_be_given_again(tmp_path: Path) -> Non
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     again = nestling.resume(tmp_path / "run", overrides=("rounds=2",), method=Mine(pace=2))
     trusted = nestling.resume(tmp_path / "copy", overrides=("rounds=2",), trust=name)
-    assert again.summary["global_accuracy"] == trusted.summary["global_accuracy"]
+    assert again.summary["global_score"] == trusted.summary["global_score"]
     assert again.summary["rounds_done"] == 2
 
 
@@ -225,12 +225,10 @@ def test_a_run_opens_from_anywhere_and_after_it_was_moved(
     arrays(home / "d.npz")
     monkeypatch.chdir(home)
     nestling.run(on_arrays("d.npz", rounds=2), out="run")
-    whole = nestling.run(on_arrays("d.npz", rounds=3)).summary["global_accuracy"]
+    whole = nestling.run(on_arrays("d.npz", rounds=3)).summary["global_score"]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert (
-        nestling.resume("../home/run", overrides=("rounds=3",)).summary["global_accuracy"] == whole
-    )
+    assert nestling.resume("../home/run", overrides=("rounds=3",)).summary["global_score"] == whole
     assert analyse(Path("../home/run"))["clients"]
     home.rename(tmp_path / "moved")  # with its data
     assert export(Path("../moved/run"), device="large", formats=("c",))

@@ -36,7 +36,7 @@ def expected(result: nestling.Result) -> dict[str, list[tuple[int, float]]]:
     for row in result.metrics:
         for name, value in scalars_of(row):
             found[name].append((row["round"], pytest.approx(value)))
-    assert "global_accuracy" in found and "small/personal_accuracy" in found
+    assert "global_score" in found and "small/personal_score" in found
     return dict(found)
 
 

@@ -61,7 +61,7 @@ def test_kill_at_a_random_moment_then_resume(tmp_path: Path, engine: str) -> Non
     resumed = nestling.resume(tmp_path / "killed")
     assert resumed.summary["rounds_done"] == 12
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
-    rows = [[r["global_accuracy"] for r in result.metrics] for result in (whole, resumed)]
+    rows = [[r["global_score"] for r in result.metrics] for result in (whole, resumed)]
     assert rows[0] == rows[1]
     assert [json.loads(line)["round"] for line in metrics.read_text().splitlines()] == list(
         range(1, 13)
@@ -80,8 +80,8 @@ def test_every_method_goes_on_where_it_stood(tmp_path: Path, method: str) -> Non
     for client in range(4):
         ours, theirs = (f.method.model_for(f.world.device(client)).state for f in (a, b))
         assert all((ours[name] == theirs[name]).all() for name in theirs)
-    assert [r["personal_accuracy"] for r in parts.metrics] == [
-        r["personal_accuracy"] for r in whole.metrics
+    assert [r["personal_score"] for r in parts.metrics] == [
+        r["personal_score"] for r in whole.metrics
     ]
 
 

@@ -47,8 +47,8 @@ def test_the_folder_holds_what_it_promises(tmp_path: Path) -> None:
         "commit",
     }
     assert keys <= summary.keys() and summary == result.summary
-    assert {"last", "best"} <= summary["global_accuracy"].keys() and {"last", "best"} <= summary[
-        "personal_accuracy"
+    assert {"last", "best"} <= summary["global_score"].keys() and {"last", "best"} <= summary[
+        "personal_score"
     ].keys()
     assert set(summary["by_tier"]) == {"small", "middle", "large"}
     assert summary["bytes_up"] == sum(r["bytes_up"] for r in result.metrics)
@@ -62,7 +62,7 @@ def test_global_weights_load_without_nestling(tmp_path: Path) -> None:
     bench = result.federation.bench
     with torch.no_grad():
         right = (network.eval()(bench.x_test).argmax(1) == bench.y_test).float().mean()
-    assert float(right) == pytest.approx(result.summary["global_accuracy"]["last"])
+    assert float(right) == pytest.approx(result.summary["global_score"]["last"])
 
 
 def test_tensorboard_reads_along(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_tensorboard_reads_along(tmp_path: Path) -> None:
     result = nestling.run(small(), out=tmp_path / "run")
     reader = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     reader.Reload()
-    got = [(e.step, e.value) for e in reader.Scalars("global_accuracy")]
-    assert got == [(r["round"], pytest.approx(r["global_accuracy"])) for r in result.metrics]
-    assert "small/personal_accuracy" in reader.Tags()["scalars"]
+    got = [(e.step, e.value) for e in reader.Scalars("global_score")]
+    assert got == [(r["round"], pytest.approx(r["global_score"])) for r in result.metrics]
+    assert "small/personal_score" in reader.Tags()["scalars"]
 
 
 def test_tensorboard_shows_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,8 @@ def test_tensorboard_shows_the_curves(tmp_path: Path, monkeypatch: pytest.Monkey
             main()
         reader = events.EventAccumulator(str(tmp_path / name / "tensorboard"))
         reader.Reload()
-        assert [e.step for e in reader.Scalars("global_accuracy")] == [1, 2]
-        return reader.Images("accuracy") if reader.Tags()["images"] else []
+        assert [e.step for e in reader.Scalars("global_score")] == [1, 2]
+        return reader.Images("scores") if reader.Tags()["images"] else []
 
     (shown,) = pictures("run")
     assert shown.step == 2 and (shown.width, shown.height) == (640, 480)
@@ -127,7 +127,7 @@ def test_tensorboard_shows_the_curves_of_a_cell_that_is_done(tmp_path: Path) -> 
         (folder,) = (path for path in (tmp_path / "s" / "runs").iterdir() if path.is_dir())
         reader = events.EventAccumulator(str(folder / "tensorboard"))
         reader.Reload()
-        return [one.step for one in reader.Images("accuracy")] if reader.Tags()["images"] else []
+        return [one.step for one in reader.Images("scores")] if reader.Tags()["images"] else []
 
     assert pictures(stopping) == []
     assert pictures(None) == [2]
@@ -229,7 +229,7 @@ def test_drop_outs_stragglers_and_changing_memory_are_played(tmp_path: Path) -> 
     assert len(sizes) > 1 and max(sizes) <= world.plans["busy"].piece.view.numel()
 
 
-def test_held_out_rows_measure_personal_accuracy() -> None:
+def test_held_out_rows_measure_personal_score() -> None:
     result = nestling.run(
         small(
             "local",
@@ -241,7 +241,7 @@ def test_held_out_rows_measure_personal_accuracy() -> None:
     split = result.federation.world.split
     assert (
         len(split.holdout(0)) > 0
-        and result.summary["personal_accuracy"]["last"] > result.summary["global_accuracy"]["last"]
+        and result.summary["personal_score"]["last"] > result.summary["global_score"]["last"]
     )
 
 

@@ -64,7 +64,7 @@ def test_a_sweep_is_a_folder_that_compare_reads(whole: Path) -> None:
         "runs",
         *(f"table.{suffix}" for suffix in ("md", "tex", "csv", "json", "html")),
     }
-    alone = nestling.run(small("heterofl", rounds=4, seed=1)).summary["global_accuracy"]["last"]
+    alone = nestling.run(small("heterofl", rounds=4, seed=1)).summary["global_score"]["last"]
     assert found.rows[1].values["global_last"][1] == alone
 
 
@@ -418,7 +418,7 @@ def test_ctrl_c_ends_after_the_round_and_says_how_to_go_on(tmp_path: Path) -> No
     gone_on = nestling.resume(tmp_path / "run", overrides=(f"rounds={done + 1}",))
     assert [row["round"] for row in gone_on.metrics] == list(range(1, done + 2))
     whole = nestling.run(small(rounds=done + 1))
-    assert gone_on.summary["global_accuracy"] == whole.summary["global_accuracy"]
+    assert gone_on.summary["global_score"] == whole.summary["global_score"]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -449,7 +449,7 @@ def test_ctrl_c_ends_a_sweep_after_its_rounds_and_the_same_command_goes_on(
         watcher=SweepWatcher(round=lambda name, _: played.append(name)),
     )
     assert len(played) == 2 * most - sum(done) and found.cautions == []
-    alone = nestling.run(small("fedavg", rounds=most, seed=0)).summary["global_accuracy"]["last"]
+    alone = nestling.run(small("fedavg", rounds=most, seed=0)).summary["global_score"]["last"]
     assert found.rows[0].values["global_last"][0] == alone
 
 

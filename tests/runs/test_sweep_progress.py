@@ -75,7 +75,7 @@ def test_the_time_left_is_that_of_the_rounds_left(
         watcher.started({"a": (4, 0), "b": (6, 2), "c": (4, 0), "d": (5, 5)})
         for name, rounds, seconds in (("a", 4, 60), ("b", 4, 180), ("c", 4, 60)):
             for _ in range(rounds):
-                watcher.round(name, {"global_accuracy": 0.5})
+                watcher.round(name, {"global_score": 0.5})
             clock[0] += seconds
             watcher.ended(name, "")
     said = capsys.readouterr().out.splitlines()

@@ -120,8 +120,8 @@ def test_every_file_has_them_and_a_users_own(tmp_path: Path) -> None:
     ]  # fmt: skip
     matrix = np.array(last["by_class"]["confusion"])
     assert matrix.shape == (10, 10) and matrix.sum() == 2000
-    assert matrix.diagonal().sum() / 2000 == pytest.approx(last["global_accuracy"])
-    assert last["metrics"]["half_right"] == pytest.approx(last["global_accuracy"] / 2)
+    assert matrix.diagonal().sum() / 2000 == pytest.approx(last["global_score"])
+    assert last["metrics"]["half_right"] == pytest.approx(last["global_score"] / 2)
     assert last["by_class"]["recall"] == pytest.approx(matrix.diagonal() / matrix.sum(1))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["test_loss"]["last"] == last["metrics"]["test_loss"]
@@ -148,7 +148,7 @@ def test_clients_without_a_global_model_are_measured_together() -> None:
     (row,) = result.metrics
     matrix = np.array(row["by_class"]["confusion"])
     assert matrix.sum() == 2000 * 3  # one client of each tier is tested
-    assert matrix.diagonal().sum() / matrix.sum() == pytest.approx(row["global_accuracy"])
+    assert matrix.diagonal().sum() / matrix.sum() == pytest.approx(row["global_score"])
     assert row["metrics"]["surest"] is not None
 
 

@@ -368,6 +368,6 @@ def test_the_example(tmp_path: Path) -> None:
     settled = assemble(wanted)[0]
     tiers = tuple(replace(tier, board="") for tier in settled.fleet.tiers)
     simulated = nestling.run(settled.with_changes(fleet=replace(settled.fleet, tiers=tiers)))
-    accuracies = [m["global_accuracy"] for m in result.metrics]
+    accuracies = [m["global_score"] for m in result.metrics]
     assert accuracies[-1] > accuracies[0] + 0.1
-    assert accuracies[-1] == pytest.approx(simulated.summary["global_accuracy"]["last"], abs=0.01)
+    assert accuracies[-1] == pytest.approx(simulated.summary["global_score"]["last"], abs=0.01)

@@ -76,4 +76,4 @@ def test_it_learns(train: Train) -> None:
     result = nestling.run(
         experiment("fedavg", 0, rounds=8, train=train, evaluate=Evaluation(every=8))
     )
-    assert result.summary["global_accuracy"]["last"] > 0.4
+    assert result.summary["global_score"]["last"] > 0.4

@@ -47,7 +47,7 @@ def test_a_round_that_ruins_the_model_is_taken_back() -> None:
     assert sum("went back to its best state" in note for note in notes) == len(returned)
     without = nestling.run(made(0.0, attack=RUIN)).metrics
     assert "gate" not in without[-1]
-    assert rows[-1]["global_accuracy"] - without[-1]["global_accuracy"] > 0.3
+    assert rows[-1]["global_score"] - without[-1]["global_score"] > 0.3
 
 
 def test_the_state_after_a_return_is_that_of_the_best_round() -> None:

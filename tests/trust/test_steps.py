@@ -47,7 +47,7 @@ def test_a_step_that_is_too_long_counts_as_the_longest_that_may_be(method: str) 
 
 def test_what_ruined_a_run_does_not_any_more() -> None:
     ends = {
-        most: nestling.run(attacked(most, "sign", 100.0, rounds=8)).metrics[-1]["global_accuracy"]
+        most: nestling.run(attacked(most, "sign", 100.0, rounds=8)).metrics[-1]["global_score"]
         for most in (0.0, 1.0)
     }
     assert ends[1.0] - ends[0.0] > 0.2

@@ -18,4 +18,4 @@ def main(grid: Grid, context: Context) -> None:
     settings = {"method": config["method"], "rounds": config["rounds"], "participants": 0, "fleet": DEVICES}
     strategy = Strategy(**settings, split=SplitConfig(size=100), folder=config["out"] or None, min_clients=len(DEVICES))
     result = strategy.start(grid)
-    print("accuracy by round:", {n: metrics["global_accuracy"] for n, metrics in result.evaluate_metrics_serverapp.items()})
+    print("accuracy by round:", {n: metrics["global_score"] for n, metrics in result.evaluate_metrics_serverapp.items()})

@@ -98,12 +98,12 @@ def exposition(table: Mapping[str, Any]) -> str:
             ],
         ),
         _block(
-            "accuracy",
+            "score",
             "gauge",
-            "accuracy when last tested, 0 to 1",
+            f"{table['score']} when last tested, 1 is perfect",
             [
-                ({"kind": kind.removesuffix("_accuracy")}, row["last"])
-                for kind, row in table["accuracy"].items()
+                ({"kind": kind.removesuffix("_score")}, row["last"])
+                for kind, row in table["scores"].items()
             ],
         ),
         _block(

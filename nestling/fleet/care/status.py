@@ -19,7 +19,16 @@ from typing import Any
 from nestling.errors import InputError
 from nestling.files import read_toml, write_atomic
 from nestling.fleet.care import logs
-from nestling.runfiles import EXPERIMENT, FEDERATION, METRICS, SUMMARY, lines_of, object_in
+from nestling.runfiles import (
+    EXPERIMENT,
+    FEDERATION,
+    METRICS,
+    SCORES,
+    SUMMARY,
+    lines_of,
+    object_in,
+    score_word,
+)
 
 STATUS = "fleet.json"
 GATHERING, ROUND, MERGING, DONE, STOPPED = "gathering", "round", "merging", "done", "stopped"
@@ -108,7 +117,8 @@ def snapshot(folder: Path, now: float | None = None, begun: bool = True) -> Tabl
         "doing": status.get("doing", {}),
         "clients": clients,
         "tiers": _by_tier(tiers, clients),
-        "accuracy": _accuracy(rows),
+        "score": score_word(object_in(folder / FEDERATION)),
+        "scores": _scores(rows),
         "totals": _totals(rows),
         "letters": status.get("letters", {}),
         "refusals": _refusals(folder, status),
@@ -137,10 +147,10 @@ def _by_tier(tiers: dict[str, int], clients: list[Table]) -> dict[str, Table]:
     return found
 
 
-def _accuracy(rows: list[Table]) -> Table:
-    """The last and the best accuracies."""
+def _scores(rows: list[Table]) -> Table:
+    """The last and the best scores."""
     found: Table = {}
-    for kind in ("global_accuracy", "personal_accuracy"):
+    for kind in SCORES:
         known = [(row["round"], row[kind]) for row in rows if row.get(kind) is not None]
         best = max(known, key=lambda point: point[1], default=(None, None))
         last = known[-1] if known else (None, None)

@@ -114,9 +114,9 @@ def _of_round(table: dict[str, Any]) -> list[Any]:
 
 
 def _numbers(table: dict[str, Any]) -> Text:
-    totals, kinds = table["totals"], table["accuracy"]
+    totals, kinds, word = table["totals"], table["scores"], table["score"]
     words = [
-        f"{kind.removesuffix('_accuracy')} accuracy {percent(row['last'])} (best "
+        f"{kind.removesuffix('_score')} {word} {percent(row['last'])} (best "
         f"{percent(row['best'])}, round {row['best_round']})"
         for kind, row in kinds.items()
         if row["last"] is not None

@@ -20,7 +20,7 @@ from nestling.fleet.care.certs import KeyHolder, write_private
 from nestling.fleet.care.disk import MEGA, Room, is_full
 from nestling.fleet.care.processes import LOG_BYTES, LOG_FILES, born
 from nestling.fleet.server.server import ANEW, OUTCOME, PROCESS, RUN_LOG, SETTINGS
-from nestling.runfiles import EXPERIMENT
+from nestling.runfiles import EXPERIMENT, score_word
 
 if TYPE_CHECKING:
     from nestling.experiment import Experiment
@@ -125,14 +125,17 @@ def _watcher() -> Watcher:
     """What happens, as lines of the log."""
     from nestling.runs.run import Watcher
 
+    words = {"score": "score"}
+
     def started(experiment: Experiment, description: dict[str, Any], done: int) -> None:
+        words["score"] = score_word(description)
         text = f"{experiment.method.name}: round {done + 1} of {experiment.rounds} is next"
         logs.tell(log, logs.Note(text, "started", round=done + 1, rounds=experiment.rounds))
         logs.tell(log, description["data"]["line"])
 
     def round(row: Metrics) -> None:
-        accuracy = row.get("global_accuracy")
-        tested = f", global accuracy {accuracy:.2%}" if accuracy is not None else ""
+        score = row.get("global_score")
+        tested = f", global {words['score']} {score:.2%}" if score is not None else ""
         missing = len(row["missed"])
         less = f", {missing} gave no reply" if missing else ""
         text = (
@@ -143,9 +146,7 @@ def _watcher() -> Watcher:
             name: row[name]
             for name in ("round", "dropped", "refused", "late", "seconds", "bytes_up", "bytes_down")
         }
-        logs.tell(
-            log, logs.Note(text, "round", clients=len(row["clients"]), accuracy=accuracy, **facts)
-        )
+        logs.tell(log, logs.Note(text, "round", clients=len(row["clients"]), score=score, **facts))
 
     def refusal(client: int, round: int, reason: str) -> None:
         text = f"round {round}: a reply of client {client} is refused: {reason}"

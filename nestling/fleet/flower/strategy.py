@@ -150,13 +150,13 @@ def _watcher(found: FlowerResult) -> Watcher:
         found.train_metrics_clientapp[number] = MetricRecord(
             {n: row[n] for n in names if row[n] is not None}
         )
-        tested = {n: row[n] for n in ("global_accuracy", "personal_accuracy") if row[n] is not None}
+        tested = {n: row[n] for n in ("global_score", "personal_score") if row[n] is not None}
         if tested:
             found.evaluate_metrics_serverapp[number] = MetricRecord(tested)
         log.info(
             "round %d: %s",
             number,
-            {n: row[n] for n in ("loss", "global_accuracy", "refused", "dropped")},
+            {n: row[n] for n in ("loss", "global_score", "refused", "dropped")},
         )
 
     def refusal(client: int, round: int, reason: str) -> None:

@@ -98,7 +98,7 @@ def test_our_strategy_and_client_app_equal_the_simulator(method: str, tmp_path: 
         row["bytes_up"] for row in rows
     ]
     if here.method.as_set.global_model:
-        assert found.evaluate_metrics_serverapp[3]["global_accuracy"] == rows[2]["global_accuracy"]
+        assert found.evaluate_metrics_serverapp[3]["global_score"] == rows[2]["global_score"]
         assert np.array_equal(
             found.arrays["head.bias"].numpy(), here.method.state()["weights"]["head.bias"].numpy()
         )

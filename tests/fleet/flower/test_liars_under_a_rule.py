@@ -23,9 +23,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def test_the_model_ends_near_that_of_an_honest_fleet(story: Story) -> None:
-    honest = inline(lying.asked("mean"))[1][-1]["global_accuracy"]
+    honest = inline(lying.asked("mean"))[1][-1]["global_score"]
     assert honest > 0.75
-    assert story.rows[-1]["global_accuracy"] > honest - 0.05
+    assert story.rows[-1]["global_score"] > honest - 0.05
 
 
 def test_nobody_could_be_refused(story: Story) -> None:

@@ -280,7 +280,7 @@ def test_two_devices_finish_the_run_with_the_result_of_one_process(
     ).read_bytes()
     there = json.loads((story.server.out / "summary.json").read_text())
     assert (
-        there["global_accuracy"] == here.summary["global_accuracy"]
+        there["global_score"] == here.summary["global_score"]
         and there["refused"] == there["dropped"] == 0
     )
     told = "\n".join(audit(story.server.out))
