@@ -70,7 +70,7 @@ def test_the_time_left_is_that_of_the_rounds_left(
 ) -> None:
     """A clock that is set: 4 of 12 rounds in 60 seconds, then 8 in 240."""
     clock = [100.0]
-    monkeypatch.setattr("nestling.cli.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("nestling.report.pace.time.monotonic", lambda: clock[0])
     with progress.sweep_watcher(tmp_path, GentleStop(), quiet=False) as watcher:
         watcher.started({"a": (4, 0), "b": (6, 2), "c": (4, 0), "d": (5, 5)})
         for name, rounds, seconds in (("a", 4, 60), ("b", 4, 180), ("c", 4, 60)):
@@ -91,7 +91,7 @@ def test_a_run_that_fails_is_named_and_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("nestling.cli.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("nestling.report.pace.time.monotonic", lambda: clock[0])
     with progress.sweep_watcher(tmp_path, GentleStop(), quiet=False) as watcher:
         watcher.started({"a": (2, 0), "b": (50, 0), "c": (2, 0)})
         watcher.ended("b", "no such file")

@@ -11,7 +11,7 @@ from torch import Tensor
 from nestling.methods.api import State
 from nestling.methods.representation.class_means import gap
 from nestling.tasks import losses
-from nestling.training.objectives import Batch, Given, Net, distillation, forward_with_features
+from nestling.training.objectives import Batch, Given, Net, divergence, forward_with_features
 
 _CODE_NOISE = 2.0
 _SOFT = sqrt(2.0)  # how far two soft predictions can be apart
@@ -63,4 +63,4 @@ def _divergence(said: Tensor, given: Given, temperature: float) -> Tensor:
     """KL from the received soft predictions to what the classifier says, the mean over classes and entries as in the code."""
     wanted = temperature * given["soft"].clamp(min=1e-12).log()
     classes = Batch(said, said, said, mask=given["known"] > 0)
-    return distillation(wanted, said, temperature, classes) / (temperature**2 * said.shape[1])
+    return classes.mean(divergence(wanted, said, temperature)) / (temperature**2 * said.shape[1])
