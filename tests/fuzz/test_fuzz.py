@@ -54,7 +54,9 @@ def test_a_fault_is_found() -> None:
         if data[:1] == b"\0":
             raise KeyError("zero")
         if data[:1] == b"\xff" and not large:
-            large.append(len(b"x" * (300 * 2**20)))
+            # Far more than is allowed: on a machine that is short of memory the system takes back
+            # pages of libraries meanwhile, and the process grows by less than it was given.
+            large.append(len(b"x" * (800 * 2**20)))
         if len(data) < 2:
             raise InputError("half a character: \ud800")
 
