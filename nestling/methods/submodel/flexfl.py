@@ -84,9 +84,7 @@ class FlexFL(SharedWeights):
     scale: WidthScale = made()
     pool: ModelPool = made()
     _dispatched: tuple[int, dict[int, int]] = made()
-    info = Info(
-        "width", "width: nested, a ratio a unit; cut further on the device", "official code read", "A", PROXY_FIRST, any_task=True
-    )
+    info = Info("width", "width: a ratio a unit; cut again on the device", "official code read", "A", PROXY_FIRST, any_task=True)
     parts = (_DISPATCHED, _IDLE)
     said = (_TRAINED,)
 
