@@ -200,17 +200,29 @@ def _hollow(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), device="meta")
 
 
+def words_of(module: nn.Module) -> int:
+    """How many words a network of token ids knows, which begins with an embedding; 0 for others."""
+    own = (m for m in module.modules() if next(m.parameters(recurse=False), None) is not None)
+    first = next(own, None)
+    return first.num_embeddings if isinstance(first, nn.Embedding) else 0
+
+
 def input_dtype(module: nn.Module) -> torch.dtype:
-    """The type of the inputs: whole numbers where the network begins with an embedding."""
-    first = next(
-        (
-            part
-            for part in module.modules()
-            if next(part.parameters(recurse=False), None) is not None
-        ),
-        None,
-    )
-    return torch.long if isinstance(first, nn.Embedding) else torch.float32
+    """The type of the inputs: whole numbers where they are token ids."""
+    return torch.long if words_of(module) else torch.float32
+
+
+def blank_inputs(module: nn.Module, shape: tuple[int, ...], rows: int = 2) -> Tensor:
+    """Zeros that a network takes; as token ids, one that there always is."""
+    place = next(module.parameters()).device
+    return torch.zeros(rows, *shape, dtype=input_dtype(module), device=place)
+
+
+def varied_inputs(module: nn.Module, shape: tuple[int, ...], rows: int = 2) -> Tensor:
+    """Inputs that a network takes, as unlike each other as they can be."""
+    place, words = next(module.parameters()).device, words_of(module)
+    numbers = torch.arange(rows * math.prod(shape), device=place)
+    return (numbers % words if words else numbers.float().sin()).reshape(rows, *shape)
 
 
 def _failed(module: nn.Module, shape: tuple[int, ...], error: Exception) -> InputError:

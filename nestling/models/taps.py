@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from nestling.errors import InputError
-from nestling.models.record import input_dtype
+from nestling.models.record import blank_inputs
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
@@ -166,10 +166,9 @@ def _watch(module: nn.Module, shape: Sequence[int]) -> _Graph:
                 layer.register_forward_hook(lambda *_: _leave(watch)),
             ]
     training = module.training
-    place = next(iter(module.parameters())).device
     try:
         with watch:
-            x = torch.zeros(2, *shape, dtype=input_dtype(module), device=place)
+            x = blank_inputs(module, shape)
             watch.start(x)
             out = module.eval()(x)
     finally:

@@ -8,7 +8,6 @@ ones: every level then computes the same inside a larger network as alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError
+from nestling.models.record import varied_inputs
 from nestling.models.taps import logits_and_features
 from nestling.views.axes import Axes
 from nestling.views.reference import Reference
@@ -84,9 +84,10 @@ def headed(network: nn.Module, head: str, view: View, inside: View, features: Te
     assert isinstance(layer, nn.Linear)
     rows, columns = within(view, inside, f"{head}.weight")
     bias = None if layer.bias is None else take(layer.bias, (rows,))
-    return F.linear(
-        take(features, (slice(None), columns)), take(layer.weight, (rows, columns)), bias
-    )
+    if features.shape[-1] != layer.in_features:  # flat, of a head that is asked at every step
+        features = features.unflatten(-1, (-1, layer.in_features))
+    own = take(features, (*[slice(None)] * (features.dim() - 1), columns))
+    return F.linear(own, take(layer.weight, (rows, columns)), bias)
 
 
 @lru_cache(maxsize=64)
@@ -112,7 +113,8 @@ def common_head(reference: Reference, own: View, views: tuple[View, ...]) -> str
     state = own.extract(reference.initial)
     for masked, mask in nested_masks(reference.axes, (own, *views), place).items():
         state[masked] = state[masked] * own.cut(masked, mask)
-    x, network = _some_inputs(reference, place), reference.network(own, state).train()
+    network = reference.network(own, state).train()
+    x = varied_inputs(network, reference.shape)
     with torch.no_grad():
         features = logits_and_features(network, name, x)[1]
         pairs = [
@@ -123,15 +125,6 @@ def common_head(reference: Reference, own: View, views: tuple[View, ...]) -> str
         name
         if all(torch.allclose(alone, common, rtol=1e-4, atol=1e-5) for alone, common in pairs)
         else ""
-    )
-
-
-def _some_inputs(reference: Reference, place: torch.device) -> Tensor:
-    return (
-        torch.arange(2 * math.prod(reference.shape), device=place)
-        .float()
-        .sin()
-        .reshape(2, *reference.shape)
     )
 
 
@@ -167,7 +160,7 @@ def by_zeros(
         np.stack([np.append(view.keep, True) for view in views]).astype(np.float32)
     ).to(place)
     state = own.extract(reference.initial)
-    x = _some_inputs(reference, place)
+    x = varied_inputs(reference.module, reference.shape)
     with torch.no_grad():
         for view, row in zip(views, flags, strict=True):
             cut = forward(reference, view, state, x, inside=own)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.errors import InputError
+from nestling.models.record import input_dtype
 from nestling.models.tied import tie_again, tied_names
 from nestling.views.axes import FREE, Axes, no_axes
 from nestling.views.rules import tensors_in
@@ -103,7 +104,7 @@ def _record(
     """The ties and steps of one pass, and the type of input that it took: a network whose inputs
     are the numbers of words takes whole ones only."""
     refused = None
-    for dtype in _INPUTS:
+    for dtype in sorted(_INPUTS, key=lambda kind: kind != input_dtype(module)):
         try:
             return *_passed(module, state, shape, dtype), dtype
         except Exception as error:  # noqa: PERF203 (whatever a user's forward raises)

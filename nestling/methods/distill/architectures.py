@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nestling.methods.api import Device, Method, Model, Piece, Replies, Reply, World, kept, made
+from nestling.models.record import words_of
 from nestling.seeds import torch_seeded
 from nestling.training.distiller import Check, Distillation, distil, logits_of, proxy, whole
 from nestling.views import Contribution, Reference, State, Tensors, View
@@ -104,5 +105,6 @@ class _WholeAndParts:
 
 def noise_inputs(world: World, rows: int, round: int) -> Tensor:
     """Inputs of pure noise, different ones every round, for servers that hold no data."""
+    words, shape = words_of(world.main.module), (rows, *world.main.shape)
     with torch_seeded(world.seed, "noise proxy", round):
-        return torch.randn(rows, *world.main.shape).to(world.place)
+        return (torch.randint(words, shape) if words else torch.randn(shape)).to(world.place)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.methods.api import Phase, Piece, Reference, State, Tensors, View, World
+from nestling.models.record import blank_inputs
 from nestling.models.taps import watching
 from nestling.seeds import torch_seeded
 from nestling.training.objectives import Batch, Net
@@ -92,7 +93,7 @@ def weight_uses(reference: Reference) -> dict[str, int]:
     module = reference.network(reference.full).eval()
     layers = {name: layer for name, layer in module.named_modules() if f"{name}.weight" in uses}
     with watching(module, list(layers)) as seen:
-        module(torch.zeros((1, *reference.shape), device=next(iter(reference.initial.values())).device))
+        module(blank_inputs(module, reference.shape, 1))
     for name, out in seen.items():
         channels = out.shape[-1] if isinstance(layers[name], (nn.Linear, nn.Embedding)) else out.shape[1]
         uses[f"{name}.weight"] = out.numel() // channels
