@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -212,13 +212,13 @@ def input_dtype(module: nn.Module) -> torch.dtype:
     return torch.long if words_of(module) else torch.float32
 
 
-def blank_inputs(module: nn.Module, shape: tuple[int, ...], rows: int = 2) -> Tensor:
+def blank_inputs(module: nn.Module, shape: Sequence[int], rows: int = 2) -> Tensor:
     """Zeros that a network takes; as token ids, one that there always is."""
     place = next(module.parameters()).device
     return torch.zeros(rows, *shape, dtype=input_dtype(module), device=place)
 
 
-def varied_inputs(module: nn.Module, shape: tuple[int, ...], rows: int = 2) -> Tensor:
+def varied_inputs(module: nn.Module, shape: Sequence[int], rows: int = 2) -> Tensor:
     """Inputs that a network takes, as unlike each other as they can be."""
     place, words = next(module.parameters()).device, words_of(module)
     numbers = torch.arange(rows * math.prod(shape), device=place)

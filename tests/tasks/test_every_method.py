@@ -16,7 +16,7 @@ from nestling.methods import METHODS, method_class
 from nestling.runs.assemble import assemble
 from nestling.runs.federation import Federation
 from nestling.tasks import TASKS
-from tests.small import small
+from tests.small import QUICK, small
 
 ROWS, STEPS, WORDS = 240, 8, 7
 CHANCE = np.random.default_rng(5)
@@ -46,8 +46,22 @@ SET: dict[str, dict[str, Any]] = {
     "prism": {"linear": True, "dense": 0},
 }
 """Settings with which methods take networks of other kinds."""
-RESIDUAL = ("incoavg",)
-"""Methods for residual networks alone."""
+DEEP = {"incoavg": tuple(DATA), "fedin": ("multi-label", "regression", "reconstruction")}
+"""Methods that cut the depth, and the tasks whose networks here are not deep enough for them."""
+PICKY = {
+    "depthfl": "an exit behind every stage",
+    "draftfed": "has none",
+    "fedftg": "takes token ids",
+    "fedhm": "no layer to factorise",
+    "fedin": "cannot be cut in depth",
+    "fedzkt": "takes token ids",
+    "hafl-ghn": "no vectors of words",
+    "inclusivefl": "cannot be cut in depth",
+    "incoavg": "cannot be cut in depth",
+    "prism": "no layer to factorise",
+    "scalefl": "an exit behind every stage",
+}
+"""Methods that do not take an LSTM over words, and what they say of it."""
 
 ANY = [name for name in METHODS if method_class(name).info.any_task]
 OTHERS = [name for name in METHODS if name not in ANY]
@@ -88,8 +102,8 @@ def served() -> list[Any]:
 @pytest.mark.parametrize(("method", "task"), served())
 def test_it_is_learned_and_engines_agree(method: str, task: str) -> None:
     """Stacked and one by one the same up to rounding; scores are numbers."""
-    if method in RESIDUAL:
-        with pytest.raises(InputError, match="needs a residual network"):
+    if task in DEEP.get(method, ()):
+        with pytest.raises(InputError, match=r"cut in depth|needs a residual network"):
             assemble(made(method, task))
         return
     played = {
@@ -120,3 +134,19 @@ def test_others_refuse_in_a_line(method: str) -> None:
     with pytest.raises(InputError, match="serves classification only, and regression") as found:
         assemble(made(method, "regression"))
     assert found.value.field == "method.name" and "any task" in str(found.value.fix)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_texts_are_classified(method: str) -> None:
+    """Networks of token ids serve every method that takes them; others say what they want."""
+    text = Data.of(TEXT[:, :STEPS], KINDS, layout="tokens")
+    lstm = Named("lstm", {"words": WORDS, "hidden": [16], "dim": 8})
+    rates = {"pareto": [[0.5, 0.5], [0.0, 0.0]]} if method == "distreal" else {}
+    options = {**QUICK.get(method, {}), **SET.get(method, {}), **rates}
+    asked = made(method, "classification", data=text, model=lstm)
+    asked = asked.with_changes(method=Named(method, options), split=SplitConfig(public=0.2))
+    if method in PICKY:
+        with pytest.raises(InputError, match=PICKY[method]):
+            assemble(asked)
+        return
+    assert math.isfinite(nestling.run(asked).metrics[-1]["personal_score"])

@@ -9,8 +9,9 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from nestling.methods.api import Replies, State, Tensors, World
+from nestling.methods.api import Replies, State, Tensors, World, require
 from nestling.models.generators import generator
+from nestling.models.record import words_of
 from nestling.seeds import torch_seeded
 from nestling.settings import Bounds
 from nestling.training.distiller import Forward, Student, whole
@@ -26,6 +27,8 @@ Several = Annotated[int, Bounds(2)]
 
 def make_generator(world: World, nz: int, channels: int, classes: int = 0) -> tuple[nn.Module, State]:
     """The generator of the data's inputs, as every run of the experiment starts with it."""
+    fix = "take a method that needs no generator"
+    require(not words_of(world.main.module), "a generator makes values, and the network takes token ids", "method.name", fix)
     return started(world, lambda: generator(world.main.shape, nz=nz, channels=channels, classes=classes))
 
 

@@ -12,6 +12,7 @@ from nestling.methods.api import Client, Device, Info, Message, Method, Model, P
 from nestling.methods.kept import kept, made
 from nestling.methods.lowrank.factored import able_tiers, choose_among, key_of
 from nestling.models.hypernetwork import Generated, HyperNetwork
+from nestling.models.record import words_of
 from nestling.seeds import torch_seeded
 from nestling.settings import Count, Whole
 from nestling.views import Contribution, Reference, State, Tensors, keep_private
@@ -66,6 +67,8 @@ class HAFLGHN(Method):
     def setup(self, world: World) -> None:
         """Makes φ and, for every unlike piece, the network that φ generates; finds the tiers that can train theirs."""
         self.world = world
+        fix = "take a network without an embedding"
+        require(not words_of(world.main.module), "no vectors of words are generated", "model.name", fix)
         with torch_seeded(world.seed, "hypernetwork"):
             generator = HyperNetwork(world.classes, self.hidden, self.basis, self.max_shape, self.max_inputs)
         unlike: dict[tuple[str, bytes], Piece] = {}
