@@ -23,7 +23,7 @@ from nestling.data.given import digest_of, raw_rows
 from nestling.data.prepare import prepare
 from nestling.data.recipe import AUTO, NONE, RawRows, Reading, Recipe
 from nestling.data.split import Split, SplitConfig, make_split, take_public
-from nestling.data.targets import for_task
+from nestling.data.targets import for_task, refuse_values
 from nestling.errors import InputError, unknown
 
 __all__ = [
@@ -184,6 +184,7 @@ def _images(
     stats: _Stats,
     names: tuple[str, ...],
 ) -> Dataset:
+    refuse_values(request.name, request.recipe.task)
     # which has nothing missing
     request.recipe.check_only("missing", *_LEARNED, reader=request.name)
     usual = " and ".join(", ".join(map(str, figures)) for figures in stats)
@@ -280,6 +281,7 @@ def _read_npz(request: Request) -> Dataset:
 
 def _named_npz(layout: str) -> Callable[[Request], Dataset]:
     def read(request: Request) -> Dataset:
+        refuse_values(request.name, request.recipe.task)
         path = request.folder / f"{request.name}.npz"
         if not path.is_file():
             raise _absent(request, path)

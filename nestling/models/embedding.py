@@ -39,8 +39,8 @@ class Pooled(nn.Module):
         self.register_buffer("bins", bins, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The pooled features, flat."""
-        return x.flatten(1) @ self.bins
+        """The pooled features, of every step where there are steps."""
+        return x @ self.bins
 
 
 def with_features(module: nn.Module, taps: Taps, size: int, bound: str = "none") -> nn.Module:

@@ -202,6 +202,11 @@ def _hollow(tensor: Tensor) -> Tensor:
 
 def input_dtype(module: nn.Module) -> torch.dtype:
     """The type of the inputs: whole numbers where the network begins with an embedding."""
+    return torch.long if vocabulary(module) else torch.float32
+
+
+def vocabulary(module: nn.Module) -> int:
+    """How many token ids a network knows that begins with an embedding; 0 of others."""
     first = next(
         (
             part
@@ -210,7 +215,7 @@ def input_dtype(module: nn.Module) -> torch.dtype:
         ),
         None,
     )
-    return torch.long if isinstance(first, nn.Embedding) else torch.float32
+    return first.num_embeddings if isinstance(first, nn.Embedding) else 0
 
 
 def _failed(module: nn.Module, shape: tuple[int, ...], error: Exception) -> InputError:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from nestling.tasks.losses import FILLING, mean_over
 from nestling.tasks.task import Answers, Measured, Task, finite, losses_of
 
 
@@ -30,7 +31,7 @@ class NextToken(Task):
 
     def right(self, answers: Answers, y: Tensor) -> Tensor:
         """The share of its tokens that each row was told right."""
-        return (answers.found == y).double().mean(-1)
+        return mean_over((answers.found == y).double(), y != FILLING)
 
     def measured(self, answers: Answers, y: Tensor) -> Measured:  # noqa: ARG002 (as all tasks)
         """Perplexity: how many tokens it is as undecided between as if all were equally likely."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nestling.errors import InputError
 from nestling.models.norm import WidthNorm
 from nestling.models.parts import Network
+from nestling.models.record import input_dtype
 from nestling.models.taps import find_taps
 from nestling.views.depth import columns
 from nestling.views.reference import Reference
@@ -54,7 +55,8 @@ def middle_of(reference: Reference, view: View, entry: str = "") -> Middle:
     head = find_taps(module, shape, head=getattr(module, "taps", {}).get("head", "")).head
     params = dict(module.named_parameters())
     with torch.enable_grad():
-        x = torch.zeros(2, *shape, device=next(iter(params.values())).device)
+        place = next(iter(params.values())).device
+        x = torch.zeros(2, *shape, device=place, dtype=input_dtype(module))
         before, after = features(module.train(), entry, head, x)
         if not _reached(before, params):
             raise InputError(
@@ -117,7 +119,9 @@ def through(
 
     # What precedes the entry has to run on something; two rows are the fewest that every
     # normalisation takes.
-    x = torch.zeros(2, *shape, device=given.device, dtype=given.dtype)
+    own = input_dtype(module)
+    dtype = given.dtype if own.is_floating_point else own
+    x = torch.zeros(2, *shape, device=given.device, dtype=dtype)
     with still(module), changed(module, entry, lambda _: given), changed(module, head, hook):
         module(x)
     return seen[0]

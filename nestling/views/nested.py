@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestling.errors import InputError
+from nestling.models.record import vocabulary
 from nestling.models.taps import logits_and_features
 from nestling.views.axes import Axes
 from nestling.views.reference import Reference
@@ -115,6 +116,8 @@ def common_head(reference: Reference, own: View, views: tuple[View, ...]) -> str
     x, network = _some_inputs(reference, place), reference.network(own, state).train()
     with torch.no_grad():
         features = logits_and_features(network, name, x)[1]
+        if features.shape[1] != network.get_submodule(name).in_features:
+            return ""  # it answers step by step
         pairs = [
             (forward(reference, v, state, x, inside=own), headed(network, name, v, own, features))
             for v in views
@@ -127,12 +130,9 @@ def common_head(reference: Reference, own: View, views: tuple[View, ...]) -> str
 
 
 def _some_inputs(reference: Reference, place: torch.device) -> Tensor:
-    return (
-        torch.arange(2 * math.prod(reference.shape), device=place)
-        .float()
-        .sin()
-        .reshape(2, *reference.shape)
-    )
+    steps = torch.arange(2 * math.prod(reference.shape), device=place).reshape(2, *reference.shape)
+    words = vocabulary(reference.module)
+    return steps % words if words else steps.float().sin()
 
 
 Channels = dict[str, list[tuple[int, Tensor]]]
