@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nestling.data import cifar, columns, folders, idx, log_mel, npz
+from nestling.data import cifar, columns, folders, idx, log_mel, npz, plays
 from nestling.data.called import call_rows
 from nestling.data.dataset import Dataset, as_labels, normalise
 from nestling.data.download import extract, fetch
@@ -242,6 +242,12 @@ def _thirds(x: np.ndarray) -> np.ndarray:
     return np.rint(inner.mean((2, 4))).astype(np.uint8)[:, None]
 
 
+def _read_plays(request: Request) -> Dataset:
+    refuse_values(request.name, request.recipe.task)
+    request.recipe.check_only("client", "options", *_LEARNED, reader=request.name)
+    return prepare(request.name, plays.read_plays(request.recipe), request.recipe)
+
+
 def _idx_reader(
     folder: str, url: str, md5: dict[str, str], stats: _Stats, names: tuple[str, ...]
 ) -> Callable[[Request], Dataset]:
@@ -330,6 +336,14 @@ DATASETS: dict[str, DatasetInfo] = {
         10,
         False,
         _read_small,
+    ),
+    "shakespeare": DatasetInfo(
+        "what 24 roles say in plays, as rows of characters, part of this package",
+        "public domain",
+        (plays.STEPS,),
+        24,
+        True,
+        _read_plays,
     ),
     "mnist": DatasetInfo(
         "60 000 + 10 000 handwritten digits",

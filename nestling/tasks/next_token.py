@@ -19,6 +19,7 @@ class NextToken(Task):
 
     name: ClassVar[str] = "next-token"
     score: ClassVar[str] = "token accuracy"
+    network: ClassVar[str] = "gpt"
 
     def shape(self, target: Tensor, outputs: int) -> tuple[int, ...]:
         """(rows, steps, vocabulary)."""
