@@ -43,6 +43,7 @@ def page(
     facts = {
         "family": info.family,
         "what may differ": info.heterogeneity,
+        "tasks": "any" if info.any_task else "classification",
         "extra data": info.auxiliary,
         "global model": "yes" if info.global_model else "no",
         **({} if _own_messages(method) else {"messages": _messages(method)}),

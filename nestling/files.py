@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ARRAYS = ("x", "y", "client", "test")
+ARRAYS = ("x", "y", "client", "test", "length")
 """What an .npz file of data may hold."""
 SUM = "sum"
 """Under this name a file of JSON that `summed` made has its digest."""
@@ -184,9 +184,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"
 
 
-def read_arrays(path: Path, field: str = "data.path", client: str = "client") -> dict[str, Any]:
-    """The arrays x and y of an .npz file, and client (or what it is called) and test where it has
-    them; whatever is wrong with the file is an `InputError` on `field`."""
+def read_arrays(
+    path: Path,
+    field: str = "data.path",
+    client: str = "client",
+    need: Sequence[str] = ("x", "y"),
+) -> dict[str, Any]:
+    """The arrays that an .npz file must have, and of x, y, client (or what it is called), test and
+    length those that are there; whatever is wrong with the file is an `InputError` on `field`."""
     import numpy as np
 
     if not path.is_file():
@@ -206,12 +211,12 @@ def read_arrays(path: Path, field: str = "data.path", client: str = "client") ->
         fix = "write plain arrays (no objects) with numpy.savez_compressed"
         why = harmless(str(error)) or type(error).__name__
         raise _no_archive(path, f"cannot be read: {why}", fix, field) from error
-    for key in ("x", "y"):
+    for key in need:
         if key not in arrays:
             raise _no_archive(
                 path,
                 f"has no array {key!r}",
-                "the file needs x (samples) and y (labels); client and test are optional",
+                "the file needs x (samples) and y (labels); client, test and length are optional",
                 field,
             )
     return arrays

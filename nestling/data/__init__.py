@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nestling.data import cifar, columns, folders, idx, log_mel, npz
+from nestling.data import cifar, columns, folders, idx, log_mel, npz, plays
 from nestling.data.called import call_rows
 from nestling.data.dataset import Dataset, as_labels, normalise
 from nestling.data.download import extract, fetch
@@ -23,7 +23,7 @@ from nestling.data.given import digest_of, raw_rows
 from nestling.data.prepare import prepare
 from nestling.data.recipe import AUTO, NONE, RawRows, Reading, Recipe
 from nestling.data.split import Split, SplitConfig, make_split, take_public
-from nestling.data.targets import for_task
+from nestling.data.targets import for_task, refuse_values
 from nestling.errors import InputError, unknown
 
 __all__ = [
@@ -184,6 +184,7 @@ def _images(
     stats: _Stats,
     names: tuple[str, ...],
 ) -> Dataset:
+    refuse_values(request.name, request.recipe.task)
     # which has nothing missing
     request.recipe.check_only("missing", *_LEARNED, reader=request.name)
     usual = " and ".join(", ".join(map(str, figures)) for figures in stats)
@@ -241,6 +242,12 @@ def _thirds(x: np.ndarray) -> np.ndarray:
     return np.rint(inner.mean((2, 4))).astype(np.uint8)[:, None]
 
 
+def _read_plays(request: Request) -> Dataset:
+    refuse_values(request.name, request.recipe.task)
+    request.recipe.check_only("client", "options", *_LEARNED, reader=request.name)
+    return prepare(request.name, plays.read_plays(request.recipe), request.recipe)
+
+
 def _idx_reader(
     folder: str, url: str, md5: dict[str, str], stats: _Stats, names: tuple[str, ...]
 ) -> Callable[[Request], Dataset]:
@@ -280,6 +287,7 @@ def _read_npz(request: Request) -> Dataset:
 
 def _named_npz(layout: str) -> Callable[[Request], Dataset]:
     def read(request: Request) -> Dataset:
+        refuse_values(request.name, request.recipe.task)
         path = request.folder / f"{request.name}.npz"
         if not path.is_file():
             raise _absent(request, path)
@@ -328,6 +336,14 @@ DATASETS: dict[str, DatasetInfo] = {
         10,
         False,
         _read_small,
+    ),
+    "shakespeare": DatasetInfo(
+        "what 24 roles say in plays, as rows of characters, part of this package",
+        "public domain",
+        (plays.STEPS,),
+        24,
+        True,
+        _read_plays,
     ),
     "mnist": DatasetInfo(
         "60 000 + 10 000 handwritten digits",

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from nestling.data.recipe import AUTO, NONE, RawRows, Recipe
+from nestling.data.targets import needs_classes, needs_values
 from nestling.errors import InputError
+from nestling.tasks import Regression
 
 LABELS = ("label", "y", "class", "target")
 _TRUE, _FALSE = ("1", "true", "yes", "test"), ("0", "false", "no", "train")
@@ -63,25 +65,50 @@ def _rows(path: Path, names: list[str], columns: list[np.ndarray], recipe: Recip
     if twice is not None:
         raise _bad(path, f"the column {twice!r} is there twice, or has no name", "name each once")
     table = dict(zip(names, columns, strict=True))
-    label = _named(path, table, recipe.label, LABELS, "label", "the classes")
+    labels = _labels(path, table, recipe)
     asked = recipe.client if recipe.client not in (AUTO, NONE) else ""
     client = _named(path, table, asked, ("client",), "client", "whose each row is", need=False)
     test = _named(path, table, recipe.test, ("test",), "test", "the held-out rows", need=False)
-    features = recipe.features or [n for n in table if n not in (label, client, test)]
+    features = recipe.features or [n for n in table if n not in (*labels, client, test)]
     for name in features:
         _named(path, table, name, (), "features", "a feature")
     if not features:
         raise _bad(path, "has no column of features", "name them in data.features")
     return RawRows(
         np.stack([_numbers(path, name, table[name]) for name in features], 1),
-        _classes(path, label, table[label]),
+        _targets(path, labels, table, recipe.task),
         _texts(table[client]) if client else None,
         _flags(path, test, table[test]) if test else None,
         layout="f",
-        more=f"{len(features)} columns as features, {label!r} as class",
+        more=f"{len(features)} columns as features{_told(labels, recipe.task)}",
         where=str(path),
         field="data.path",
     )
+
+
+def _labels(path: Path, table: dict[str, np.ndarray], recipe: Recipe) -> list[str]:
+    """The columns of the targets; several, with commas between them, where they are values."""
+    if needs_values(recipe.task):
+        asked = [recipe.label] if recipe.label in table else recipe.label.split(",")
+        what = "the values" if recipe.task == Regression.name else "the flags"
+        return [_named(path, table, one.strip(), LABELS, "label", what) for one in asked]
+    need = needs_classes(recipe.task)
+    found = _named(path, table, recipe.label, LABELS, "label", "the classes", need=need)
+    return [found] if found else []
+
+
+def _targets(
+    path: Path, labels: list[str], table: dict[str, np.ndarray], task: str
+) -> np.ndarray | None:
+    if needs_values(task):
+        return np.stack([_numbers(path, name, table[name], "label") for name in labels], 1)
+    return _classes(path, labels[0], table[labels[0]]) if needs_classes(task) else None
+
+
+def _told(labels: list[str], task: str) -> str:
+    if not labels or not (needs_values(task) or needs_classes(task)):
+        return ""
+    return f", {', '.join(map(repr, labels))} as {'target' if needs_values(task) else 'class'}"
 
 
 def _named(
@@ -104,7 +131,7 @@ def _named(
     return found[0] if found else ""
 
 
-def _numbers(path: Path, name: str, values: np.ndarray) -> np.ndarray:
+def _numbers(path: Path, name: str, values: np.ndarray, setting: str = "features") -> np.ndarray:
     if values.dtype.kind in "biuf":
         return values.astype(np.float64)
     found = np.where(values == "", "nan", values)
@@ -115,7 +142,7 @@ def _numbers(path: Path, name: str, values: np.ndarray) -> np.ndarray:
         raise InputError(
             f"{path}: the column {name!r} holds {str(values[wrong])!r} in row {wrong + 2}, which "
             "is no number",
-            field="data.features",
+            field=f"data.{setting}",
             fix="name the columns that hold numbers, or number what it holds",
         ) from None
 
@@ -137,7 +164,7 @@ def _classes(path: Path, name: str, values: np.ndarray) -> np.ndarray:
             path,
             f"{name!r} holds numbers that are no classes, such as "
             f"{texts[int((figures != np.floor(figures)).argmax())]}",
-            "classes are whole numbers or words; what can be trained is classification",
+            'classes are whole numbers or words; data.task = "regression" takes values',
         )
     return figures.astype(np.int64)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from nestling.data.recipe import Reading
 from nestling.errors import InputError
 from nestling.tasks import Classification, NextToken, Task
+from nestling.tasks.losses import FILLING
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Dataset:
             raise self._wrong(f"no {part} rows", "give at least one sample with at least one value")
         if not x.is_contiguous():
             raise self._wrong(f"{part} samples are not contiguous", "call .contiguous() on them")
-        low, high = (int(y.min()), int(y.max())) if self._counted else (0, 0)
+        known = y[y != FILLING] if isinstance(self.learned, NextToken) else y
+        low, high = (int(known.min()), int(known.max())) if self._counted else (0, 0)
         if low < 0 or high >= self.classes:
             raise self._wrong(
                 f"{part} labels run from {low} to {high}", f"labels lie in 0..{self.classes - 1}"

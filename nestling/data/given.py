@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from nestling.data.columns import LABELS
+from nestling.data.lengths import alike, stacked
 from nestling.data.recipe import RawRows
 from nestling.errors import InputError
 
@@ -33,7 +34,8 @@ def raw_rows(
 ) -> RawRows:
     """The rows of an object.
 
-    x, y:     arrays or tensors; or a torch `Dataset` of (sample, class) pairs and no y; or a
+    x, y:     arrays or tensors, or a list of sequences of unequal length, and no y where the task
+              needs none; or a torch `Dataset` of (sample, class) pairs and no y; or a
               Hugging Face `Dataset`, where y and client name columns and `features` that of the
               samples.
     client:   whose each row is.
@@ -70,22 +72,27 @@ def digest_of(raw: RawRows) -> str:
             found.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
         found.update(b"|")
     found.update(repr(raw.class_names).encode())
+    if raw.length is not None:
+        found.update(repr(raw.length.tolist()).encode())
     return found.hexdigest()
 
 
 def _one(x: Any, y: Any, client: Any, features: str | Sequence[str]) -> RawRows:
     if _is_table(x):
         return _from_table(x, y, client, features)
-    if y is not None:
-        who = None if client is None else _array(client, "client")
-        return RawRows(_array(x, "x"), _array(y, "y"), who)
-    if not _is_pairs(x):
-        raise InputError(
-            f"{type(x).__name__} without classes",
-            field="data",
-            fix="give Data.of(x, y), or a dataset whose items are (sample, class)",
-        )
-    return _from_pairs(x, client)
+    if y is None and _is_pairs(x):
+        return _from_pairs(x, client)
+    who = None if client is None else _array(client, "client")
+    return _with_lengths(x, None if y is None else _array(y, "y"), who)
+
+
+def _with_lengths(x: Any, y: np.ndarray | None, client: np.ndarray | None) -> RawRows:
+    """Rows whose samples may be sequences of unequal length."""
+    parts = _parts(x, "x")
+    if parts is None or all(one.shape == parts[0].shape for one in parts):
+        return RawRows(_array(x, "x"), y, client)
+    filled, length, layout = stacked(parts)
+    return RawRows(filled, y, client, layout=layout, length=length)
 
 
 def _is_table(value: Any) -> bool:
@@ -102,6 +109,10 @@ def _is_pairs(value: Any) -> bool:
 def _from_pairs(dataset: Any, client: Any) -> RawRows:
     # by number: an `IndexError` need not end such an object's iteration
     items = [dataset[number] for number in range(len(dataset))]
+    alone = items and not any(isinstance(item, (tuple, list)) for item in items)
+    if alone:  # samples without targets
+        who = None if client is None else _array(client, "client")
+        return _with_lengths(items, None, who)
     if not items or not all(isinstance(item, (tuple, list)) and len(item) >= 2 for item in items):
         raise InputError(
             f"the items of {type(dataset).__name__} are no (sample, class) pairs",
@@ -113,17 +124,15 @@ def _from_pairs(dataset: Any, client: Any) -> RawRows:
     names = getattr(dataset, "classes", ())
     y = _array([_plain(item[1]) for item in items], "y")
     named = isinstance(names, (list, tuple)) and names and y.dtype.kind in "iu"
-    return RawRows(
-        _array([item[0] for item in items], "x"),
-        y,
-        None if client is None else _array(client, "client"),
-        class_names=tuple(str(name) for name in names) if named else (),
+    rows = _with_lengths(
+        [item[0] for item in items], y, None if client is None else _array(client, "client")
     )
+    return replace(rows, class_names=tuple(str(name) for name in names) if named else ())
 
 
 def _from_table(table: Any, y: Any, client: Any, features: str | Sequence[str]) -> RawRows:
     columns = list(table.column_names)
-    label = _column(columns, y, LABELS, "y", "the classes")
+    label = _column(columns, y, LABELS, "y", "the classes", need=bool(y))
     chosen = [features] if isinstance(features, str) else list(features)
     for name in chosen or [""]:
         _column(columns, name, _SAMPLES, "features", "the samples")
@@ -133,21 +142,27 @@ def _from_table(table: Any, y: Any, client: Any, features: str | Sequence[str]) 
         if isinstance(client, str)
         else ""
     )
-    parts = [_array(_values(table[name]), name) for name in chosen]
     who = table[whose] if whose else client
     names = getattr(table.features.get(label), "names", None)
-    return RawRows(
-        parts[0] if len(parts) == 1 else np.stack(parts, 1),
-        _array(list(table[label]), "y"),
-        None if who is None else _array(list(who), "client"),
-        class_names=tuple(names) if names else (),
-        more=f"column {', '.join(chosen)} as sample, {label!r} as class",
-    )
+    target = _array(list(table[label]), "y") if label else None
+    client = None if who is None else _array(list(who), "client")
+    if len(chosen) == 1:
+        rows = _with_lengths(_values(table[chosen[0]]), target, client)
+    else:
+        parts = [_array(_values(table[name]), name) for name in chosen]
+        rows = RawRows(np.stack(parts, 1), target, client)
+    more = f", {label!r} as target" if label else ""
+    rows = rows.told(f"column {', '.join(chosen)} as sample{more}")
+    return replace(rows, class_names=tuple(names) if names else ())
 
 
-def _column(columns: list[str], asked: Any, usual: Sequence[str], key: str, what: str) -> str:
+def _column(
+    columns: list[str], asked: Any, usual: Sequence[str], key: str, what: str, need: bool = True
+) -> str:
     wanted = [asked] if asked else list(usual)
     found = [name for name in wanted if name in columns]
+    if not found and not need:
+        return ""
     if not found:
         raise InputError(
             f"no column {' or '.join(map(repr, wanted))} for {what}",
@@ -163,14 +178,25 @@ def _values(column: Iterable[Any]) -> list[Any]:
     return [one["array"] if isinstance(one, Mapping) and "array" in one else one for one in found]
 
 
+def _parts(value: Any, key: str) -> list[np.ndarray] | None:
+    """The samples of a list of samples; None of what is no such list."""
+    if not isinstance(value, (list, tuple)) or not value or isinstance(value[0], (int, float, str)):
+        return None
+    try:
+        return [_array(one, key) if isinstance(one, Tensor) else np.asarray(one) for one in value]
+    except ValueError as error:  # lists of lists of unequal length
+        fix = "give every sample as an array"
+        raise InputError(f"a sample of {key} is no array: {error}", field="data", fix=fix) from None
+
+
 def _array(value: Any, key: str) -> np.ndarray:
     """Whatever holds numbers or words as an array."""
     if isinstance(value, Tensor):
         return (
             value.detach().cpu().float().numpy() if _half(value) else value.detach().cpu().numpy()
         )
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, str)):
-        parts = [_array(one, key) if isinstance(one, Tensor) else np.asarray(one) for one in value]
+    parts = _parts(value, key)
+    if parts is not None:
         odd = next((one.shape for one in parts if one.shape != parts[0].shape), None)
         if odd is not None:
             raise InputError(
@@ -199,11 +225,14 @@ def _words(values: np.ndarray) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A class or a client as Python has it."""
+    """A class or a client as Python has it; of several flags or values, all of them."""
+    if isinstance(value, (np.ndarray, Tensor)) and value.ndim:
+        return value.tolist()
     return value.item() if hasattr(value, "item") else value
 
 
 def _joined(train: RawRows, test: RawRows) -> RawRows:
+    train, test = alike(train, test)
     if test.x.shape[1:] != train.x.shape[1:] or test.x.dtype != train.x.dtype:
         raise InputError(
             f"training rows are {train.x.dtype} {train.x.shape}, test rows {test.x.dtype} "
@@ -211,14 +240,23 @@ def _joined(train: RawRows, test: RawRows) -> RawRows:
             field="data",
             fix="make them alike",
         )
+    if (train.y is None) != (test.y is None):
+        raise InputError(
+            "of training and test rows only one have y", field="data", fix="give both, or neither"
+        )
     client = train.client
     if client is not None:
-        theirs = test.client if test.client is not None else np.full(len(test.y), client[0])
+        theirs = test.client if test.client is not None else np.full(len(test.x), client[0])
         client = np.concatenate([client, theirs])
     return replace(
         train,
         x=np.concatenate([train.x, test.x]),
-        y=np.concatenate([train.y, test.y]),
+        y=_both(train.y, test.y),
         client=client,
-        test=np.arange(len(train.y) + len(test.y)) >= len(train.y),
+        test=np.arange(len(train.x) + len(test.x)) >= len(train.x),
+        length=_both(train.length, test.length),
     )
+
+
+def _both(train: np.ndarray | None, test: np.ndarray | None) -> np.ndarray | None:
+    return None if train is None or test is None else np.concatenate([train, test])

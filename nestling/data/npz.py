@@ -1,4 +1,5 @@
-"""Reader for a user's own data: one .npz file with `x`, `y` and, if wanted, `client` and `test`.
+"""Reader for a user's own data: one .npz file with `x`, `y` and, if wanted, `client`, `test`
+and `length`.
 
 | key | content |
 |---|---|
@@ -6,6 +7,9 @@
 | `y` | (N,) integers or strings; re-numbered 0..C-1 in sorted order, named by their values |
 | `client` | (N,) integers or strings: each row's natural client; re-numbered 0..K-1 like `y` |
 | `test` | (N,) booleans: the held-out rows |
+| `length` | (N,) integers: how many steps of a sequence are real, the first ones |
+
+`y` may be missing where the task needs none.
 
 | `x` | read as | values |
 |---|---|---|
@@ -50,12 +54,13 @@ def read_npz(
     recipe.check_only(*rows, "transform", "options", reader=name)
     recipe.take_options(**options_of(recipe))
     whose = "client" if recipe.client in (AUTO, NONE) else recipe.client
-    arrays = read_arrays(path, client=whose)
+    arrays = read_arrays(path, client=whose, need=("x",))
     raw = RawRows(
         arrays["x"],
-        arrays["y"],
+        arrays.get("y"),
         arrays.get(whose),
         arrays.get("test"),
+        length=arrays.get("length"),
         layout=layout,
         where=str(path),
         field="data.path",

@@ -8,11 +8,13 @@ import torch
 
 from nestling.data.dataset import Dataset, as_labels
 from nestling.data.layout import arranged
+from nestling.data.lengths import as_silence, placed
 from nestling.data.log_mel import OPTIONS, log_mel
 from nestling.data.recipe import NONE, RawRows, Reading, Recipe
 from nestling.data.scaling import scaled
-from nestling.data.targets import Values, for_task, needs_classes, needs_values
+from nestling.data.targets import Brought, fills_at_end, for_task, needs_classes, needs_values
 from nestling.seeds import stream
+from nestling.tasks import Reconstruction
 
 TEST_SHARE = 0.2
 
@@ -22,11 +24,13 @@ def prepare(name: str, raw: RawRows, recipe: Recipe) -> Dataset:
     recipe.check()
     if recipe.transform == "log-mel":
         known = {key: recipe.options[key] for key in OPTIONS if key in recipe.options}
-        raw = log_mel(raw, {**OPTIONS, **known})
+        raw = log_mel(as_silence(raw), {**OPTIONS, **known})
     x, layout = arranged(raw, recipe.layout)
+    x, steps = placed(x, layout, raw, at_end=fills_at_end(recipe.task))
+    raw = raw.told(steps.told) if steps else raw
     labels = np.zeros(len(x), np.int64)
     if needs_classes(recipe.task):
-        labels = _ids("y", raw.y, raw)
+        labels = _ids("y", _targets(raw, recipe.task), raw)
         _check_length("y", labels, len(x), raw)
     client = None
     if raw.client is not None and recipe.client != NONE:
@@ -35,9 +39,10 @@ def prepare(name: str, raw: RawRows, recipe: Recipe) -> Dataset:
     test = _test_mask(labels, client, recipe.seed, raw)
     y, names = labels, raw.class_names
     if needs_classes(recipe.task):
-        y, names = _number_labels(labels, test, raw)
-    low, high = (float(f(x)) for f in (np.nanmin, np.nanmax)) if not _blank(x) else (0.0, 0.0)
-    x, done = scaled(x, test, layout, recipe, raw)
+        y, names = _number_labels(labels, test, raw, recipe.task)
+    seen = x if steps is None else x[steps.of_samples(x)]
+    low, high = (0.0, 0.0) if _blank(seen) else _extremes(seen)
+    x, done = scaled(x, test, layout, recipe, raw, steps)
     whose = None if client is None else np.unique(client[~test], return_inverse=True)[1]
     dataset = Dataset(
         name=name,
@@ -64,18 +69,27 @@ def prepare(name: str, raw: RawRows, recipe: Recipe) -> Dataset:
             more=raw.more,
         ),
     )
-    values = Values(_values(raw, len(x)), test) if needs_values(recipe.task) else None
-    found = for_task(dataset, recipe, values)
+    values = _values(raw, len(x), recipe.task) if needs_values(recipe.task) else np.zeros((0, 0))
+    brought = Brought(test, values, None if steps is None else steps.of_samples(x))
+    found = for_task(dataset, recipe, brought)
     found.check()
     return found
 
 
-def _values(raw: RawRows, rows: int) -> np.ndarray:
+def _targets(raw: RawRows, task: str) -> np.ndarray:
+    if raw.y is None:
+        fix = f"give y, which {task} needs, or set data.task to forecast or next-token"
+        raise raw.bad("the rows have no y", fix)
+    return raw.y
+
+
+def _values(raw: RawRows, rows: int, task: str) -> np.ndarray:
     """Targets that are no classes, (N, K); one value a row may stand alone."""
-    y = raw.y[:, None] if raw.y.ndim == 1 else raw.y
+    found = _targets(raw, task)
+    y = found[:, None] if found.ndim == 1 else found
     if y.ndim != 2 or not y.size or y.dtype.kind not in "biuf":
         raise raw.bad(
-            f"y is {raw.y.dtype} {raw.y.shape}", "give one number a row, or a row of numbers"
+            f"y is {found.dtype} {found.shape}", "give one number a row, or a row of numbers"
         )
     _check_length("y", y, rows, raw)
     return y
@@ -83,6 +97,10 @@ def _values(raw: RawRows, rows: int) -> np.ndarray:
 
 def _blank(x: np.ndarray) -> bool:
     return x.dtype.kind == "f" and bool(np.isnan(x).all())
+
+
+def _extremes(x: np.ndarray) -> tuple[float, float]:
+    return float(np.nanmin(x)), float(np.nanmax(x))
 
 
 def _ids(key: str, values: np.ndarray, raw: RawRows) -> np.ndarray:
@@ -139,9 +157,10 @@ def _hold_out(labels: np.ndarray, client: np.ndarray | None, seed: int) -> np.nd
 
 
 def _number_labels(
-    labels: np.ndarray, test: np.ndarray, raw: RawRows
+    labels: np.ndarray, test: np.ndarray, raw: RawRows, task: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    values = np.unique(labels[~test])
+    # nobody trains on anomalies, so that they may stand among the test rows alone
+    values = np.unique(labels if task == Reconstruction.name else labels[~test])
     unseen = np.setdiff1d(labels[test], values)
     if len(unseen):
         few = ", ".join(map(str, unseen[:5]))

@@ -103,13 +103,15 @@ class Recipe:
 class RawRows:
     """What a door hands over: rows as they were found.
 
+    y is None where rows bring no targets. `length` says how many steps of a row are real, the
+    first ones, where x is filled up behind them.
     class_names name the classes where y holds their numbers. A door that knows the layout says it;
     `more` is what it did beyond that, for the line. `where` and `field` say what is to be mended
     where rows are bad.
     """
 
     x: np.ndarray
-    y: np.ndarray
+    y: np.ndarray | None
     client: np.ndarray | None = None
     test: np.ndarray | None = None
     class_names: tuple[str, ...] = ()
@@ -118,6 +120,7 @@ class RawRows:
     where: str = "what was given"
     field: str = "data"
     rate: float = 0.0  # samples a second, of sounds
+    length: np.ndarray | None = None
 
     def bad(self, message: str, fix: str) -> InputError:
         """What is raised where rows cannot be used."""

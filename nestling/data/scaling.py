@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from nestling.data.lengths import Steps
 from nestling.data.recipe import AUTO, NONE, RawRows, Recipe
 from nestling.errors import InputError
 
 
 def scaled(
-    x: np.ndarray, test: np.ndarray, layout: str, recipe: Recipe, raw: RawRows
+    x: np.ndarray,
+    test: np.ndarray,
+    layout: str,
+    recipe: Recipe,
+    raw: RawRows,
+    steps: Steps | None = None,
 ) -> tuple[np.ndarray, str]:
-    """Contiguous float32 (token ids: int64) with the channels first, and in words what was done."""
+    """Contiguous float32 (token ids: int64) with the channels first, and in words what was done.
+    What is no real step counts for nothing, and is zero in the end."""
     if layout == "tokens":
         if recipe.scale not in (AUTO, NONE):
             raise InputError(
@@ -26,9 +33,12 @@ def scaled(
         return np.ascontiguousarray(x, np.float32) / np.float32(255), "divided by 255"
     x = np.array(x, np.float64, order="C")
     axes = (0, *range(2, x.ndim))
-    filled = _fill_missing(x, test, axes, recipe.missing, raw)
+    real = None if steps is None else steps.of_samples(x)
+    filled = _fill_missing(x, ~test, axes, recipe.missing, raw, real)
     with np.errstate(over="ignore", invalid="ignore"):
-        x, done = _changed(x, test, axes, recipe.scale, layout)
+        x, done = _changed(x, ~test, axes, recipe.scale, layout, real)
+    if real is not None:
+        np.copyto(x, 0, where=~real)
     if not np.isfinite(x).all():
         raise raw.bad(
             "x has values too large to standardise", "rescale them to the range of 32-bit floats"
@@ -37,15 +47,22 @@ def scaled(
 
 
 def _changed(
-    x: np.ndarray, test: np.ndarray, axes: tuple[int, ...], scale: str, layout: str
+    x: np.ndarray,
+    train: np.ndarray,
+    axes: tuple[int, ...],
+    scale: str,
+    layout: str,
+    real: np.ndarray | None,
 ) -> tuple[np.ndarray, str]:
     if scale == NONE:
         return x.astype(np.float32), "left as they are"
+    seen, counted = x[train], True if real is None else real[train]
     if scale == "unit":
-        low, high = x[~test].min(), x[~test].max()
+        low = seen.min(where=counted, initial=np.inf)
+        high = seen.max(where=counted, initial=-np.inf)
         size = high - low if high > low else 1.0
         return ((x - low) / size).astype(np.float32), "moved to 0..1 by the training rows"
-    mean, std = x[~test].mean(axes, keepdims=True), x[~test].std(axes, keepdims=True)
+    mean, std = (f(axes, keepdims=True, where=counted) for f in (seen.mean, seen.std))
     # Rounding leaves a constant feature a deviation just above zero; dividing by that would
     # blow the noise up.
     std[std <= 1e-10 * np.abs(mean)] = 1
@@ -56,7 +73,12 @@ def _changed(
 
 
 def _fill_missing(
-    x: np.ndarray, test: np.ndarray, axes: tuple[int, ...], missing: str, raw: RawRows
+    x: np.ndarray,
+    train: np.ndarray,
+    axes: tuple[int, ...],
+    missing: str,
+    raw: RawRows,
+    real: np.ndarray | None,
 ) -> str:
     if np.isinf(x).any():
         raise raw.bad("x has infinite values", "replace them; only NaN counts as missing")
@@ -69,7 +91,8 @@ def _fill_missing(
         raise raw.bad(f"x has {count} missing values (NaN)", fix)
     fill = np.zeros(())
     if missing == "mean":
-        known = np.where(gaps, 0, x)[~test].sum(axes, keepdims=True)
-        fill = known / np.maximum((~gaps)[~test].sum(axes, keepdims=True), 1)
+        there = (~gaps if real is None else ~gaps & real)[train]
+        known = np.where(there, x[train], 0).sum(axes, keepdims=True)
+        fill = known / np.maximum(there.sum(axes, keepdims=True), 1)
     np.copyto(x, fill, where=gaps)
     return f" ({count:,} missing ones filled with {'the mean' if missing == 'mean' else 'zero'})"

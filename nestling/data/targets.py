@@ -26,18 +26,33 @@ from nestling.tasks import (
     Reconstruction,
     Regression,
 )
+from nestling.tasks.losses import FILLING
 
 KINDS = 10
 """Into how many parts of equal size the rows are put by their values."""
 
 
 @dataclass(frozen=True)
-class Values:
-    """Targets that are no classes, as a door found them: (N, K) numbers, and which rows are the
-    test's."""
+class Brought:
+    """What rows bring beside samples and classes: which are the test's; targets that are no
+    classes, (N, K) numbers, of which there may be none; and what of the samples is real, where
+    sequences were filled up."""
 
-    y: np.ndarray
     test: np.ndarray
+    values: np.ndarray
+    real: np.ndarray | None
+
+    def parts(self, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Something of all rows, of those of the training and of the test."""
+        return found[~self.test], found[self.test]
+
+    @property
+    def real_parts(self) -> tuple[Tensor, Tensor] | None:
+        """What is real, of both."""
+        if self.real is None:
+            return None
+        train, test = self.parts(self.real)
+        return torch.from_numpy(train), torch.from_numpy(test)
 
 
 def needs_classes(task: str) -> bool:
@@ -50,7 +65,22 @@ def needs_values(task: str) -> bool:
     return task in (MultiLabel.name, Regression.name)
 
 
-def for_task(dataset: Dataset, recipe: Recipe, values: Values | None = None) -> Dataset:
+def refuse_values(name: str, task: str) -> None:
+    """Refuses a task whose targets are no classes for a data set that has classes alone."""
+    if needs_values(task):
+        raise InputError(
+            f"{name}: its rows have classes, which {task} cannot use",
+            field="data.task",
+            fix="leave it out, or bring rows with such targets",
+        )
+
+
+def fills_at_end(task: str) -> bool:
+    """Whether filling belongs behind what is real: where no step sees a later one."""
+    return task == NextToken.name
+
+
+def for_task(dataset: Dataset, recipe: Recipe, brought: Brought | None = None) -> Dataset:
     """The data set with the targets of the recipe's task."""
     if recipe.normal and recipe.task != Reconstruction.name:
         raise _bad(dataset, "nothing is anomalous", "normal", 'set data.task = "reconstruction"')
@@ -59,17 +89,14 @@ def for_task(dataset: Dataset, recipe: Recipe, values: Values | None = None) -> 
     if recipe.task == Classification.name:
         return dataset
     if needs_values(recipe.task):
-        if values is None:
-            message = f"its rows have classes, which {recipe.task} cannot use"
-            raise _bad(dataset, message, "task", "leave it out, or bring rows with such targets")
-        told = _regression if recipe.task == Regression.name else _multi_label
-        return told(dataset, values)
-    return _FROM_ROWS[recipe.task](dataset, recipe)
+        assert brought is not None
+        return (_regression if recipe.task == Regression.name else _multi_label)(dataset, brought)
+    return _FROM_ROWS[recipe.task](dataset, recipe, brought.real_parts if brought else None)
 
 
-def _regression(dataset: Dataset, values: Values) -> Dataset:
+def _regression(dataset: Dataset, brought: Brought) -> Dataset:
     """Values, standardised by the training rows."""
-    train, test = (values.y[rows].astype(np.float64) for rows in (~values.test, values.test))
+    train, test = brought.parts(brought.values.astype(np.float64))
     mean, scale = train.mean(0), train.std(0)
     scale[scale <= 1e-10 * np.abs(mean)] = 1
     y, y_test = ((part - mean) / scale for part in (train, test))
@@ -82,26 +109,33 @@ def _regression(dataset: Dataset, values: Values) -> Dataset:
     return _with(dataset, _tensors(y, y_test), task, y.shape[1], kinds)
 
 
-def _multi_label(dataset: Dataset, values: Values) -> Dataset:
+def _multi_label(dataset: Dataset, brought: Brought) -> Dataset:
     """Flags; a row's kind is its first label, or that it has none."""
-    if not np.isin(values.y, (0, 1)).all():
+    if not np.isin(brought.values, (0, 1)).all():
         fix = "give 0 or 1 (or booleans) for every label"
         raise InputError(f"{dataset.name}: y holds more than flags", field="data", fix=fix)
-    flags = values.y.astype(bool)
+    flags = brought.values.astype(bool)
     labels = flags.shape[1]
     first = np.where(flags.any(1), flags.argmax(1), labels)
-    train = torch.from_numpy(flags[~values.test]), torch.from_numpy(flags[values.test])
-    kinds = first[~values.test], first[values.test]
-    return _with(dataset, train, MultiLabel(), labels, kinds)
+    train, test = map(torch.from_numpy, brought.parts(flags))
+    return _with(dataset, (train, test), MultiLabel(), labels, brought.parts(first))
 
 
-def _forecast(dataset: Dataset, recipe: Recipe) -> Dataset:
+Real = tuple[Tensor, Tensor] | None
+"""What of training and test samples is real; None: all of it."""
+
+
+def _forecast(dataset: Dataset, recipe: Recipe, real: Real) -> Dataset:
     """The last steps of every sequence are foretold from the others, as they are scaled."""
     if len(dataset.shape) != 2:
         raise _bad(dataset, f"samples of {dataset.shape} are no sequences", "task", _SEQUENCES)
     steps, ahead = dataset.shape[1], recipe.horizon or max(1, dataset.shape[1] // 8)
     if ahead >= steps:
         raise _bad(dataset, f"sequences have {steps} steps", "horizon", "give fewer")
+    few = sum(int((~part[:, 0, steps - ahead - 1]).sum()) for part in real or ())
+    if few:
+        message = f"{few:,} of the sequences have no more than {ahead} steps"
+        raise _bad(dataset, message, "horizon", "give fewer, or leave those sequences out")
     y, y_test = (x[:, :, steps - ahead :].flatten(1) for x in (dataset.x, dataset.x_test))
     values = y.shape[1]
     task = Forecast((0.0,) * values, (1.0,) * values, _variance(y_test.numpy()))
@@ -113,7 +147,7 @@ def _forecast(dataset: Dataset, recipe: Recipe) -> Dataset:
     return _with(cut, (y.contiguous(), y_test.contiguous()), task, values, _classes(dataset))
 
 
-def _reconstruction(dataset: Dataset, recipe: Recipe) -> Dataset:
+def _reconstruction(dataset: Dataset, recipe: Recipe, real: Real) -> Dataset:
     """Samples are their own targets; rows that are not normal are for the test alone."""
     names = dataset.class_names or tuple(map(str, range(dataset.classes)))
     strange = sorted(set(recipe.normal) - set(names))
@@ -132,11 +166,15 @@ def _reconstruction(dataset: Dataset, recipe: Recipe) -> Dataset:
     if client is not None:
         client = np.unique(client[rows.numpy()], return_inverse=True)[1].astype(np.int64)
     kept = replace(dataset, x=dataset.x[rows], y=dataset.y[rows], client=client)
-    y, y_test = kept.x.flatten(1), kept.x_test.flatten(1)
+    y, y_test = kept.x, kept.x_test
+    if real is not None:  # what is no number is no target
+        y = y.where(real[0][rows], torch.nan)
+        y_test = y_test.where(real[1], torch.nan)
+    y, y_test = y.flatten(1), y_test.flatten(1)
     return _with(kept, (y, y_test), Reconstruction(odd), y.shape[1], _classes(kept))
 
 
-def _next_token(dataset: Dataset, recipe: Recipe) -> Dataset:  # noqa: ARG001 (as the others)
+def _next_token(dataset: Dataset, recipe: Recipe, real: Real) -> Dataset:  # noqa: ARG001 (as the others)
     """Texts, and the same moved by one token."""
     if dataset.x.is_floating_point() or dataset.shape[0] < 2:
         fix = 'give rows of token ids, and data.layout = "tokens"'
@@ -144,13 +182,19 @@ def _next_token(dataset: Dataset, recipe: Recipe) -> Dataset:  # noqa: ARG001 (a
     words = len(dataset.class_names) or 1 + int(max(dataset.x.max(), dataset.x_test.max()))
     parts = [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in (dataset.x, dataset.x_test)]
     (x, y), (x_test, y_test) = parts
+    if real is not None:
+        few = sum(int((~part[:, 1]).sum()) for part in real)
+        if few:
+            fix = "leave them out"
+            raise _bad(dataset, f"{few:,} texts have a single token, and nothing next", "task", fix)
+        y, y_test = (t.where(r[:, 1:], FILLING) for t, r in zip((y, y_test), real, strict=True))
     kinds = np.zeros(len(x), np.int64), np.zeros(len(x_test), np.int64)
     moved = replace(dataset, x=x, x_test=x_test)
     return _with(moved, (y, y_test), NextToken(), words, kinds, dataset.class_names)
 
 
 _SEQUENCES = 'leave it out, or say what the dimensions are, e.g. data.layout = "lc"'
-_FROM_ROWS: dict[str, Callable[[Dataset, Recipe], Dataset]] = {
+_FROM_ROWS: dict[str, Callable[[Dataset, Recipe, Real], Dataset]] = {
     Forecast.name: _forecast,
     Reconstruction.name: _reconstruction,
     NextToken.name: _next_token,

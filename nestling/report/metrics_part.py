@@ -12,7 +12,7 @@ from nestling.report.fleet_parts import shades_of
 from nestling.report.folder import Run, label_names, last_best, mapping
 from nestling.report.markup import Cell, Column, fill, section, table
 from nestling.report.svg import heat_map
-from nestling.report.words import decimal, number, percent, plural, whole
+from nestling.report.words import decimal, number, percent, plural, small, whole
 
 Row = Mapping[str, Any]
 _PICTURED_CLASSES = 100
@@ -42,7 +42,7 @@ def metrics_line(summary: Row) -> str:
     """The last values in one line; nothing where there are none."""
     found = mapping(summary, "metrics")
     pairs = [metric_words(name, last_best(block)[0]) for name, block in found.items()]
-    return ", ".join(f"{words[0].lower()}{words[1:]} {value}" for words, value in pairs)
+    return ", ".join(f"{small(words)} {value}" for words, value in pairs)
 
 
 def metrics_part(run: Run, summary: Row) -> Markup:

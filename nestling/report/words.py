@@ -24,6 +24,11 @@ def capital(word: str) -> str:
     return f"{word[:1].upper()}{word[1:]}"
 
 
+def small(words: str) -> str:
+    """Words with their first letter small, unless the first of them is an abbreviation."""
+    return words if words[1:2].isupper() else f"{words[:1].lower()}{words[1:]}"
+
+
 def percent(value: object, places: int = 1) -> str:
     """0.9812 as "98.1%"."""
     found = number(value)

@@ -212,16 +212,16 @@ def _settle_method(experiment: Experiment, dataset: Dataset) -> Experiment:
 def _settle_model(experiment: Experiment, dataset: Dataset) -> Experiment:
     if experiment.model.name:
         return experiment
-    if not dataset.x.is_floating_point():
+    suited = dataset.learned.network
+    if not (dataset.x.is_floating_point() or suited):
         raise InputError(
             f"{dataset.name} holds token ids, and no network is named that takes them",
             field="model.name",
-            fix="name one that begins with an embedding, or set data.layout",
+            fix="name one that begins with an embedding (lstm with words), or set data.layout",
         )
     wanted = experiment.make_method().as_set.model if len(dataset.shape) == 3 else ""
-    return experiment.with_changes(
-        model=Named(wanted or default_model(dataset.shape), experiment.model.options)
-    )
+    name = suited or wanted or default_model(dataset.shape)
+    return experiment.with_changes(model=Named(name, experiment.model.options))
 
 
 def _main_network(experiment: Experiment, dataset: Dataset) -> Reference:

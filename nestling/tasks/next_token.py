@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from nestling.tasks.losses import FILLING, mean_over
 from nestling.tasks.task import Answers, Measured, Task, finite, losses_of
 
 
@@ -18,6 +19,7 @@ class NextToken(Task):
 
     name: ClassVar[str] = "next-token"
     score: ClassVar[str] = "token accuracy"
+    network: ClassVar[str] = "gpt"
 
     def shape(self, target: Tensor, outputs: int) -> tuple[int, ...]:
         """(rows, steps, vocabulary)."""
@@ -30,7 +32,7 @@ class NextToken(Task):
 
     def right(self, answers: Answers, y: Tensor) -> Tensor:
         """The share of its tokens that each row was told right."""
-        return (answers.found == y).double().mean(-1)
+        return mean_over((answers.found == y).double(), y != FILLING)
 
     def measured(self, answers: Answers, y: Tensor) -> Measured:  # noqa: ARG002 (as all tasks)
         """Perplexity: how many tokens it is as undecided between as if all were equally likely."""

@@ -20,6 +20,7 @@ class Reconstruction(Task):
 
     name: ClassVar[str] = "reconstruction"
     score: ClassVar[str] = "AUROC"
+    network: ClassVar[str] = "autoencoder"
     alone: ClassVar[bool] = False
 
     odd: Tensor

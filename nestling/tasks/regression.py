@@ -50,3 +50,4 @@ class Forecast(Regression):
     """Regression whose values are what comes next: the last steps of every sequence."""
 
     name: ClassVar[str] = "forecast"
+    network: ClassVar[str] = "forecaster"

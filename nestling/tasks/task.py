@@ -57,6 +57,7 @@ class Task(ABC):
     name: ClassVar[str]
     score: ClassVar[str]  # what ranks models, in a word
     has_classes: ClassVar[bool] = False  # whether a target is one class of several
+    network: ClassVar[str] = ""  # what suits it where the user names none; "": what suits the data
     alone: ClassVar[bool] = True  # whether how right it is about a row depends on that row alone
 
     def shape(self, target: Tensor, outputs: int) -> tuple[int, ...]:

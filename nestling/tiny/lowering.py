@@ -83,6 +83,11 @@ def job_for(client: Client, phase: Phase, number: int) -> Job:
     """The phase as a job, exactly as `training.trainer.train` would run it: the same rows, order,
     moves and updates."""
     _check(phase)
+    if client.site.y.dtype != torch.int64 or client.site.y.dim() != 1:
+        raise _refused(
+            "targets that are no classes",
+            'set data.task = "classification", or give the tier no board',
+        )
     loss = _loss_of(phase)
     masks = _masks_of(phase, trained(client.reference.network(client.view), phase))
     made = _plan_of(client, phase, loss, bool(masks))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from nestling.models.taps import logits_and_features
 from nestling.tasks import losses
+from nestling.tasks.losses import FILLING, mean_over
 
 Given = Mapping[str, Tensor]
 
@@ -149,12 +150,17 @@ def distillation(
     if batch is None:
         return divergence(teacher, student, temperature).mean()
     if batch.y.is_floating_point():
-        return batch.mean(losses(student, teacher))
+        real = ~batch.y.isnan()
+        return batch.mean(mean_over(torch.where(real, student - teacher, 0.0).square(), real))
     if batch.y.dtype == torch.bool:
         return (
             batch.mean(_flags_apart(teacher / temperature, student / temperature)) * temperature**2
         )
-    return batch.mean(divergence(teacher, student, temperature))
+    each = divergence(teacher, student, temperature)
+    if batch.y.dim() > 1:  # step by step
+        real = batch.y != FILLING
+        each = mean_over(torch.where(real, each, 0.0), real)
+    return batch.mean(each)
 
 
 def _flags_apart(teacher: Tensor, student: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ def through(
     # What precedes the entry has to run on something; two rows are the fewest that every
     # normalisation takes.
     x = blank_inputs(module, shape)
+    x = x.to(given.device, given.dtype) if x.is_floating_point() else x
     with still(module), changed(module, entry, lambda _: given), changed(module, head, hook):
         module(x)
     return seen[0]

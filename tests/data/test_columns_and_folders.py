@@ -99,7 +99,7 @@ def test_gaps_quotes_and_delimiters(tmp_path: Path) -> None:
         ("a,y\n", {}, "no rows", "data.path"),
         ("", {}, "no rows", "data.path"),
         ("y\n0\n1\n", {}, "no column of features", "data.path"),
-        ("a,y\n1,0.5\n2,1.5\n", {}, "classification", "data.path"),
+        ("a,y\n1,0.5\n2,1.5\n", {}, "takes values", "data.path"),
         ("a,y\n1,\n2,1\n", {}, "'y' is empty in row 2", "data.path"),
         ("a,y,test\n1,0,maybe\n2,1,test\n", {}, "'maybe'", "data.path"),
         ("a,y\n1,0\n2,1\n", {"options": {"delimeter": ";"}}, "delimiter", "data.options.delimeter"),

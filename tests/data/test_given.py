@@ -155,13 +155,16 @@ def test_a_real_dataset_of_hugging_face() -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: Data.of(X), "without classes"),
-        (lambda: Data.of([X[0], X[0, :3]], [0, 1]), r"\(5,\) and of \(3,\)"),
+        (lambda: Data.of(X), "no y"),
+        (lambda: Data.of([X, X[:, :3]], [0, 1]), "more than their first dimension"),
+        (lambda: Data.of([X, X[0]], [0, 1]), "several dimensions of unequal size"),
+        (lambda: Data.of([[[1, 2], [3]]], [0]), "no array"),
+        (lambda: Data.of(X, Y, test=X[:3]), "test is float"),
         (lambda: Data.of(X, Y, test=(X[:3, :2], Y[:3])), "make them alike"),
         (lambda: Data.of(X[:40], Y), "40 rows but y has 60"),
         (lambda: Data.of(X, Y / 2), "classification"),
         (lambda: Data.of(np.array([{}] * N), Y), "no numbers"),
-        (lambda: Data.of(torch.utils.data.Subset(list(X), range(5))), "pairs"),  # type: ignore[arg-type]
+        (lambda: Data.of(torch.utils.data.Subset([(X[0],)] * 5, range(5))), "pairs"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_objects(make: Any, word: str) -> None:

@@ -210,7 +210,7 @@ def test_an_unknown_rule_names_its_field(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "word"),
     [
-        ({"x": VECTORS}, "no array 'y'"),
+        ({"x": VECTORS}, "no y"),
         ({"y": Y}, "no array 'x'"),
         ({"x": VECTORS[:19], "y": Y}, "x has 19 rows but y has 20"),
         ({"x": VECTORS, "y": Y, "client": Y[:3]}, "client has 3"),

@@ -4,6 +4,8 @@ that says why."""
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 import nestling
 from nestling import Data, EngineConfig, Experiment, Named, SplitConfig, Train
+from nestling.cli.listing import method_rows
 from nestling.errors import InputError
 from nestling.methods import METHODS, method_class
 from nestling.runs.assemble import assemble
@@ -150,3 +153,11 @@ def test_texts_are_classified(method: str) -> None:
             assemble(asked)
         return
     assert math.isfinite(nestling.run(asked).metrics[-1]["personal_score"])
+
+
+def test_the_pages_and_the_list_say_which() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    text = page[page.index("## Which method") : page.index("The others send")]
+    assert sorted(set(re.findall(r"`([a-z-]+)`", text)) & set(METHODS)) == sorted(ANY)
+    assert len(ANY) == 20  # "Twenty methods", here and in other pages
+    assert {row["name"] for row in method_rows() if row["any_task"]} == set(ANY)

@@ -169,6 +169,14 @@ def test_what_the_runtime_lacks_is_refused_by_name(changes: dict[str, Any], name
         job_for(client, phase, 0)
 
 
+def test_targets_that_are_no_classes_are_refused() -> None:
+    """Their data hold a class a row, and a flag or a value would be taken for one."""
+    client, phase = own()
+    client.site.y = client.site.y[:, None] > 4
+    with pytest.raises(CannotLower, match="no classes"):
+        job_for(client, phase, 0)
+
+
 def test_inner_parts_without_nesting_are_refused() -> None:
     pair = Pair(Named("shared-average", {"nested": False}), data="mnist12k-8x8", model=PLAIN)
     large = max(pair.errands, key=lambda errand: errand.message.nbytes)
