@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 import nestling
-from nestling import Data, EngineConfig, Experiment, Named, SplitConfig, Train
+from nestling import Data, EngineConfig, Experiment, FleetConfig, Named, SplitConfig, Tier, Train
 from nestling.cli.listing import method_rows
 from nestling.errors import InputError
 from nestling.methods import METHODS, method_class
-from nestling.runs.assemble import assemble
+from nestling.runs.assemble import assemble, site_of
 from nestling.runs.federation import Federation
 from nestling.tasks import TASKS
-from tests.small import QUICK, small
+from nestling.training.stacks.together import work_together
+from tests.engines.test_cohort import WAYS, alone, assert_same, trainer
+from tests.small import QUICK, errands_of, small
 
 ROWS, STEPS, WORDS = 240, 8, 7
 CHANCE = np.random.default_rng(5)
@@ -68,6 +70,7 @@ PICKY = {
 
 ANY = [name for name in METHODS if method_class(name).info.any_task]
 OTHERS = [name for name in METHODS if name not in ANY]
+EQUAL = (Tier(name="equal", ratio=0.5, count=4),)
 BESIDE = [name for name in DATA if name != "classification"]
 
 
@@ -161,3 +164,15 @@ def test_the_pages_and_the_list_say_which() -> None:
     assert sorted(set(re.findall(r"`([a-z-]+)`", text)) & set(METHODS)) == sorted(ANY)
     assert len(ANY) == 20  # "Twenty methods", here and in other pages
     assert {row["name"] for row in method_rows() if row["any_task"]} == set(ANY)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("task", BESIDE)
+def test_what_a_gpu_records_gives_the_same(task: str, way: str) -> None:
+    """The same decisions and the same arithmetic as on a GPU, without graphs."""
+    asked, federation = assemble(made("fedavg", task, fleet=FleetConfig(tiers=EQUAL)))
+    method, site = asked.make_method(), site_of(federation)
+    errands, train = errands_of(federation, 3), trainer(way)
+    expected = alone(method, errands, site)
+    for _ in range(2):
+        assert_same(expected, work_together(method, errands, site, train))
