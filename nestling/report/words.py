@@ -24,6 +24,12 @@ def capital(word: str) -> str:
     return f"{word[:1].upper()}{word[1:]}"
 
 
+def in_a_sentence(words: str) -> str:
+    """A heading as it stands in the middle of a sentence: "Macro F1" as "macro F1", "AUROC" as it
+    is."""
+    return words if words[:2].isupper() else f"{words[:1].lower()}{words[1:]}"
+
+
 def percent(value: object, places: int = 1) -> str:
     """0.9812 as "98.1%"."""
     found = number(value)
