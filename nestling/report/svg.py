@@ -45,8 +45,8 @@ class Series:
 class Axis:
     """How one direction of a chart reads: `form` writes a tick, `tell` a read-out; `floor` and
     `ceiling` bound the range. `steps` are those from tick to tick that are round where decimal
-    ones are not, such as quarters of an hour. `places` spreads values unevenly, with ticks at `marks`, where that
-    tells them apart."""
+    ones are not, such as two hours. `places` spreads values unevenly, with ticks at `marks`, where
+    that tells them apart."""
 
     label: str
     form: Callable[[float], str]
