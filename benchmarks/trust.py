@@ -76,7 +76,7 @@ def play(line: str, merge: str, seed: int, rounds: int, device: str) -> dict[str
     made = experiment(line, merge, seed, rounds).with_changes(engine=engine_on(device))
     summary = nestling.run(made).summary
     kind = "global" if "gate" in merges_of(line) else "personal"
-    return {kind: summary[f"{kind}_accuracy"]["last"], "seconds": summary["seconds"]}
+    return {kind: summary[f"{kind}_score"]["last"], "seconds": summary["seconds"]}
 
 
 def experiment(line: str, merge: str, seed: int, rounds: int = ROUNDS) -> Experiment:

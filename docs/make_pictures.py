@@ -53,7 +53,7 @@ def main(runs: Path) -> None:
     four = [played(runs / name, coverage(name)) for name in COVERED]
     comparison = write_comparison(four, runs / "four.html").as_uri()
     live = played(runs / "live", coverage("heterofl"), until=STOPPED)
-    charts = "#accuracy .pair"
+    charts = "#scores .pair"
     with browser() as driver, showing(live) as server:
         for scheme, end in (("light", ""), ("dark", "-dark")):
             page(driver, default, WIDE, scheme)

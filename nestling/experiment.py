@@ -189,7 +189,7 @@ class Evaluation:
     """When and how models are tested.
 
     every:       rounds from one test to the next (the last round is always tested).
-    clients:     of how many clients, at most, the personal accuracy is measured.
+    clients:     of how many clients, at most, the personal score is measured.
     batch:       how many rows are tested at once, which matters for norm = "batch" only.
     calibration: how many training rows the statistics of norm = "sbn" are taken from.
     metrics:     the user's own, as "package.module:function" (in Python the functions themselves):

@@ -1,7 +1,7 @@
 """Which methods make a fair column, and by what they are measured.
 
 Methods of one group answer the same question under the same terms. Across groups something else
-differs as well (what is known of the test, which data the server holds, whose accuracy is meant),
+differs as well (what is known of the test, which data the server holds, whose score is meant),
 so that a common column would credit the method with it.
 """
 
@@ -25,36 +25,36 @@ GROUPS: dict[str, FairGroup] = {
         "parts of one network, cut in width or in both ways",
         "the network, the split, the tiers' actual parameters and arithmetic, participants, "
         "local steps, norm and rounds",
-        "accuracy of the global model and of every tier, bytes, arithmetic",
+        "score of the global model and of every tier, bytes, arithmetic",
     ),
     "B": FairGroup(
         "depth, matched by layer name",
         "the family of depths, layer-wise averaging, the optimiser, and whether there is a "
         "proximal term",
-        "mean accuracy of the clients' models on the global test set",
+        "mean score of the clients' models on the global test set",
     ),
     "C": FairGroup(
         "personal sparse or split models",
         "the clients' test rows, the pruning target, the local epochs, and no use of test rows "
         "to decide on pruning",
-        "mean personal accuracy, parameters kept, bytes",
+        "mean personal score, parameters kept, bytes",
     ),
     "D": FairGroup(
         "distillation with public data",
         "the public set, its size, its labels, and who holds it",
-        "personal accuracy or the server model's accuracy, never both in one column",
+        "personal score or the server model's score, never both in one column",
     ),
     "E": FairGroup(
         "distillation without data",
         "what clients tell the server, and what the server computes",
-        "global accuracy",
+        "global score",
     ),
     "F": FairGroup(
         "exchanged statistics of features",
         "the width of features, the head, and who has which classes",
-        "personal accuracy",
+        "personal score",
     ),
-    "G": FairGroup("networks made by a network", "the set of architectures", "personal accuracy"),
+    "G": FairGroup("networks made by a network", "the set of architectures", "personal score"),
 }
 """Group → what it is."""
 
@@ -73,7 +73,7 @@ def unfair(groups: Sequence[str], norms: Sequence[str] = ()) -> list[str]:
         )
     if len(mixed := sorted(_STATISTICS.intersection(norms))) > 1:
         reasons.append(
-            f"Not one fair column: accuracies with norm {' and '.join(mixed)} are taken from "
+            f"Not one fair column: scores with norm {' and '.join(mixed)} are taken from "
             "different statistics."
         )
     return reasons

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,11 @@ _LAST = ("clock_seconds", "energy_joules")
 
 
 def how_to_go_on(folder: Path) -> str:
-    """The command that goes on with the run in a folder."""
+    """The command that goes on with the run in a folder, as a shell takes it."""
+    typed = shlex.quote(str(folder))
     if (folder / ROSTER).exists():
-        return f"nestling serve EXPERIMENT.toml --out {folder}"
-    return f"nestling run --resume {folder}"
+        return f"nestling serve EXPERIMENT.toml --out {typed}"
+    return f"nestling run --resume {typed}"
 
 
 def parsed(text: str | bytes) -> Any:

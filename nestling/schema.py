@@ -97,7 +97,9 @@ def one_or_more(given: Any, field: str, alone: tuple[type, ...] = (str,)) -> tup
 
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise InputError(f"expected a list, got {seen(value)}", field=path)
+        items = {int: " of whole numbers", float: " of numbers", str: " of texts"}
+        of = " of tables" if dataclasses.is_dataclass(arguments[0]) else items.get(arguments[0], "")
+        raise InputError(f"expected a list{of}, got {seen(value)}", field=path)
     kinds = (
         [arguments[0]] * len(value)
         if len(arguments) == 2 and arguments[1] is Ellipsis

@@ -72,12 +72,12 @@ def test_what_goes_on_with_a_run_names_ones_own_code(
     assert call(["new", "method", "own_mean"], monkeypatch) == 0
     quick = ["rounds=2", "split.size=40", "train.epochs=1", "engine.name=inline"]
     sets = [word for text in quick for word in ("--set", text)]
-    command = ["run", "--set", "method.name=own_mean:OwnMean", *sets, "--out", "run"]
+    command = ["run", "--set", "method.name=own_mean:OwnMean", *sets, "--out", "my run"]
     with monkeypatch.context() as pressed:
         pressed.setattr(GentleStop, "__call__", lambda self: True)
         assert call(command, monkeypatch) == 130
     said = re.search(r"stopped after round 1; go on with: nestling (.*)", capsys.readouterr().err)
-    assert said is not None and said[1] == "run --resume run --trust own_mean:OwnMean"
+    assert said is not None and said[1] == "run --resume 'my run' --trust own_mean:OwnMean"
     assert call(shlex.split(said[1]), monkeypatch) == 0
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import nestling
 from nestling import Experiment
 from nestling.methods import METHODS
+from nestling.report.page import write_comparison
 from nestling.runs.assemble import assemble
 from nestling.runs.describe import describe
+from tests.small import small
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "methods"
@@ -78,6 +81,15 @@ def test_the_pictures_are_small_and_each_is_shown() -> None:
     for page in ("README.md", "docs/reading_the_page.md"):  # each shows or links all of them
         text = (ROOT / page).read_text()
         assert set(re.findall(r"pictures/([\w-]+\.png)", text)) == kinds
+
+
+def test_what_is_pictured_is_on_the_pages(tmp_path: Path) -> None:
+    shown = re.findall(r'"#(\w+)', (ROOT / "docs/make_pictures.py").read_text())
+    nestling.run(small("heterofl", rounds=1), out=tmp_path / "run")
+    both = write_comparison([tmp_path / "run"], tmp_path / "both.html")
+    pages = (tmp_path / "run" / "report.html").read_text() + both.read_text()
+    there = set(re.findall(r'<section id="(\w+)"', pages))
+    assert len(set(shown)) > 1 and set(shown) <= there
 
 
 def test_the_drawing_of_the_readme_is_what_the_default_run_gives_each_device() -> None:

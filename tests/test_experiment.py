@@ -81,7 +81,9 @@ def test_shorthands_of_the_api() -> None:
         ("participants=-1", "participants: must be at least 0 (0: every client), not -1"),
         ("train.lr=fast", "train.lr: expected a number, got 'fast'"),
         ("train.lr=nan", "train.lr: expected a finite number"),
-        ("train.milestones=3", "train.milestones: expected a list, got 3"),
+        ("train.milestones=3", "train.milestones: expected a list of whole numbers, got 3"),
+        ("fleet.tiers=3", "fleet.tiers: expected a list of tables, got 3"),
+        ("data.normal=3", "data.normal: expected a list of texts, got 3"),
         ("train.schedule=step", "train.schedule: unknown schedule 'step'"),
         ("train.augment=crop", "train.augment: unknown augmentation 'crop'"),
         (

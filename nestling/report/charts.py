@@ -15,7 +15,20 @@ from nestling.report.words import decimal, duration, energy, percent, traffic, w
 
 ROUNDS = Axis("round", whole, lambda value: f"round {whole(value)}", integers=True)
 BYTES = Axis("bytes sent up and down since the start", traffic, traffic, floor=0, from_zero=True)
-SECONDS = Axis("virtual time since the start", duration, duration, floor=0, from_zero=True)
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+SECONDS = Axis(
+    "virtual time since the start",
+    duration,
+    duration,
+    floor=0,
+    from_zero=True,
+    steps=(
+        *(10, 20, 30),
+        *(n * _MINUTE for n in (1, 2, 5, 10, 20, 30)),
+        *(n * _HOUR for n in (1, 2, 3, 6, 12)),
+        *(n * _DAY for n in (1, 2, 5, 10, 20, 50, 100)),
+    ),
+)
 JOULES = Axis("the fleet's energy since the start", energy, energy, floor=0, from_zero=True)
 SCORE = Axis(
     "score",

@@ -15,7 +15,7 @@ from nestling.files import path_in, write_atomic, writing
 from nestling.report import table_formats
 from nestling.report.differences import differences
 from nestling.report.folder import read_run, summarise
-from nestling.report.grouping import ComparedRun, Setting, settings_of
+from nestling.report.grouping import ComparedRun, Setting, common_word, settings_of
 from nestling.report.result_rows import (
     MEASURES,
     ResultColumn,
@@ -177,7 +177,7 @@ def compared(
         settings,
         list(entries),
         rows,
-        columns_of(rows, target, measure, columns),
+        columns_of(rows, common_word(settings), target, measure, columns),
         differences(entries, settings, by),
         gap_sentences(rows, measure),
         tuple(by),

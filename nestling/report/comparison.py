@@ -15,10 +15,10 @@ from nestling.report.charts import BYTES, JOULES, ROUNDS, SECONDS, chart, score_
 from nestling.report.coverage_part import COVERAGE_LEAD, coverage_pictures, masked_note
 from nestling.report.extras import pyplot
 from nestling.report.folder import Run, last_best, running_totals, traffic_totals
-from nestling.report.grouping import ComparedRun, Setting
+from nestling.report.grouping import ComparedRun, Setting, common_word
 from nestling.report.markup import Cell, Column, fill, joined, note, section, side_by_side, table
 from nestling.report.notebook import OVER
-from nestling.report.result_rows import SCORE_COLUMNS, ResultColumn, ResultRow
+from nestling.report.result_rows import ResultColumn, ResultRow
 from nestling.report.svg import Axis, Series
 from nestling.report.tables import tier_rows
 from nestling.report.words import (
@@ -31,7 +31,7 @@ from nestling.report.words import (
     traffic,
     whole,
 )
-from nestling.runfiles import score_word, tier_block
+from nestling.runfiles import tier_block
 
 if TYPE_CHECKING:
     from nestling.report.compare import Comparison
@@ -82,16 +82,9 @@ def spread(values: Sequence[object], form: Callable[[float], str] | None = None)
     return Cell(form(mean) if form is not None else f"{mean_and_spread(known)}%", mean)
 
 
-def common_word(settings: Sequence[Setting]) -> str:
-    """The word for what ranks the models of all settings; "score" where they learn different
-    things."""
-    words = {score_word(entry.summary) for setting in settings for entry in setting.entries}
-    return words.pop() if len(words) == 1 else "score"
-
-
 def notebook_table(comparison: Comparison) -> str:
     """The table of results and what is to be said of it, as a piece of HTML."""
-    listing = _result_table(comparison.rows, comparison.columns, common_word(comparison.settings))
+    listing = _result_table(comparison.rows, comparison.columns)
     lines = [*comparison.cautions, *comparison.gaps]
     return str(joined([listing, *(note(line) for line in lines)]))
 
@@ -108,7 +101,7 @@ def _header(comparison: Comparison) -> Markup:
 
 
 def _results(comparison: Comparison) -> Markup:
-    body = _result_table(comparison.rows, comparison.columns, common_word(comparison.settings))
+    body = _result_table(comparison.rows, comparison.columns)
     if _several_seeds(comparison.settings):
         body += note(
             "Mean ± standard deviation (n − 1) over seeds; traffic, time and energy are means. The "
@@ -120,11 +113,11 @@ def _results(comparison: Comparison) -> Markup:
     )
 
 
-def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn], word: str) -> Markup:
+def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn]) -> Markup:
     heads = [
         Column("Method", numeric=False),
         Column("Seeds"),
-        *(_head(one, word) for one in columns),
+        *map(_head, columns),
     ]
     cells = [
         [
@@ -140,11 +133,11 @@ def _result_table(rows: Sequence[ResultRow], columns: Sequence[ResultColumn], wo
     return table(heads, cells, label="Results")
 
 
-def _head(column: ResultColumn, word: str) -> Column:
-    if column not in SCORE_COLUMNS:
-        return Column(column.title.capitalize())
-    kind, _, when = column.title.partition(", ")
-    return Column(when, group=f"{kind.capitalize()} {word}")
+def _head(column: ResultColumn) -> Column:
+    if not column.is_score:
+        return Column(capital(column.title))
+    group, _, when = column.title.partition(", ")
+    return Column(when, group=capital(group))
 
 
 def _several_seeds(settings: Sequence[Setting]) -> bool:

@@ -46,6 +46,7 @@ def differences(
     and what cannot be known, in sentences."""
     return [
         *_data_differences(settings, by),
+        *_score_differences(settings),
         *_field_differences(settings, by),
         *(() if CODE in by else _code_differences(settings)),
         *_drawn_differences(settings),
@@ -76,8 +77,16 @@ def _data_differences(settings: Sequence[Setting], by: Sequence[str]) -> list[st
     which = f" Not the same: {', '.join(parts)}." if parts else ""
     return [
         f"DIFFERENT DATA: {', '.join(words)}. They are no seeds of one setting, and their "
-        f"accuracies are of different tests.{which}"
+        f"scores are of different tests.{which}"
     ]
+
+
+def _score_differences(settings: Sequence[Setting]) -> list[str]:
+    groups = _by_value(settings, lambda setting: setting.word)
+    if len(groups) < 2:
+        return []
+    said = [f"{word} ({_listed(s.label for s in group)})" for word, group in groups.items()]
+    return [f"DIFFERENT SCORES: {', '.join(said)}. They are not ranked against each other."]
 
 
 def _data_parts(settings: Sequence[Setting]) -> list[str]:

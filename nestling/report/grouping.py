@@ -12,12 +12,13 @@ from typing import Any
 
 from nestling.report.folder import Run, mapping
 from nestling.report.words import DASH
-from nestling.runfiles import NO_MATTER
+from nestling.runfiles import NO_MATTER, score_word
 
 DATA, NETWORK, CODE = "data", "network", "code"
 _PRINTS = (DATA, NETWORK, CODE)
 """What a fingerprint adds to a run's settings."""
 _LONGEST = 48
+_MOST_TOLD = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Setting:
     def shape(self) -> dict[str, str]:
         """Its configuration (see `shape_of`)."""
         return shape_of(self.entries[0])
+
+    @property
+    def word(self) -> str:
+        """What ranks its models, in a word."""
+        return score_word(self.entries[0].summary)
 
 
 def settings_of(entries: Sequence[ComparedRun]) -> list[Setting]:
@@ -103,6 +109,13 @@ def same_method(settings: Iterable[Setting]) -> bool:
 def differing(settings: Sequence[Setting]) -> list[str]:
     """The names under which the settings do not all say the same, in order."""
     return _differing([setting.shape for setting in settings])
+
+
+def common_word(settings: Iterable[Setting]) -> str:
+    """The word for what ranks the models of all settings; "score" where they learn different
+    things."""
+    words = {setting.word for setting in settings}
+    return words.pop() if len(words) == 1 else "score"
 
 
 def left_out(entries: Sequence[ComparedRun], settings: Sequence[Setting]) -> list[ComparedRun]:
@@ -189,14 +202,25 @@ def _labels(groups: Sequence[list[ComparedRun]]) -> list[str]:
     labels = []
     for group, title, shape in zip(groups, titles, shapes, strict=True):
         rivals = [other for name, other in zip(titles, shapes, strict=True) if name == title]
-        keys = sorted({key for other in rivals for key in _differing([other, shape])})
-        told = [f"{key} = {_told(key, shape, group[0])}" for key in keys[:2]]
+        told = [f"{key} = {_told(key, shape, group[0])}" for key in _telling(shape, rivals)]
         labels.append(title + (f" ({', '.join(told)})" if told else ""))
     clash = Counter(labels)
     return [
         label if clash[label] == 1 else f"{label} #{labels[:index].count(label) + 1}"
         for index, label in enumerate(labels)
     ]
+
+
+def _telling(shape: Mapping[str, str], rivals: Sequence[Mapping[str, str]]) -> list[str]:
+    """The fewest names that tell a shape from its rivals, two at most: those that set it apart from
+    most of them, and rather a field than a fingerprint."""
+    alike = [keys for other in rivals if (keys := set(_differing([other, shape])))]
+    found: list[str] = []
+    while alike and len(found) < _MOST_TOLD:
+        counts = Counter(key for keys in alike for key in keys)
+        found.append(min(counts, key=lambda key: (-counts[key], key in _PRINTS, key)))
+        alike = [keys for keys in alike if found[-1] not in keys]
+    return sorted(found)
 
 
 def _told(key: str, shape: Mapping[str, str], entry: ComparedRun) -> str:

@@ -12,7 +12,8 @@ from nestling.report.fleet_parts import shades_of
 from nestling.report.folder import Run, label_names, last_best, mapping
 from nestling.report.markup import Cell, Column, fill, section, table
 from nestling.report.svg import heat_map
-from nestling.report.words import decimal, number, percent, plural, small, whole
+from nestling.report.words import decimal, in_a_sentence, number, percent, plural, whole
+from nestling.runfiles import score_word
 
 Row = Mapping[str, Any]
 _PICTURED_CLASSES = 100
@@ -26,23 +27,24 @@ _WORDS: dict[str, tuple[str, Callable[[object], str]]] = {
     "rmse": ("Root mean square error", decimal),
     "perplexity": ("Perplexity", decimal),
     "calibration_error": ("Calibration error", lambda value: percent(value, 2)),
-    "personal_worst": ("Personal score, the worst client", lambda value: percent(value, 2)),
-    "personal_tenth": ("Personal score, a tenth do not reach", lambda value: percent(value, 2)),
-    "personal_variance": ("Personal score, variance", decimal),
+    "personal_worst": ("Personal {score}, the worst client", lambda value: percent(value, 2)),
+    "personal_tenth": ("Personal {score}, a tenth do not reach", lambda value: percent(value, 2)),
+    "personal_variance": ("Personal {score}, variance", decimal),
 }
 
 
-def metric_words(name: str, value: object) -> tuple[str, str]:
-    """A metric's name and value as they are shown; those of the user's own as they are."""
+def metric_words(name: str, value: object, score: str) -> tuple[str, str]:
+    """A metric's name and value as they are shown, with the word for what ranks models; those of
+    the user's own as they are."""
     words, form = _WORDS.get(name, (name, decimal))
-    return words, form(value)
+    return words.replace("{score}", score), form(value)
 
 
 def metrics_line(summary: Row) -> str:
     """The last values in one line; nothing where there are none."""
-    found = mapping(summary, "metrics")
-    pairs = [metric_words(name, last_best(block)[0]) for name, block in found.items()]
-    return ", ".join(f"{small(words)} {value}" for words, value in pairs)
+    found, score = mapping(summary, "metrics"), score_word(summary)
+    pairs = [metric_words(name, last_best(block)[0], score) for name, block in found.items()]
+    return "; ".join(f"{in_a_sentence(words)} {value}" for words, value in pairs)
 
 
 def metrics_part(run: Run, summary: Row) -> Markup:
@@ -51,16 +53,16 @@ def metrics_part(run: Run, summary: Row) -> Markup:
     if not found:
         return Markup("")
     by_class = mapping(summary, "by_class")
-    labels = label_names(run)
+    labels, score = label_names(run), score_word(summary)
     lead = (
         "Of the global model, or where there is none of the clients' models together, on the "
-        "common test set; personal scores over the clients that were tested."
+        f"common test set; personal {score} over the clients that were tested."
     )
-    body = _table(found) + _recall(by_class, labels) + _confusion(by_class, labels)
+    body = _table(found, score) + _recall(by_class, labels) + _confusion(by_class, labels)
     return section("metrics", "Metrics", lead, body)
 
 
-def _table(found: Row) -> Markup:
+def _table(found: Row, score: str) -> Markup:
     columns = [
         Column("Metric", numeric=False),
         Column("last"),
@@ -70,12 +72,12 @@ def _table(found: Row) -> Markup:
     rows = []
     for name, block in found.items():
         last, best, at = last_best(block)
-        words, shown = metric_words(name, last)
+        words, shown = metric_words(name, last, score)
         rows.append(
             [
                 Cell(words),
                 Cell(shown, last),
-                Cell(metric_words(name, best)[1], best),
+                Cell(metric_words(name, best, score)[1], best),
                 Cell(whole(at), at),
             ]
         )

@@ -12,7 +12,7 @@ from nestling.errors import unknown
 from nestling.report.extras import pandas, pyplot
 from nestling.report.tables import overall_row, tier_rows
 from nestling.report.words import memory, number, percent, plural, traffic, whole
-from nestling.runfiles import SCORES
+from nestling.runfiles import SCORES, score_word
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -31,8 +31,11 @@ def result_html(summary: Mapping[str, Any], tiers: Mapping[str, Any]) -> str:
     done = plural(summary.get("rounds_done"), "round")
     sent = f"sent up {traffic(summary.get('bytes_up'))}, down {traffic(summary.get('bytes_down'))}"
     head = f"<b>{escape(title)}</b> on {escape(summary.get('data') or 'data')}, {done}; {sent}"
-    names = ("tier", "clients", "params", "RAM needed", "global, last", "global, best")
-    lines = [_line("th", [*names, "personal, last", "personal, best"])]
+    word = score_word(summary)
+    scores = [
+        f"{kind} {word}, {when}" for kind in ("global", "personal") for when in ("last", "best")
+    ]
+    lines = [_line("th", ["tier", "clients", "params", "RAM needed", *scores])]
     for row in tier_rows(summary, tiers):
         own = [row["tier"], whole(row["count"]), whole(row["params"]), memory(row["ram_need"])]
         lines.append(_line("td", [*own, *_score_texts(row)]))
@@ -54,9 +57,7 @@ def frame_of(metrics: Rows) -> Any:
     return pandas().DataFrame([_flat(row) for row in metrics])
 
 
-def plot_of(
-    metrics: Rows, title: str, over: str = "rounds", ax: Any = None, word: str = "accuracy"
-) -> Any:
+def plot_of(metrics: Rows, title: str, word: str, over: str = "rounds", ax: Any = None) -> Any:
     """The scores of a run as lines; gives matplotlib's axes."""
     if over not in OVER:
         raise unknown("axis", over, OVER, field="over")
@@ -86,7 +87,7 @@ def png_of(metrics: Rows, title: str, word: str) -> bytes | None:
     except ImportError:
         return None
     figure, file = Figure(), io.BytesIO()  # of its own: what a notebook shows is not touched
-    plot_of(metrics, title, ax=figure.subplots(), word=word)
+    plot_of(metrics, title, word, ax=figure.subplots())
     figure.savefig(file, format="png")
     return file.getvalue()
 

@@ -133,9 +133,9 @@
   };
 
   const { createObjectURL: linkTo, revokeObjectURL: forget } = URL;
-  const download = (text, kind, name) => {
+  const download = (content, kind, name) => {
     const link = document.createElement("a");
-    link.href = linkTo(new Blob([text], { type: kind }));
+    link.href = linkTo(new Blob([content], { type: kind }));
     link.download = name;
     link.click();
     setTimeout(() => forget(link.href), 1000);
@@ -168,20 +168,36 @@
     return new XMLSerializer().serializeToString(copy);
   };
 
+  // Twice as sharp as on the page; a picture wider or higher than MOST is more than a canvas may hold.
+  const MOST = 8192;
+  const pngOf = (svg) => new Promise((done) => {
+    const { width, height } = svg.viewBox.baseVal;
+    const scale = Math.min(2, MOST / Math.max(width, height));
+    const image = new Image();
+    image.addEventListener("load", () => {
+      const canvas = document.createElement("canvas");
+      Object.assign(canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
+      canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+      canvas.toBlob(done, "image/png");
+    });
+    image.src = `data:image/svg+xml,${encodeURIComponent(svgOf(svg))}`;
+  });
+
   const saves = (svg) => {
     const plot = svg.closest(".plot") || svg.closest(".held") || svg;
     const line = document.createElement("p");
     line.className = "saves";
     const name = svg.querySelector("title").textContent.replace(/[^\w]+/g, "-").toLowerCase();
-    const offer = (word, text, kind) => {
+    const offer = (word, content, kind) => {
       const button = make("button", line, "", word);
       button.type = "button";
       button.setAttribute("aria-label", `Save ${svg.querySelector("title").textContent} as ${word}`);
-      button.addEventListener("click", () => download(text(svg), kind, `${name}.${word.toLowerCase()}`));
+      button.addEventListener("click", async () => download(await content(svg), kind, `${name}.${word.toLowerCase()}`));
     };
     make("span", line, "", "Save");
     offer("CSV", csvOf, "text/csv");
     offer("SVG", svgOf, "image/svg+xml");
+    offer("PNG", pngOf, "image/png");
     plot.after(line);
   };
 

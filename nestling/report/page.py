@@ -19,7 +19,7 @@ from nestling.report.compare import Comparison, compare
 from nestling.report.comparison import COMPARISON_PARTS, comparison_body, comparison_title
 from nestling.report.folder import read_run
 from nestling.report.markup import empty, fill
-from nestling.report.run_page import RUN_PARTS, analysis_body, run_body, run_title
+from nestling.report.run_page import analysis_body, run_body, run_parts, run_title
 
 _ICON = (
     b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M1 7a7 7 0 0 0 14 0z" '
@@ -46,10 +46,10 @@ def page_parts(folder: Path) -> PageParts:
     in its place."""
     try:
         run = read_run(Path(folder))
-        title, body = run_title(run), run_body(run)
+        title, parts, body = run_title(run), run_parts(run), run_body(run)
     except InputError as error:
-        title, body = Path(folder).resolve().name, empty(str(error))
-    return PageParts(title, _linked(RUN_PARTS, body), body)
+        title, parts, body = Path(folder).resolve().name, [], empty(str(error))
+    return PageParts(title, _linked(parts, body), body)
 
 
 def live_page(parts: PageParts, stamp: str) -> str:
@@ -61,8 +61,8 @@ def live_page(parts: PageParts, stamp: str) -> str:
 def write_report(folder: Path) -> Path:
     """Write `folder`/report.html for the run in `folder`, finished or not, and give its path."""
     run = read_run(Path(folder))
-    body = run_body(run)
-    return _write(run.folder / "report.html", _page(run_title(run), RUN_PARTS, body), field="RUN")
+    page = _page(run_title(run), run_parts(run), run_body(run))
+    return _write(run.folder / "report.html", page, field="RUN")
 
 
 def write_analysis_page(folder: Path, out: Path) -> Path:
@@ -76,7 +76,7 @@ def write_analysis_page(folder: Path, out: Path) -> Path:
             field=str(folder),
             fix="make one: nestling analyse RUN",
         )
-    return _write(Path(out), _page(run_title(run), RUN_PARTS, body))
+    return _write(Path(out), _page(run_title(run), run_parts(run), body))
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:

@@ -44,7 +44,11 @@ class ResultColumn:
     key: str
     title: str
     form: Callable[[object], str] | None = None
-    ranked: bool = False
+
+    @property
+    def is_score(self) -> bool:
+        """Whether it is a score's, last or best."""
+        return self.form is None
 
 
 @dataclass
@@ -76,12 +80,8 @@ class ResultRow:
         return f"{column.form(statistics.fmean(found))}{some}"
 
 
-SCORE_COLUMNS = (
-    ResultColumn("global_last", "global, last", ranked=True),
-    ResultColumn("global_best", "global, best"),
-    ResultColumn("personal_last", "personal, last", ranked=True),
-    ResultColumn("personal_best", "personal, best"),
-)
+RANKED = ("global_last", "personal_last")
+"""The columns whose best is told; the best of all rounds was chosen with hindsight."""
 COST_COLUMNS = (
     ResultColumn("bytes_up", "sent up", traffic),
     ResultColumn("bytes_down", "sent down", traffic),
@@ -92,17 +92,24 @@ COST_COLUMNS = (
 
 def columns_of(
     rows: Sequence[ResultRow],
+    word: str,
     target: float | None = None,
     measure: str = "global",
     chosen: Sequence[str] = (),
 ) -> list[ResultColumn]:
-    """The columns of a table: those that are chosen by their keys, in that order, else all of them;
-    time and energy, and what a target took, only where they are known."""
+    """The columns of a table, with `word` for what ranks models: those that are chosen by their
+    keys, in that order, else all of them; time and energy, and what a target took, only where they
+    are known."""
     goal = "" if target is None else percent(target, 1 if 100 * target % 1 else 0)
-    wanted = [*SCORE_COLUMNS, *COST_COLUMNS]
+    scores = [
+        ResultColumn(f"{kind}_{when}", f"{kind} {word}, {when}")
+        for kind in MEASURES
+        for when in ("last", "best")
+    ]
+    wanted = [*scores, *COST_COLUMNS]
     if target is not None:
         wanted += [
-            ResultColumn("target_rounds", f"rounds to {goal} {measure}", _rounds),
+            ResultColumn("target_rounds", f"rounds to {goal} {measure} {word}", _rounds),
             ResultColumn("target_bytes", f"bytes to {goal}", traffic),
             ResultColumn("target_seconds", f"virtual time to {goal}", duration),
             ResultColumn("target_joules", f"energy to {goal}", energy),
@@ -135,16 +142,18 @@ def rows_of(
     words = studied(settings, by)
     told = {*differing(settings), *words}
     rows = [_row(setting, words, told, target, measure) for setting in settings]
+    if len({setting.word for setting in settings}) > 1:  # an R² is not above an accuracy
+        for row, setting in zip(rows, settings, strict=True):
+            row.block = (*row.block, setting.word)
     for block in blocks_of(rows):
-        for column in SCORE_COLUMNS:
-            if column.ranked:
-                _mark(block, column.key)
+        for key in RANKED:
+            _mark(block, key)
     return rows
 
 
 def blocks_of(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     """The rows that are to be compared with each other: those that differ in the method alone,
-    where methods are compared."""
+    where methods are compared, and that are ranked by the same score."""
     blocks: dict[tuple[str, ...], list[ResultRow]] = {}
     for row in rows:
         blocks.setdefault(row.block, []).append(row)

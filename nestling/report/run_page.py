@@ -60,7 +60,7 @@ _MOST_ROUNDS_LISTED = 400
 _MOST_CLIENTS_LISTED = 200
 _NOT_EVALUATED = "Not evaluated."
 RUN_PARTS = [
-    ("scores", "Scores"),
+    ("scores", "{score}"),
     ("personal", "Personal"),
     ("metrics", "Metrics"),
     ("coverage", "Coverage"),
@@ -86,6 +86,13 @@ _ROUND_COLUMNS: list[tuple[str, str, Callable[[object], str]]] = [
     ("Late", "late", whole),
     ("Dropped", "dropped", whole),
 ]
+
+
+def run_parts(run: Run) -> list[tuple[str, str]]:
+    """The parts that a page may have, as (id, name); the first is called as the task calls its
+    score."""
+    word = capital(score_word(summarise(run)))
+    return [(ident, name.replace("{score}", word)) for ident, name in RUN_PARTS]
 
 
 def run_title(run: Run) -> str:

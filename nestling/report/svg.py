@@ -44,8 +44,9 @@ class Series:
 @dataclass(frozen=True)
 class Axis:
     """How one direction of a chart reads: `form` writes a tick, `tell` a read-out; `floor` and
-    `ceiling` bound the range. `places` spreads values unevenly, with ticks at `marks`, where that
-    tells them apart."""
+    `ceiling` bound the range. `steps` are those from tick to tick that are round where decimal
+    ones are not, such as two hours. `places` spreads values unevenly, with ticks at `marks`, where
+    that tells them apart."""
 
     label: str
     form: Callable[[float], str]
@@ -54,6 +55,7 @@ class Axis:
     ceiling: float | None = None
     from_zero: bool = False
     integers: bool = False
+    steps: Sequence[float] = ()
     places: Callable[[float], float] | None = None
     marks: Sequence[float] = ()
 
@@ -96,7 +98,10 @@ def line_chart(
     if not drawn:
         raise ValueError("a line chart needs at least one point")
     x_ticks = ticks(
-        *_span([at for s in drawn for at, _ in s.points], x), count=5, integers=x.integers
+        *_span([at for s in drawn for at, _ in s.points], x),
+        count=5,
+        integers=x.integers,
+        steps=x.steps,
     )
     highs, bent = _heights(drawn), is_bent(drawn, y)
     y_ticks = (
@@ -311,14 +316,19 @@ def shade(value: float, most: float) -> float:
     return 0.08 + 0.92 * math.sqrt(value / most) if most > 0 and value > 0 else 0.0
 
 
-def ticks(low: float, high: float, *, count: int, integers: bool = False) -> list[float]:
-    """About `count` round numbers that cover low … high."""
+def ticks(
+    low: float, high: float, *, count: int, integers: bool = False, steps: Sequence[float] = ()
+) -> list[float]:
+    """About `count` round numbers that cover low … high; between the least and the most of `steps`
+    one of these apart."""
     # A span too small to be cut into steps is no span.
     if high - low <= 1e-12 * max(1.0, abs(low)):
         high = max(high, low + (abs(low) * 0.1 if abs(low) > 1e-12 else 1.0))
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    if steps and steps[0] <= rough <= steps[-1]:
+        step = next(own for own in steps if own >= rough * 0.999)
     if integers:
         step = max(1.0, round(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

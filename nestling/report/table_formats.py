@@ -161,6 +161,7 @@ _LATEX = {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "±": r"$\pm$",
+    "²": r"$^2$",
     "µ": r"$\mu$",
     "α": r"$\alpha$",
     "…": r"\ldots{}",

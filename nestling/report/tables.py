@@ -13,7 +13,7 @@ from rich.table import Table
 
 from nestling.report.folder import last_best, listed, mapping, read_run, summarise
 from nestling.report.words import DASH, memory, number, percent, plural, whole
-from nestling.runfiles import tier_block
+from nestling.runfiles import score_word, tier_block
 
 # A figure is an estimate when anything it is worked out from is one.
 _SPEED = ("seconds", "time", "speed", "macs", "fp32")
@@ -167,7 +167,8 @@ def _title(summary: Mapping[str, Any], name: str) -> str:
         else plural(done, "round")
     )
     method = summary.get("title") or summary.get("method") or name
-    return f"{method} on {summary['data']}, {of}" if summary.get("data") else f"{method}, {of}"
+    on = f" on {summary['data']}" if summary.get("data") else ""
+    return f"{method}{on}, {of}: {score_word(summary)} by tier"
 
 
 def _caption(rows: Sequence[Mapping[str, Any]]) -> str | None:

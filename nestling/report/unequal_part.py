@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from nestling.report.charts import ROUNDS, chart, score_axis
-from nestling.report.folder import Run, listed, mapping
+from nestling.report.folder import Run, listed, mapping, of_classes
 from nestling.report.markup import Cell, Column, note, table
 from nestling.report.svg import INK, Series
 from nestling.report.words import DASH, number, percent, whole
@@ -58,7 +58,8 @@ def worst_clients(run: Run, word: str, rows: Sequence[Row]) -> Markup:
     places = _places(run)
     labels = {row["tier"]: (row["label"], index) for index, row in enumerate(rows)}
     columns = [Column("Client"), Column("Tier", numeric=False), Column(f"Personal {word}")]
-    columns += [Column("Its rows"), Column("Its classes"), Column("Rounds it took part in")]
+    kinds = "Its classes" if of_classes(run) else "Its kinds"
+    columns += [Column("Its rows"), Column(kinds), Column("Rounds it took part in")]
     turns = _turns(run)
     body = [_cells(entry, places, labels, turns) for entry in known]
     listing = table(columns, body, label="The worst clients")

@@ -24,9 +24,10 @@ def capital(word: str) -> str:
     return f"{word[:1].upper()}{word[1:]}"
 
 
-def small(words: str) -> str:
-    """Words with their first letter small, unless the first of them is an abbreviation."""
-    return words if words[1:2].isupper() else f"{words[:1].lower()}{words[1:]}"
+def in_a_sentence(words: str) -> str:
+    """A heading as it stands in the middle of a sentence: "Macro F1" as "macro F1", "AUROC" as it
+    is."""
+    return words if words[:2].isupper() else f"{words[:1].lower()}{words[1:]}"
 
 
 def percent(value: object, places: int = 1) -> str:

@@ -152,7 +152,7 @@ class Result:
         """Plots the scores over rounds, bytes, seconds (virtual time) or joules, and gives
         matplotlib's axes; needs matplotlib (`nestling[notebook]`)."""
         title = str(self.summary.get("title") or "a run")
-        return plot_of(self.metrics, title, over, ax, score_word(self.summary))
+        return plot_of(self.metrics, title, score_word(self.summary), over, ax)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -222,6 +222,10 @@ def test_hovering_reads_out_the_values(driver: Any, made: dict[str, Path]) -> No
 
 
 def saved(driver: Any, section: str, word: str, folder: Path) -> str:
+    return saved_file(driver, section, word, folder).read_text(encoding="utf-8")
+
+
+def saved_file(driver: Any, section: str, word: str, folder: Path) -> Path:
     """What the first link `word` of a section saves."""
     from selenium.webdriver.support.wait import WebDriverWait
 
@@ -237,7 +241,7 @@ def saved(driver: Any, section: str, word: str, folder: Path) -> str:
     def done(_: Any) -> list[Path]:
         return [path for path in folder.iterdir() if path.suffix == f".{word.lower()}"]
 
-    return WebDriverWait(driver, 60).until(done)[0].read_text(encoding="utf-8")
+    return Path(WebDriverWait(driver, 60).until(done)[0])
 
 
 def test_every_chart_can_be_saved(page: Any) -> None:
@@ -263,6 +267,23 @@ def test_a_chart_is_saved_as_a_table_and_as_a_picture(
     filled = [one.get("fill") for one in picture.iter() if one.tag.endswith("rect")]
     assert len(filled) > 4
     assert all(str(fill).startswith(("rgb", "#")) for fill in filled)
+
+
+def test_a_chart_is_saved_as_pixels(driver: Any, made: dict[str, Path], tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    show(driver, made["real"], scheme="dark")
+    box = driver.execute_script(
+        "const box = document.querySelector('#scores svg.chart').viewBox.baseVal; "
+        "return [box.width, box.height]"
+    )
+    with image.open(saved_file(driver, "#scores", "PNG", tmp_path / "a")) as picture:
+        assert picture.size == tuple(round(2 * side) for side in box)
+        back = driver.execute_script(
+            "return getComputedStyle(document.documentElement).getPropertyValue('--card').trim()"
+        )
+        assert "#{:02x}{:02x}{:02x}".format(*picture.convert("RGB").getpixel((1, 1))) == back
+        assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
+    assert driver.get_log("browser") == []
 
 
 def test_the_grid_reads_out_who_trained_what(driver: Any, made: dict[str, Path]) -> None:

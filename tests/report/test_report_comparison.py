@@ -264,3 +264,41 @@ def test_methods_of_different_groups_are_no_fair_column_and_the_reason_is_said(
 def test_accuracies_from_different_batch_statistics_are_no_fair_column(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / norm, norm=norm, group="A") for norm in ("batch", "tracked")]
     assert any("batch and tracked" in text for text in compare(*runs).cautions)
+
+
+def test_a_table_names_the_score_as_the_task_does(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", method="fedavg", title="FedAvg")]
+    for run in runs:
+        for name in ("summary.json", "federation.json"):
+            change(run / name, task={"name": "reconstruction", "score": "AUROC"})
+    found = compare(*runs, target=0.5)
+    assert "& global AUROC, last &" in found.to_latex()
+    assert "rounds to 50\\% global AUROC &" in found.to_latex()
+    for text in (found.to_latex(), found.to_markdown(), found.to_html()):
+        assert "AUROC, last" in text and "accuracy" not in text.lower()
+    assert found.to_csv().startswith("label,method,seeds,global_last_mean,")
+
+
+def test_scores_of_different_kinds_are_not_ranked_against_each_other(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", method="fedavg", title="FedAvg")]
+    change(runs[1] / "summary.json", task={"name": "reconstruction", "score": "AUROC"})
+    found = compare(*runs)
+    (said,) = [text for text in found.cautions if text.startswith("DIFFERENT SCORES")]
+    assert "accuracy (HeteroFL), AUROC (FedAvg)" in said
+    assert found.gaps == [] and [row.marks for row in found.rows] == [{}, {}]
+    assert "global score, last" in found.to_markdown()
+
+
+def test_a_label_tells_what_sets_a_setting_apart_and_no_more(tmp_path: Path) -> None:
+    settings = ("alpha = 0.3", "alpha = 1.0", "alpha = 0.3\nlr = 0.1", "alpha = 0.3\nmu = 2")
+    for at, text in enumerate(settings):
+        run = write_run(tmp_path / str(at))
+        with (run / "experiment.toml").open("a") as file:
+            file.write(f"[more]\n{text}\n")
+    labels = [s.label for s in settings_of(entries(*(tmp_path / str(at) for at in range(4))))]
+    assert labels == [
+        "HeteroFL (more.alpha = 0.3, more.lr = –)",
+        "HeteroFL (more.alpha = 1.0)",
+        "HeteroFL (more.lr = 0.1)",
+        "HeteroFL (more.mu = 2)",
+    ]

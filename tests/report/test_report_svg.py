@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nestling.report.charts import BENT, ROUNDS, SCORE, chart
+from nestling.report.charts import BENT, ROUNDS, SCORE, SECONDS, chart
 from nestling.report.svg import (
     INK,
     Axis,
@@ -146,6 +146,21 @@ def test_ticks_cover_the_range_in_even_steps(
     steps = [after - before for before, after in pairwise(found)]
     assert all(math.isclose(step, steps[0], rel_tol=1e-3, abs_tol=1e-9 * span) for step in steps)
     assert not integers or all(tick == round(tick) for tick in found)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (26_460, ["0 s", "2 h", "4 h", "6 h", "8 h"]),
+        (600, ["0 s", "2 min", "4 min", "6 min", "8 min", "10 min"]),
+        (75, ["0 s", "20 s", "40 s", "1 min", "1 min 20 s"]),
+        (4, ["0 s", "1 s", "2 s", "3 s", "4 s"]),
+        (300_000, ["0 s", "1 d", "2 d", "3 d", "4 d"]),
+    ],
+)
+def test_time_is_marked_in_round_hours_and_minutes(seconds: float, told: list[str]) -> None:
+    found = ticks(0, seconds, count=5, steps=SECONDS.steps)
+    assert [SECONDS.form(at) for at in found] == told
 
 
 def test_thinning_keeps_the_ends_and_the_extremes() -> None:

@@ -141,6 +141,15 @@ def test_every_file_has_them_and_a_users_own(tmp_path: Path) -> None:
     assert more.metrics[-1]["metrics"]["half_right"] > 0
 
 
+def test_metrics_are_told_with_the_score_of_the_task() -> None:
+    summary = {
+        "task": {"score": "AUROC"},
+        "metrics": {name: {"last": 0.5} for name in ("auroc", "macro_f1", "personal_worst")},
+    }
+    told = metrics_line(summary)
+    assert told == "AUROC 50.00%; macro F1 50.00%; personal AUROC, the worst client 50.00%"
+
+
 def test_clients_without_a_global_model_are_measured_together() -> None:
     result = nestling.run(
         small("local", rounds=1, evaluate=Evaluation(metrics=(surest,), clients=4))

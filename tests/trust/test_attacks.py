@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nestling
+from benchmarks import trust
 from nestling import Attack, EngineConfig, Experiment, InputError, Server, SplitConfig
 from nestling.attacks import received_as
 from nestling.fleet.server.serving import _begin
@@ -260,3 +261,11 @@ def test_the_section_survives_a_file(tmp_path: Path) -> None:
     made = Experiment(attack=Attack("scale", 0.1, 5.0), server=Server(merge="trimmed", trim=0.3))
     (tmp_path / "e.toml").write_text(made.to_toml())
     assert Experiment.read(tmp_path / "e.toml") == made
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"), [("heterofl sign 20", "global"), ("fedproto clean", "personal")]
+)
+def test_a_cell_of_the_table_of_liars_is_played(line: str, kind: str) -> None:
+    played = trust.play(line, "mean", 0, 1, "cpu")
+    assert 0 < played[kind] < 1 and played["seconds"] > 0
