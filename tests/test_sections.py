@@ -115,7 +115,17 @@ def test_what_its_type_says_is_what_is_refused(key: str, whole: bool, bounds: Bo
 
 def test_some_bounds_are_read_of_every_checked_section() -> None:
     found = {key.rpartition(".")[0] for key, _, _ in _bounded()}
-    named = {"split", "fleet", "fleet.tiers", "train", "server", "attack", "engine", "evaluate"}
+    named = {
+        "data",
+        "split",
+        "fleet",
+        "fleet.tiers",
+        "train",
+        "server",
+        "attack",
+        "engine",
+        "evaluate",
+    }
     assert found == {"", *named}
 
 
