@@ -184,9 +184,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestling"
 
 
-def read_arrays(path: Path, field: str = "data.path", client: str = "client") -> dict[str, Any]:
-    """The arrays x and y of an .npz file, and client (or what it is called) and test where it has
-    them; whatever is wrong with the file is an `InputError` on `field`."""
+def read_arrays(
+    path: Path, field: str = "data.path", client: str = "client", targets: bool = True
+) -> dict[str, Any]:
+    """The arrays x and y (unless there need be no `targets`) of an .npz file, and client (or what
+    it is called) and test where it has them; whatever is wrong with the file is an `InputError` on
+    `field`."""
     import numpy as np
 
     if not path.is_file():
@@ -206,7 +209,7 @@ def read_arrays(path: Path, field: str = "data.path", client: str = "client") ->
         fix = "write plain arrays (no objects) with numpy.savez_compressed"
         why = harmless(str(error)) or type(error).__name__
         raise _no_archive(path, f"cannot be read: {why}", fix, field) from error
-    for key in ("x", "y"):
+    for key in ("x", "y") if targets else ("x",):
         if key not in arrays:
             raise _no_archive(
                 path,

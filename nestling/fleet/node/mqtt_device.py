@@ -89,11 +89,12 @@ class MqttDevice:
     def hello(self) -> bytes:
         """Who it is."""
         head = head_of(self.blob)
+        counts = None if head.values else np.bincount(labels_of(self.blob)).tolist()
         return bundle.pack(
             {
                 "rows": head.rows,
                 "shape": list(head.shape),
-                "counts": np.bincount(labels_of(self.blob)).tolist(),
+                **({"counts": counts} if counts is not None else {}),
                 "crc": head.crc,
                 "ram": self.ram,
                 "boot": secrets.token_hex(4),
