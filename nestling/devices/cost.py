@@ -13,6 +13,9 @@ peak over time of what is live together is a floor under every allocator. Conven
   logits with their gradient;
 - views (flatten, transpose) share the storage they look at; weights are counted apart.
 
+Torch runs recurrent layers and its own attention whole (`devices/in_torch.py`): `Cost.torch_bytes`
+is the same bound with each of them as one operation.
+
 A microcontroller is not estimated: where the C runtime knows all of a network's operations,
 `Cost.planned` holds the sizes of the plan that it would be given.
 """
@@ -20,13 +23,14 @@ A microcontroller is not estimated: where the C runtime knows all of a network's
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import nn
 
+from nestling.devices.in_torch import as_torch_runs_it
 from nestling.errors import InputError
 from nestling.models.record import FUSED, Operation, Record, record
 from nestling.planning.forecast import Footprint, footprint
@@ -51,6 +55,7 @@ class Cost:
     layers: int
     planned: Footprint | None = None  # the plan for the C runtime, if that can train the network
     lacks: str = ""  # if not: what the C runtime lacks
+    torch_bytes: int = 0  # the same peak where torch trains the network
 
 
 def cost_of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
@@ -62,7 +67,8 @@ def cost_of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None
     """
     recorded = record(module, tuple(shape), dtype)
     planned, lacks = _planned(recorded, module, tuple(shape))
-    forward = fuse(recorded)
+    forward, in_torch = fuse(recorded), as_torch_runs_it(recorded, module)
+    peak = _training_peak(forward)
     trainable = sum(
         parameter.numel() for parameter in module.parameters() if parameter.requires_grad
     )
@@ -73,12 +79,17 @@ def cost_of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None
         trainable_bytes=FLOAT * trainable,
         macs=macs,
         train_macs=macs + sum(operation.backward_macs for operation in forward.operations),
-        activation_bytes=_peak(forward.bytes, _training_lives(forward)),
+        activation_bytes=peak,
         inference_bytes=_peak(forward.bytes, _inference_lives(forward)),
         layers=sum(operation.on_path for operation in forward.operations),
         planned=planned,
         lacks=lacks,
+        torch_bytes=peak if in_torch is None else _training_peak(fuse(in_torch)),
     )
+
+
+def _training_peak(forward: Record) -> int:
+    return _peak(forward.bytes, _training_lives(forward))
 
 
 def _planned(
@@ -202,7 +213,16 @@ def _training_lives(forward: Record) -> list[_Life]:
     _overwrite_operands(forward, lives)
     gradients = _gradient_lives(forward)
     _overwrite_gradients(forward, gradients)
-    return [*lives.values(), *gradients.values()]
+    return [*lives.values(), *gradients.values(), *_scratch_lives(forward)]
+
+
+def _scratch_lives(forward: Record) -> Iterator[_Life]:
+    count = len(forward.operations)
+    for index, operation in enumerate(forward.operations):
+        if operation.scratch >= 0:
+            yield _Life(operation.scratch, index, index)
+            if operation.trained:
+                yield _Life(operation.scratch, 2 * count - index, 2 * count - index)
 
 
 def _gradient_lives(forward: Record) -> dict[int, _Life]:

@@ -124,7 +124,7 @@ def ram_parts(profile: Profile, cost: Cost, budget: Budget) -> dict[str, int]:
         "optimiser": cost.trainable_bytes * STATES[budget.optimizer],
         # The C runtime adds up the gradients of one sample after another; torch holds the whole
         # batch.
-        "activations": cost.activation_bytes * (1 if on_c else budget.batch),
+        "activations": cost.activation_bytes if on_c else cost.torch_bytes * budget.batch,
         "runtime": _statics(cost) if on_c else TORCH_RAM,
     }
 

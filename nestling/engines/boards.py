@@ -11,23 +11,27 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nestling.devices.fleet import Fleet
 from nestling.engines.engine import BoardReport, Engine, Event, blame
 from nestling.errors import InputError
+from nestling.planning.graph import Unsupported, lower
 from nestling.tiny.lab import HOST, MOST_BOARDS, Lab, LabSettings, Report
-from nestling.tiny.lowering import board_trained, job_for
+from nestling.tiny.lowering import board_trained, check_targets, job_for
 from nestling.tiny.runtime import native
 from nestling.tiny.runtime.data import pack as pack_data
 from nestling.tiny.runtime.job import Job
 from nestling.training.client import Client, ClientSide, Errand, Outcome, Site, Working, working
 from nestling.training.trainer import Trained
+from nestling.world import Plan
 
 LOOK_SECONDS = 1.0
 """How often to look whether the boards are still kept alive."""
@@ -59,6 +63,22 @@ def with_boards(
     return Boards(
         base, fleet, Lab(emulated, LabSettings(verify=verify), home) if emulated else None
     )
+
+
+def check_boards(fleet: Fleet, plans: Mapping[str, Plan], y: Tensor) -> None:
+    """Refuses, before anybody trains, targets and networks that no firmware knows."""
+    for number, tier in enumerate(fleet.tiers):
+        if tier.board and tier.name in plans:
+            check_targets(y)
+            piece = plans[tier.name].piece
+            try:
+                lower(piece.reference.network(piece.view), piece.reference.shape)
+            except Unsupported as error:
+                raise InputError(
+                    f"clients of tier {tier.name!r} on {tier.board}: {error.message}",
+                    field=f"fleet.tiers[{number}].board",
+                    fix=error.fix,
+                ) from error
 
 
 @dataclass(eq=False)

@@ -144,6 +144,7 @@ class Operation:
     # by the operation's own names; a tensor is a `Seen`
     arguments: dict[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] = ()  # of the first result
+    scratch: int = -1  # a value that is there only while it works, forward or backward
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,7 +42,7 @@ def lower(module: nn.Module, shape: tuple[int, ...], *, inference: bool = False)
     statistics becomes an "affine".
     """
     return lower_record(
-        record(module, tuple(shape), torch.float32, training=not inference),
+        record(module, tuple(shape), training=not inference),
         module,
         shape,
         inference=inference,
@@ -53,11 +53,34 @@ def lower_record(
     forward: Record, module: nn.Module, shape: tuple[int, ...], *, inference: bool = False
 ) -> Graph:
     """`lower` of a forward that is recorded already."""
+    operations = _wanted(forward)
+    _refuse_by_kind(module, operations)
     builder = Builder(forward, planar(tuple(shape)), inference)
-    for operation in _wanted(forward):
+    for operation in operations:
         builder.add(operation)
     nodes, output = builder.nodes, builder.result()
     return _tidy(_fused(nodes, output), builder.shapes, builder.first, output, module)
+
+
+def _refuse_by_kind(module: nn.Module, operations: Sequence[Operation]) -> None:
+    """Calls a network of another kind by what it is, and not by the first of its operations that is
+    missing."""
+    fix = (
+        "give that tier a network of convolutions or dense layers (model = ...) and a method that "
+        "fuses unlike networks, or give it no board"
+    )
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.RNNBase, nn.RNNCellBase)):
+            raise Unsupported(name, f"{type(part).__name__}, or other recurrent layer", fix)
+    for operation in operations:
+        if operation.name in _OF_TWO_MAPS or "scaled_dot_product" in operation.name:
+            raise Unsupported(operation.layer, "attention (a product of two maps)", fix)
+    for operation in operations:
+        if operation.name == "embedding":
+            raise Unsupported(operation.layer, "embedding: its inputs are numbers", fix)
+
+
+_OF_TWO_MAPS = ("bmm", "baddbmm")
 
 
 def _wanted(forward: Record) -> list[Operation]:

@@ -371,6 +371,8 @@ def _budget(experiment: Experiment, dataset: Dataset) -> Budget:
     optimizer = "adam" if train.optimizer != "sgd" else "momentum" if train.momentum else "sgd"
     samples = experiment.split.size or max(1, len(dataset.y) // experiment.fleet.size)
     blocks = experiment.make_method().blocks
+    if dataset.y.is_floating_point() and "target" not in blocks:
+        blocks = (*blocks, "target")  # a board loads a row's values beside the row
     return Budget(
         train.batch, samples, train.epochs, optimizer, experiment.time_budget, blocks=blocks
     )
@@ -424,8 +426,9 @@ def _federation(
         chosen.address,
     )
     if any(tier.board for tier in world.fleet.tiers):
-        from nestling.engines.boards import with_boards  # an extra
+        from nestling.engines.boards import check_boards, with_boards  # an extra
 
+        check_boards(world.fleet, world.plans, dataset.y)
         home = world.store.folder.parent / "boards" if world.store.folder else None
         engine = with_boards(engine, world.fleet, verify=chosen.verify_boards, home=home)
     return Federation(

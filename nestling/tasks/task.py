@@ -87,13 +87,15 @@ def losses_of(outputs: Tensor, y: Tensor) -> Tensor:
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """How unequal clients' personal scores are: the worst, what a tenth do not reach, and their
-    variance."""
+    variance; None where a model that diverged has a score of no finite number."""
     if not values:
         return {}
+    with np.errstate(invalid="ignore"):
+        tenth, variance = float(np.quantile(values, 0.1)), float(np.var(values))
     return {
-        "personal_worst": float(min(values)),
-        "personal_tenth": float(np.quantile(values, 0.1)),
-        "personal_variance": float(np.var(values)),
+        "personal_worst": finite(float(min(values))),
+        "personal_tenth": finite(tenth),
+        "personal_variance": finite(variance),
     }
 
 

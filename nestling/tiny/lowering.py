@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -83,12 +83,7 @@ def job_for(client: Client, phase: Phase, number: int) -> Job:
     """The phase as a job, exactly as `training.trainer.train` would run it: the same rows, order,
     moves and updates."""
     _check(phase)
-    if client.site.y.dtype != torch.int64 or client.site.y.dim() != 1:
-        raise _refused(
-            "targets that are no classes",
-            'set data.task = "classification", or give the tier no board',
-        )
-    loss = _loss_of(phase)
+    loss = _loss_of(phase, client.site.y)
     masks = _masks_of(phase, trained(client.reference.network(client.view), phase))
     made = _plan_of(client, phase, loss, bool(masks))
     state = dict(client.weights)
@@ -118,6 +113,7 @@ class _Loss:
     temperature: float = 1.0
     mu: float = 0.0
     inner: float = 0.0
+    values: bool = False  # the rows' own targets are values, and lie in the board's data
     smaller: Sequence[View] = ()
     present: Tensor | None = None
     targets: Tensor | None = None
@@ -169,7 +165,33 @@ _OBJECTIVES: dict[Any, Callable[..., _Loss]] = {
 """The one table of objectives that a board can minimise."""
 
 
-def _loss_of(phase: Phase) -> _Loss:
+def check_targets(y: Tensor) -> None:
+    """Refuses by name what the firmware cannot learn: a target is a class, or a row of values."""
+    if y.dtype == torch.bool:
+        raise _refused("targets that are flags (multi-label)", _NO_TASK, "data.task")
+    if not y.is_floating_point() and y.dim() > 1:
+        raise _refused("a target at every step (next-token)", _NO_TASK, "data.task")
+
+
+_NO_TASK = (
+    "boards learn classification, regression, forecast and reconstruction: give the tier no board"
+)
+
+
+def _loss_of(phase: Phase, y: Tensor) -> _Loss:
+    """The phase's objective on rows with such targets."""
+    check_targets(y)
+    loss = _of_classes(phase)
+    if not y.is_floating_point():
+        return loss
+    if loss.present is not None:
+        raise _refused("classes that are present, where targets are values", "give no label mask")
+    if loss.targets is not None and loss.ce:
+        raise _refused("given targets beside the values of the data", "give the tier no board")
+    return loss if loss.targets is not None else replace(loss, ce=0.0, mse=loss.ce, values=True)
+
+
+def _of_classes(phase: Phase) -> _Loss:
     function, keywords = _unwrapped(phase.objective)
     if function not in _OBJECTIVES:
         raise _refused(
@@ -244,8 +266,8 @@ def _name(thing: Any) -> str:
     return getattr(thing, "__name__", type(thing).__name__)
 
 
-def _refused(what: str, fix: str) -> CannotLower:
-    return CannotLower(f"the C runtime has no word for {what}", fix=fix)
+def _refused(what: str, fix: str, field: str = "") -> CannotLower:
+    return CannotLower(f"the C runtime has no word for {what}", field=field, fix=fix)
 
 
 # -- plan, settings, steps -------------------------------------------------------------------------
@@ -263,7 +285,7 @@ def _plan_of(client: Client, phase: Phase, loss: _Loss, masked: bool) -> MemoryP
         "momentum": phase.optim.momentum > 0,
         "anchor": loss.anchor is not None,
         "mask": masked,
-        "target": loss.targets is not None,
+        "target": loss.targets is not None or loss.values,
         "present": loss.present is not None,
         "scales": scales,
     }

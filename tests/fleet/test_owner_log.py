@@ -33,7 +33,7 @@ def damage(file: Path, kind: str) -> None:
     if kind == "missing":
         return
     write = np.savez_compressed if kind == "flipped" else np.savez
-    names = ("x", "z") if kind == "other arrays" else ("x", "y")
+    names = ("z", "y") if kind == "other arrays" else ("x", "y")
     write(file, **{n: np.zeros((500, 8), np.float32) for n in names})  # type: ignore[operator]
     data = bytearray(file.read_bytes())
     if kind == "cut":
@@ -52,7 +52,7 @@ def damage(file: Path, kind: str) -> None:
         ("empty", "cannot be read"),
         ("cut", "cannot be read"),
         ("flipped", "cannot be read"),
-        ("other arrays", "it has no arrays x and y"),
+        ("other arrays", "it has no array x"),
     ],
 )
 def test_data_that_are_missing_or_damaged_end_the_device(

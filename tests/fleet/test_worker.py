@@ -275,7 +275,7 @@ def test_what_own_data_may_be(tmp_path: Path) -> None:
     bad: dict[str, dict[str, Any]] = {
         "samples are": {"x": x[:, :5], "y": y},
         "there is no class '10'": {"x": x, "y": y + 1},
-        "one class a sample": {"x": x, "y": y[:3]},
+        "one target a sample": {"x": x, "y": y[:3]},
         "int64": {"x": x.astype(np.int64), "y": y},
         "NaN": {"x": np.full((5, 1, 8, 8), np.nan), "y": y},
         "cannot be read": {"x": np.array([{}], dtype=object), "y": y},

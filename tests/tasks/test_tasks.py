@@ -21,7 +21,7 @@ from nestling.tasks import (
     losses,
 )
 from nestling.tasks.reconstruction import FALSE_ALARMS, partial_area
-from nestling.tasks.task import Task, joined
+from nestling.tasks.task import Task, joined, spread
 
 CHANCE = torch.Generator().manual_seed(3)
 
@@ -156,3 +156,10 @@ def test_texts_by_hand() -> None:
     assert float(right.mean()) == pytest.approx(sum(hits) / len(hits))
     hopeless = task.answers(1e4 * outputs, y)
     assert task.measured(hopeless, y)[0]["perplexity"] is None  # beyond what a float holds
+
+
+def test_a_model_that_diverged_beside_others() -> None:
+    """Values may be missed by more than a float holds: such a score is no number of the log."""
+    told = spread([-math.inf, 0.5, 0.75])
+    assert told["personal_worst"] is None and told["personal_variance"] is None
+    assert spread([0.25, 0.5])["personal_worst"] == 0.25

@@ -36,11 +36,33 @@ static void train(nst_engine *e) {
     s.mu = h->anchor != NST_NONE ? 0.1f : 0.0f;
     s.kd = s.mse = h->target != NST_NONE ? 0.3f : 0.0f;
     for (uint32_t k = NST_BLOCK_WEIGHTS; k <= NST_BLOCK_TARGET; k++) fill(e, k, 0.02f);
+    float *target = h->target != NST_NONE ? calloc(h->classes, sizeof *target) : NULL;
     printf(" %d", nst_begin(e, &s));
-    printf(" %d", nst_sample(e, &blob, 0, 1, -2, 2, 0, NULL, NULL));
-    if (nst_sample(e, &blob, 1, 0, 0, 2, 1, NULL, NULL) != NST_OK) nst_sample(e, &blob, 1, 0, 0, 2, 0, NULL, NULL);
+    printf(" %d", nst_sample(e, &blob, 0, 1, -2, 2, 0, target, NULL));
+    if (nst_sample(e, &blob, 1, 0, 0, 2, 1, target, NULL) != NST_OK) nst_sample(e, &blob, 1, 0, 0, 2, 0, target, NULL);
+    free(target);
     printf(" %d", nst_step(e));
     printf(" %d", nst_forward(e, &blob, 1));
+    free(labels);
+    free(samples);
+}
+
+/* The same on data whose targets are values, an inner loss among it. */
+static void train_on_values(nst_engine *e) {
+    const nst_header *h = e->header;
+    nst_settings s = {0.01f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f, 0.5f};
+    void *labels, *samples;
+    nst_blob blob = data_for(h, &labels, &samples);
+    float *targets = calloc((size_t)ROWS * h->classes, sizeof *targets);
+    blob.kind = h->classes << 8;
+    blob.targets = targets;
+    if (nst_begin(e, &s) == NST_OK && nst_sample(e, &blob, 0, 0, 0, 2, 0, NULL, NULL) == NST_OK) {
+        if (nst_sample(e, &blob, 1, 0, 0, 2, 1, NULL, NULL) != NST_OK) nst_sample(e, &blob, 1, 0, 0, 2, 0, NULL, NULL);
+        nst_step(e);
+        blob.kind = NST_SELF << 8;
+        nst_sample(e, &blob, 1, 1, -2, 2, 0, NULL, NULL);
+    }
+    free(targets);
     free(labels);
     free(samples);
 }
@@ -53,7 +75,10 @@ static void try_descriptor(const void *descriptor, uint32_t bytes) {
     nst_engine *e = malloc(sizeof *e);
     int code = nst_attach(e, descriptor, bytes, arena, arena_bytes);
     printf("%d", code);
-    if (code == NST_OK) train(e);
+    if (code == NST_OK) {
+        train(e);
+        train_on_values(e);
+    }
     free(e);
     free(arena);
 }
@@ -65,8 +90,11 @@ static void try_data(const void *data, uint32_t bytes) {
     if (code != NST_OK) return;
     float *input = malloc((size_t)blob.channels * blob.height * blob.width * sizeof *input);
     int last = nst_load(input, &blob, blob.rows - 1, 2, -2), far = nst_load(input, &blob, 0, 3, 0);
-    volatile uint16_t label = blob.labels[blob.rows - 1]; /* read it: it is the last of them */
+    float *target = malloc((size_t)nst_target_size(&blob) * sizeof *target); /* read it: it is the last of them */
+    if (nst_values(&blob) != 0) nst_load_target(target, &blob, blob.rows - 1);
+    volatile uint32_t label = nst_values(&blob) == 0 ? nst_label(&blob, blob.rows - 1) : 0;
     (void)label;
+    free(target);
     printf(" %d %d", last, far);
     free(input);
 }

@@ -170,10 +170,10 @@ def test_what_the_runtime_lacks_is_refused_by_name(changes: dict[str, Any], name
 
 
 def test_targets_that_are_no_classes_are_refused() -> None:
-    """Their data hold a class a row, and a flag or a value would be taken for one."""
+    """Their data hold classes or values, and a flag would be taken for one."""
     client, phase = own()
     client.site.y = client.site.y[:, None] > 4
-    with pytest.raises(CannotLower, match="no classes"):
+    with pytest.raises(CannotLower, match="flags"):
         job_for(client, phase, 0)
 
 

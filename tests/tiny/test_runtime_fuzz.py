@@ -203,7 +203,11 @@ def blob(source: np.random.Generator) -> bytes:
     """Data with some bytes changed, its checksum mostly right again."""
     shape = (source.integers(1, 4), *source.integers(1, 5, 3))
     x = source.integers(0, 9, shape) if source.random() < 0.5 else source.normal(size=shape)
-    whole = bytearray(data.pack(x, source.integers(0, 9, shape[0])))
+    sort = source.random()  # of the targets: labels, values, or the samples themselves
+    y = source.integers(0, 9, shape[0])
+    if sort < 0.5:
+        y = source.normal(size=(shape[0], 3)) if sort < 0.3 else np.asarray(x).reshape(shape[0], -1)
+    whole = bytearray(data.pack(x, y.astype(np.float32) if sort < 0.5 else y))
     for _ in range(source.integers(0, 3)):
         word = 4 * int(source.integers(10))
         old = struct.unpack_from("<I", whole, word)[0]

@@ -240,7 +240,7 @@ def _with_own_data(
     """Where the client brought its rows: there are no others, neither to calibrate with nor to test
     on."""
     rows = read_rows(data, kept.welcome)
-    own = OwnRows(rows.y.numpy(), kept.welcome.classes)
+    own = OwnRows(rows.kinds, kept.welcome.classes)
     given = replace(form_of(kept.welcome), split=own)
     settled, _, world = make_world(experiment, store, given)
     if world.public is not None:

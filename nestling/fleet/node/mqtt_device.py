@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import secrets
 import signal
-import struct
 import sys
 import threading
 import time
@@ -36,12 +35,12 @@ from nestling.planning.descriptor import DescriptorSettings, Header
 from nestling.tiny.link import bundle
 from nestling.tiny.link.orders import Orders, orders_from
 from nestling.tiny.runtime import native
+from nestling.tiny.runtime.data import head_of, labels_of
 from nestling.tiny.runtime.job import Done, Job, Step
 
 TICK = 0.5
 MOST_JOB = 2**26
 REFUSED = 2
-_BLOB = struct.Struct("<6I2f2I")
 
 
 class MqttDevice:
@@ -89,17 +88,16 @@ class MqttDevice:
 
     def hello(self) -> bytes:
         """Who it is."""
-        _, rows, channels, height, width, _, _, _, _, crc = _BLOB.unpack_from(self.blob)
-        counts = np.bincount(np.frombuffer(self.blob, "<u2", rows, _BLOB.size)).tolist()
-        shape, boot = [channels, height, width], secrets.token_hex(4)
+        head = head_of(self.blob)
+        counts = None if head.values else np.bincount(labels_of(self.blob)).tolist()
         return bundle.pack(
             {
-                "rows": rows,
-                "shape": shape,
-                "counts": counts,
-                "crc": crc,
+                "rows": head.rows,
+                "shape": list(head.shape),
+                **({"counts": counts} if counts is not None else {}),
+                "crc": head.crc,
                 "ram": self.ram,
-                "boot": boot,
+                "boot": secrets.token_hex(4),
             },
             {},
         )

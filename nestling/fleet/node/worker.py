@@ -33,6 +33,7 @@ from nestling.experiment import EngineConfig, Experiment
 from nestling.files import parse_toml, read_sealed, sealed, write_atomic
 from nestling.fleet.node.data_files import EXPERIMENT
 from nestling.fleet.node.own_data import Rows, read_rows
+from nestling.fleet.node.own_targets import form_of_targets, task_name
 from nestling.fleet.node.profile import Allowance, measure
 from nestling.fleet.protocol import wire
 from nestling.fleet.protocol.local import serve
@@ -50,6 +51,7 @@ from nestling.fleet.protocol.wire import (
 from nestling.harmless import harmless
 from nestling.runs.assemble import Given, make_world
 from nestling.store import ClientStore
+from nestling.tasks import Classification
 from nestling.training.client import Errand, Outcome, Site, work
 from nestling.world import World
 
@@ -128,8 +130,10 @@ class Worker:
         if self.data[member.name] == EXPERIMENT:
             return member
         rows = read_rows(self.data[member.name], welcome)
-        counts = tuple(np.bincount(rows.y.numpy(), minlength=welcome.classes).tolist())
-        return replace(member, rows=len(rows.y), counts=counts if self.tell_classes else None)
+        counts = None
+        if self.tell_classes and task_name(welcome) == Classification.name:
+            counts = tuple(np.bincount(rows.kinds, minlength=welcome.classes).tolist())
+        return replace(member, rows=len(rows.y), counts=counts)
 
     def _order(self, order: Order) -> Answer:
         answer = Answer(order.run, order.round)
@@ -253,7 +257,7 @@ class _Run:
                 if data == EXPERIMENT
                 else read_rows(data, self.welcome)
             )
-            own, e = OwnRows(rows.y.numpy(), world.classes), world
+            own, e = OwnRows(rows.kinds, world.classes), world
             self._sites[client] = Site(
                 rows.x, rows.y, own, e.references, e.classes, e.train, e.seed, e.public, real=True
             )
@@ -269,6 +273,7 @@ class _Run:
             told.shape,
             told.classes,
             told.rows,
+            (told.tokens, told.mean, told.scale),
             public,
             data == EXPERIMENT,
             id(own) if own is not None else 0,
@@ -383,12 +388,23 @@ def _share(whole: Dataset, split: Split, client: int) -> Rows:
 
 def form_of(welcome: Welcome) -> Given:
     """Data of the form of the experiment's, which take no memory: the networks, and what fits a
-    device, depend on the form only."""
-    x = torch.zeros(1, *welcome.shape)
-    y = torch.arange(welcome.rows) % welcome.classes
+    device, depend on the form and the task only."""
+    x = torch.zeros(1, *welcome.shape, dtype=torch.int64 if welcome.tokens else torch.float32)
+    task, y = form_of_targets(welcome)
     many, two = x.expand(welcome.rows, *welcome.shape), x.expand(2, *welcome.shape)
+    kinds = None if task is None else torch.zeros(1, dtype=torch.int64)
     blank = Dataset(
-        "form", many, y, two, y[:1].expand(2), welcome.classes, None, welcome.class_names
+        "form",
+        many,
+        y,
+        two,
+        y[:1].expand(2, *y.shape[1:]),
+        welcome.classes,
+        None,
+        welcome.class_names,
+        task=task,
+        kinds=None if kinds is None else kinds.expand(welcome.rows),
+        kinds_test=None if kinds is None else kinds.expand(2),
     )
     public = welcome.public.open()["public"]["x"] if welcome.public is not None else None
     return Given(blank, public, OwnRows(np.zeros(1, np.int64), welcome.classes))

@@ -366,7 +366,8 @@ class Welcome:
     """A run, as a node gets to know it: the experiment with all settled, and the data's form, which
     a node needs to build the networks. `rows` is how many training rows the experiment's own data
     has; `public` holds the public rows, where clients use them. `refused` is why the node was
-    refused when it answered the last one."""
+    refused when it answered the last one. `classes` are the network's outputs, whatever the task;
+    samples are `tokens` or numbers; `mean` and `scale` are those of values to be learned."""
 
     run: str
     experiment: str
@@ -376,6 +377,9 @@ class Welcome:
     rows: int
     public: Parcel | None = None
     refused: str = ""
+    tokens: bool = False
+    mean: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The welcome as a frame of kind W; the public rows, if any, are its only parcel."""
@@ -387,6 +391,10 @@ class Welcome:
         }
         if self.refused:
             told["refused"] = self.refused
+        if self.tokens:
+            told["tokens"] = True
+        if self.mean:
+            told |= {"mean": list(self.mean), "scale": list(self.scale)}
         parcels = [self.public] if self.public is not None else []
         return _frame(
             b"W", {**told, "class_names": list(self.class_names), "rows": self.rows}, parcels
@@ -402,13 +410,28 @@ class Welcome:
         )
         names = tuple(str(name) for name in _get(header, "class_names", list))
         classes, rows = (
-            _whole(header, "classes", least=2, most=2**20),
+            _whole(header, "classes", least=1, most=2**20),
             _whole(header, "rows", least=1),
         )
         run, experiment = _matching(header, "run", _RUN), _text(header, "experiment", MAX_TEXT)
         public, refused = parcels[0] if parcels else None, header.get("refused", "")
         refused = _said({"refused": refused}, "refused")
-        return Welcome(run, experiment, shape, classes, names, rows, public, refused)
+        mean, scale = (_floats(header, name, classes) for name in ("mean", "scale"))
+        if bool(mean) != bool(scale) or not all(one > 0 for one in scale):
+            raise InputError("a welcome with a scale that cannot be")
+        tokens = header.get("tokens", False) is True
+        return Welcome(
+            run, experiment, shape, classes, names, rows, public, refused, tokens, mean, scale
+        )
+
+
+def _floats(header: dict[str, Any], name: str, count: int) -> tuple[float, ...]:
+    """So many finite numbers, or none."""
+    told = header.get(name, [])
+    good = isinstance(told, list) and len(told) in (0, count)
+    if not good or not all(type(one) in (int, float) and math.isfinite(one) for one in told):
+        raise InputError(f"a frame whose {name} is not {count} numbers")
+    return tuple(float(one) for one in told)
 
 
 def kind_of(data: bytes | memoryview) -> str:

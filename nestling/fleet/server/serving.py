@@ -35,6 +35,7 @@ from nestling.runs.federation import Federation, Metrics
 from nestling.runs.folder import RunFolder
 from nestling.runs.run import Result, Watcher, one_thread, play_rounds, restored
 from nestling.store import ClientStore
+from nestling.tasks import Regression
 from nestling.training.client import Errand, Outcome
 from nestling.version import __version__
 
@@ -366,8 +367,18 @@ def welcome_of(run: str, experiment: Experiment, federation: Federation) -> byte
     if world.public is not None and federation.method.as_set.auxiliary.startswith("public"):
         public = Parcel.of(Message({"public": {"x": world.public}}))
     shape = tuple(bench.x.shape[1:])
+    values = world.task if isinstance(world.task, Regression) else None
     return Welcome(
-        run, experiment.to_toml(), shape, world.classes, world.class_names, len(bench.y), public
+        run,
+        experiment.to_toml(),
+        shape,
+        world.classes,
+        world.class_names,
+        len(bench.y),
+        public,
+        tokens=not bench.x.is_floating_point(),
+        mean=values.mean if values else (),
+        scale=values.scale if values else (),
     ).to_bytes()
 
 

@@ -154,7 +154,9 @@ def _faults(orders: Orders) -> Iterator[tuple[str, str]]:
     yield "steps", _wrong(orders.shifts, np.int8, (samples, 2))
     if _setting(orders, "mu") and orders.anchor is None:
         yield "anchor", "a proximal term without an anchor"
-    if _setting(orders, "mse", "kd") and orders.targets is None:
+    # a squared error may be towards values that the board has in its data, if it has room for them
+    towards = ("kd",) if header.target != NONE else ("mse", "kd")
+    if _setting(orders, *towards) and orders.targets is None:
         yield "targets", "a loss on targets without targets"
     yield (
         "anchor",

@@ -1,15 +1,17 @@
 """A client's data as it lies in a board's flash.
 
-Little-endian: magic, rows, channels, height, width, kind (0: float32, 1: uint8), scale, offset,
-               bytes of everything, CRC-32 of what
-follows; then the labels, 16 bits per row, padded to 4 bytes; then the samples. Of uint8, x = q ·
-scale + offset in float32.
+Little-endian: magic, rows, channels, height, width, kind, scale, offset, bytes of everything,
+CRC-32 of what follows; then the targets; then the samples. The kind's low byte is 0 for samples of
+float32 and 1 for uint8, where x = q · scale + offset in float32; above it stands how many values a
+target has. With 0 of them targets are labels, 16 bits per row, padded to 4 bytes; else values of
+float32; and nothing at all where every sample is its own target (`SELF`).
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,25 +21,28 @@ from nestling.errors import InputError
 
 MAGIC = 0x4454534E  # "NSTD"
 FLOAT32, UINT8 = 0, 1
+SELF = 0xFFFFFF
+"""In the place of the number of values: a target is the sample itself."""
 _HEADER = struct.Struct("<6I2f2I")
 
 
 def pack(x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> bytes:
-    """Samples (rows, and their shape: one to three dimensions) and labels as one blob; of a byte
-    per entry where that gives back the same floats, else of four."""
-    samples, labels = _samples(x), _labels(y)
-    if len(samples) != len(labels) or not samples.size:
+    """Samples (rows, and their shape: one to three dimensions) and their targets, labels or rows of
+    values, as one blob; samples of a byte per entry where that gives back the same floats, else of
+    four."""
+    samples = _samples(x)
+    values, targets = _targets(y, samples)
+    if len(samples) != len(y) or not samples.size:
         raise InputError(
-            f"{len(samples)} samples and {len(labels)} labels",
+            f"{len(samples)} samples and {len(y)} targets",
             field="data",
-            fix="one label a sample, at least one",
+            fix="one target a sample, at least one",
         )
     coded = _as_bytes(samples)
     kind, scale, offset, entries = (
         (FLOAT32, 1.0, 0.0, samples) if coded is None else (UINT8, *coded)
     )
-    raw = labels.tobytes()
-    body = raw + bytes(-len(raw) % 4) + np.ascontiguousarray(entries).tobytes()
+    body = targets + bytes(-len(targets) % 4) + np.ascontiguousarray(entries).tobytes()
     rows, channels, height, width = samples.shape
     return (
         _HEADER.pack(
@@ -46,7 +51,7 @@ def pack(x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> bytes:
             channels,
             height,
             width,
-            kind,
+            kind | values << 8,
             scale,
             offset,
             _HEADER.size + len(body),
@@ -54,6 +59,47 @@ def pack(x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> bytes:
         )
         + body
     )
+
+
+@dataclass(frozen=True)
+class BlobHead:
+    """What the first bytes of data say; `values` is how many a target has (0: it is a label)."""
+
+    rows: int
+    shape: tuple[int, int, int]
+    values: int
+    crc: int
+
+
+def head_of(blob: bytes) -> BlobHead:
+    """The head of data that the runtime has found right."""
+    _, rows, *shape, kind, _, _, _, crc = _HEADER.unpack_from(blob)
+    channels, height, width = shape
+    values = kind >> 8
+    size = channels * height * width if values == SELF else values
+    return BlobHead(rows, (channels, height, width), size, crc)
+
+
+def labels_of(blob: bytes) -> np.ndarray:
+    """The labels of such data; none where their targets are values."""
+    head = head_of(blob)
+    return np.frombuffer(blob, "<u2", 0 if head.values else head.rows, _HEADER.size)
+
+
+def _targets(y: Tensor | np.ndarray, samples: np.ndarray) -> tuple[int, bytes]:
+    """How many values a target has, and all of them as bytes."""
+    given = _array(y)
+    if given.ndim != 2 or given.dtype.kind != "f":
+        return 0, _labels(given).tobytes()
+    values = np.ascontiguousarray(given, "<f4")
+    if not np.isfinite(values).all():
+        fix = "give numbers, and sequences of one length: a board fills nothing up"
+        raise InputError("targets that are not finite", field="data", fix=fix)
+    if not 0 < values.shape[1] < SELF:
+        raise InputError(f"{values.shape[1]} values a target", field="data", fix="give at least 1")
+    if np.array_equal(values, samples.reshape(len(samples), -1)):
+        return SELF, b""
+    return values.shape[1], values.tobytes()
 
 
 def _samples(x: Tensor | np.ndarray) -> np.ndarray:
@@ -74,8 +120,8 @@ def _samples(x: Tensor | np.ndarray) -> np.ndarray:
     )
 
 
-def _labels(y: Tensor | np.ndarray) -> np.ndarray:
-    labels = _array(y).reshape(-1)
+def _labels(y: np.ndarray) -> np.ndarray:
+    labels = y.reshape(-1)
     if labels.dtype.kind not in "biuf":
         raise InputError(
             f"labels of type {labels.dtype}", field="data", fix="give whole numbers 0 to 65535"

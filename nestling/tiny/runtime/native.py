@@ -8,7 +8,7 @@ lock while C works.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_float, c_int, c_uint8, c_uint16, c_uint32, c_void_p
+from ctypes import POINTER, byref, c_float, c_int, c_uint8, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -44,7 +44,7 @@ REASONS = (
     "an image moved too far",
     "an inner loss that is impossible: too many inputs, or the last operation is not a trained "
     "dense one",
-    "data of another shape than the network's input",
+    "data of another shape than the network's input, or whose targets are not what is asked for",
 )
 """What the runtime's codes mean, in the order of the enumeration in nestling.h."""
 
@@ -84,7 +84,7 @@ class _Blob(ctypes.Structure):
         *((name, c_uint32) for name in ("rows", "channels", "height", "width", "kind", "crc")),
         ("scale", c_float),
         ("offset", c_float),
-        ("labels", POINTER(c_uint16)),
+        ("targets", c_void_p),
         ("samples", c_void_p),
     ]
 

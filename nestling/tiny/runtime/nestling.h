@@ -19,6 +19,7 @@
 #define NST_VERSION 1u
 #define NST_NONE 0xFFFFFFFFu
 #define NST_MOST_OPS 256u
+#define NST_SELF 0xFFFFFFu /* as many values as a target can have: it is the sample itself */
 #define NST_REACH 2 /* how many pixels an image is moved at most, each way */
 
 enum { NST_CONV = 1, NST_DENSE, NST_MAX_POOL, NST_AVG_POOL, NST_ADD, NST_GROUP_NORM, NST_AFFINE, NST_ACTIVATION };
@@ -46,7 +47,7 @@ enum {
     NST_BAD_LABEL,      /* a label that the network has no class for */
     NST_BAD_SHIFT,      /* further than NST_REACH */
     NST_BAD_INNER,      /* more inner inputs than there are, or the last operation is not a trained dense one */
-    NST_BAD_DATA        /* data of another shape than the network's input */
+    NST_BAD_DATA        /* data of another shape than the network's input, or whose targets are not what is asked for */
 };
 
 typedef struct {
@@ -70,11 +71,11 @@ typedef struct {
     float lr, momentum, decay, clip, mu, ce, mse, kd, temperature, inner;
 } nst_settings;
 
-/* A client's data as it lies in flash, checked. */
+/* A client's data as it lies in flash, checked. `kind` is of two parts, see data.c; targets are labels (uint16_t) or floats. */
 typedef struct {
     uint32_t rows, channels, height, width, kind, crc;
     float scale, offset;
-    const uint16_t *labels;
+    const void *targets;
     const void *samples;
 } nst_blob;
 
@@ -112,7 +113,7 @@ int nst_begin(nst_engine *e, const nst_settings *s);
 
 /* One sample of a batch of `batch`: forward, loss, backward; its share of the mean gradient is added to the gradients.
  * down, right: how far the image is moved (-NST_REACH..NST_REACH). inner: how many inputs of the last layer the inner loss sees.
- * target: `classes` floats, or null where they are in their block already (or unused). loss: the sample's, unless null. */
+ * target: `classes` floats; null: none, or the values that are the row's target in the data. loss: the sample's, unless null. */
 int nst_sample(nst_engine *e, const nst_blob *data, uint32_t row, int down, int right, uint32_t batch, uint32_t inner,
                const float *target, float *loss);
 
@@ -145,6 +146,13 @@ void nst_copy(void *to, const void *from, uint32_t bytes);
 void nst_zero(void *to, uint32_t bytes);
 int nst_check(nst_engine *e);
 int nst_load(float *input, const nst_blob *data, uint32_t row, int down, int right);
+void nst_load_target(float *target, const nst_blob *data, uint32_t row);
+static inline bool nst_of_bytes(const nst_blob *data) { return (data->kind & 0xFFu) != 0; }
+static inline uint32_t nst_values(const nst_blob *data) { return data->kind >> 8; } /* that a target has; 0: it is a label */
+static inline uint32_t nst_label(const nst_blob *data, uint32_t row) { return ((const uint16_t *)data->targets)[row]; }
+static inline uint32_t nst_target_size(const nst_blob *data) {
+    return nst_values(data) == NST_SELF ? data->channels * data->height * data->width : nst_values(data);
+}
 void nst_op_forward(nst_engine *e, const nst_op *op);
 void nst_op_backward(nst_engine *e, const nst_op *op);
 void nst_conv_forward(const nst_op *op, float *out, const float *in, const float *w);

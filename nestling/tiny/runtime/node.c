@@ -53,7 +53,7 @@ static void tell_state(nst_node *node) {
     *to++ = node->engine.steps;
     *to++ = node->engine.pending;
     *to++ = node->data.rows;
-    *to++ = node->data.channels | node->data.kind << 16;
+    *to++ = node->data.channels | (uint32_t)nst_of_bytes(&node->data) << 16;
     *to++ = node->data.height | node->data.width << 16;
     *to++ = node->data.crc;
     *to++ = node->damaged;

@@ -157,26 +157,42 @@ static soft inner_softmax(const nst_engine *e, const nst_op *op) {
     return s;
 }
 
-/* Adds the inner loss's gradient to that of the last operation, whose own backward is done. */
-static NST_APART float inner_loss(nst_engine *e, uint32_t label, float share) {
+/* What an inner logit's gradient is to the last operation, whose own backward is done. */
+static void hand_inner(nst_engine *e, const nst_op *op, uint32_t o, float g) {
     const nst_header *h = e->header;
-    const nst_op *op = &e->ops[h->ops - 1];
-    const float *weights = nst_at(e, h->weights), *x = nst_at(e, op->first);
+    uint32_t size = nst_in_size(op);
+    const float *w = nst_at(e, h->weights) + op->weight + (size_t)o * size, *x = nst_at(e, op->first);
     float *grads = nst_at(e, h->grads);
     float *back = (op->flags & NST_INPUT_GRADIENT) != 0 ? nst_at(e, op->first_grad) : NULL;
-    uint32_t size = nst_in_size(op);
+    float *to = op->weight < h->trained ? grads + op->weight + (size_t)o * size : NULL;
+    for (uint32_t i = 0; to != NULL && i < e->inner; i++) to[i] += g * x[i];
+    for (uint32_t i = 0; back != NULL && i < e->inner; i++) back[i] += g * w[i];
+    if (op->bias != NST_NONE && op->bias < h->trained) grads[op->bias + o] += g;
+}
+
+/* Adds the inner loss's gradient: of labels the cross-entropy, */
+static NST_APART float inner_loss(nst_engine *e, uint32_t label, float share) {
+    const nst_op *op = &e->ops[e->header->ops - 1];
     soft s = inner_softmax(e, op);
     float loss = nst_log(s.sum) - (inner_logit(e, op, label) - s.largest);
-    for (uint32_t o = 0; o < h->classes; o++) {
+    for (uint32_t o = 0; o < e->header->classes; o++) {
         float p = nst_exp(inner_logit(e, op, o) - s.largest) / s.sum;
-        float g = e->settings.inner * (o == label ? p - 1.0f : p) * share * op->scale;
-        const float *w = weights + op->weight + (size_t)o * size;
-        float *to = op->weight < h->trained ? grads + op->weight + (size_t)o * size : NULL;
-        for (uint32_t i = 0; to != NULL && i < e->inner; i++) to[i] += g * x[i];
-        for (uint32_t i = 0; back != NULL && i < e->inner; i++) back[i] += g * w[i];
-        if (op->bias != NST_NONE && op->bias < h->trained) grads[op->bias + o] += g;
+        hand_inner(e, op, o, e->settings.inner * (o == label ? p - 1.0f : p) * share * op->scale);
     }
     return e->settings.inner * loss;
+}
+
+/* of values the squared error. */
+static NST_APART float inner_squares(nst_engine *e, float share) {
+    const nst_op *op = &e->ops[e->header->ops - 1];
+    const float *target = nst_at(e, e->header->target);
+    float pull = 2.0f * e->settings.inner / (float)e->header->classes, squares = 0.0f;
+    for (uint32_t o = 0; o < e->header->classes; o++) {
+        float apart = inner_logit(e, op, o) - target[o];
+        squares += apart * apart;
+        hand_inner(e, op, o, pull * apart * share * op->scale);
+    }
+    return e->settings.inner * (squares / (float)e->header->classes);
 }
 
 static bool inner_possible(const nst_engine *e, uint32_t inner) {
@@ -184,25 +200,36 @@ static bool inner_possible(const nst_engine *e, uint32_t inner) {
     return op->kind == NST_DENSE && op->activation == NST_LINEAR && (op->flags & NST_TRAINED) != 0 && inner <= nst_in_size(op);
 }
 
+/* Whether the data have the target that the settings ask for, or the caller brings it. */
+static int check_target(const nst_engine *e, const nst_blob *data, uint32_t row, uint32_t inner, const float *target) {
+    const nst_settings *s = &e->settings;
+    if (nst_values(data) == 0) {
+        if ((s->mse > 0.0f || s->kd > 0.0f) && target == NULL) return NST_BAD_DATA;
+        bool labelled = s->ce > 0.0f || inner != 0;
+        return labelled && nst_label(data, row) >= e->header->classes ? NST_BAD_LABEL : NST_OK;
+    }
+    if (s->ce > 0.0f) return NST_BAD_DATA;
+    if (inner != 0 && e->header->target == NST_NONE) return NST_BAD_SETTINGS;
+    return target == NULL && nst_target_size(data) != e->header->classes ? NST_BAD_DATA : NST_OK;
+}
+
 static NST_APART int check_sample(const nst_engine *e, const nst_blob *data, uint32_t row, uint32_t batch, uint32_t inner,
                                   const float *target) {
-    const nst_settings *s = &e->settings;
     if (e->header == NULL || !e->begun) return NST_BAD_STATE;
     if (batch == 0 || (e->pending != 0 && (batch != e->batch || e->pending >= batch))) return NST_BAD_STATE;
     if (inner != 0 && !inner_possible(e, inner)) return NST_BAD_INNER;
     if (target != NULL && e->header->target == NST_NONE) return NST_BAD_SETTINGS;
     if (row >= data->rows) return NST_BAD_ROW;
-    bool labelled = s->ce > 0.0f || inner != 0;
-    return labelled && data->labels[row] >= e->header->classes ? NST_BAD_LABEL : NST_OK;
+    return check_target(e, data, row, inner, target);
 }
 
-static NST_APART float backward(nst_engine *e, uint32_t label, float share) {
+static NST_APART float backward(nst_engine *e, bool values, uint32_t label, float share) {
     float loss = loss_of_logits(e, label, share);
     for (uint32_t k = e->header->ops; k-- > 0;) {
         const nst_op *op = &e->ops[k];
         if ((op->flags & (NST_TRAINED | NST_INPUT_GRADIENT)) == 0) continue; /* nothing before it is trained */
         nst_op_backward(e, op);
-        if (k == e->header->ops - 1 && e->inner != 0) loss += inner_loss(e, label, share);
+        if (k == e->header->ops - 1 && e->inner != 0) loss += values ? inner_squares(e, share) : inner_loss(e, label, share);
     }
     return loss;
 }
@@ -213,12 +240,15 @@ int nst_sample(nst_engine *e, const nst_blob *data, uint32_t row, int down, int 
     int bad = check_sample(e, data, row, batch, inner, target);
     if (!bad) bad = load(e, data, row, down, right);
     if (bad) return bad;
-    if (target != NULL) nst_copy(nst_at(e, e->header->target), target, e->header->classes * 4);
+    if (target != NULL)
+        nst_copy(nst_at(e, e->header->target), target, e->header->classes * 4);
+    else if (nst_values(data) != 0 && e->header->target != NST_NONE)
+        nst_load_target(nst_at(e, e->header->target), data, row);
     if (e->pending == 0) e->loss = 0.0f;
     e->batch = batch;
     e->inner = inner;
     forward(e);
-    float own = backward(e, data->labels[row], 1.0f / (float)batch);
+    float own = backward(e, nst_values(data) != 0, nst_values(data) == 0 ? nst_label(data, row) : 0, 1.0f / (float)batch);
     e->pending += 1;
     e->loss += own;
     if (loss != NULL) *loss = own;
