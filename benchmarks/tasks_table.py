@@ -29,7 +29,6 @@ from nestling.methods import method_class
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 METHODS = ("shared-average", "fedavg", "local")
-KWT = ('model={name="kwt"}', "train.optimizer=adam", "train.lr=0.002", "train.momentum=0")
 
 
 def most_frequent(data: Dataset) -> float:
@@ -98,7 +97,7 @@ LINES = {
         "spoken digits by speaker, `kwt`",
         "spoken_digits.toml",
         {"most frequent": most_frequent},
-        KWT,
+        ("model.name=kwt",),
     ),
     "anomalies": Line(
         "stairs as anomalies, `autoencoder`",

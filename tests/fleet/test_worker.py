@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestling import Experiment
+from nestling import Data, Experiment, Named
 from nestling.errors import InputError
 from nestling.fleet.node import worker as worker_module
 from nestling.fleet.node.own_data import read_rows
@@ -287,6 +287,15 @@ def test_what_own_data_may_be(tmp_path: Path) -> None:
             read_rows(tmp_path / "bad.npz", told)
     with pytest.raises(InputError, match=r"no \.npz file"):
         read_rows(tmp_path / "absent.npz", told)
+
+
+def test_own_rows_bring_classes_only(tmp_path: Path) -> None:
+    """Their classes would be taken for another task's targets."""
+    task = Data("mnist12k-8x8", task="reconstruction", normal=("0",))
+    np.savez(tmp_path / "own.npz", x=np.zeros((5, 1, 8, 8), np.float32), y=np.zeros(5, int))
+    told = welcome(six("fedavg", data=task, model=Named("autoencoder")))
+    with pytest.raises(InputError, match="reconstruction is to be learned"):
+        read_rows(tmp_path / "own.npz", told)
 
 
 def test_bad_data_are_said_in_the_hello(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from nestling.errors import InputError
 from nestling.files import parse_toml, read_arrays
 from nestling.fleet.node.data_files import data_files
 from nestling.fleet.protocol.wire import Welcome
+from nestling.tasks import Classification
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,20 @@ def read_rows(path: str | Path, welcome: Welcome) -> Rows:
     where it has none). `y` holds the classes: their names, or where the names are numbers or
     absent, their numbers.
     """
+    task = _settings(welcome).get("task", Classification.name)
+    if task != Classification.name:
+        raise InputError(
+            f"rows of a device's own have classes, and {task} is to be learned",
+            field="--data",
+            fix="say --data experiment: it then has its share of the experiment's rows",
+        )
     parts = [_read(file, welcome) for file in data_files(path)]
     return Rows(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+
+
+def _settings(welcome: Welcome) -> dict[str, Any]:
+    """What the experiment says of its data."""
+    return dict(parse_toml(welcome.experiment, "the experiment").get("data", {}))
 
 
 def _read(file: Path, welcome: Welcome) -> Rows:
@@ -59,9 +73,7 @@ def _samples(file: Path, x: np.ndarray, welcome: Welcome) -> Tensor:
     if x.shape[1:] != shape:
         raise _bad(file, f"samples are {x.shape[1:]}", f"the experiment's are {shape}")
     if x.dtype == np.uint8:
-        stats = image_statistics(
-            parse_toml(welcome.experiment, "the experiment").get("data", {}).get("name", "")
-        )
+        stats = image_statistics(_settings(welcome).get("name", ""))
         return normalise(x, *(stats or ((0.0,), (1.0,))))
     found = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if not bool(torch.isfinite(found).all()):
