@@ -5,16 +5,18 @@ FedAvg with the network that fits the smallest device, and clients that train al
     NESTLING_DATA=FOLDER python benchmarks/tasks_table.py [--lines a,b] [--seeds 3] [--workers 2]
         [--cache FILE] [--write]
 
-`--lines` are names of `LINES` below; those whose data are not there can be left out. `--write` puts
-the table into docs/results.md.
+`--lines` are names of `LINES` below; those whose data are not there can be left out. The table has
+all lines and seeds that the cache holds whole, so that it can be played piece by piece; `--write`
+puts it into docs/results.md.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,24 +128,32 @@ def main() -> None:
         for seed in range(chosen.seeds)
         for method in METHODS
     }
-    found = played(play, wanted, chosen)
-    text = table(
-        {
-            (line, method): [found[f"{line} {method} {seed}"] for seed in range(chosen.seeds)]
-            for line in lines
-            for method in METHODS
-        }
-    )
+    played(play, wanted, chosen)
+    text = table(whole(json.loads(Path(chosen.cache).read_text())))
     print(text)
     if chosen.write:
         write("tasks table", text)
+
+
+def whole(known: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """By line and method the rows of every seed that has been played with all methods."""
+    seeds = sorted({int(name.rpartition(" ")[2]) for name in known})
+    rows = {}
+    for line in LINES:
+        there = [s for s in seeds if all(f"{line} {method} {s}" in known for method in METHODS)]
+        for method in METHODS if there else ():
+            rows[line, method] = [known[f"{line} {method} {seed}"] for seed in there]
+    return rows
 
 
 def experiment(line: str, method: str, seed: int) -> Experiment:
     """The experiment of one line."""
     asked = Experiment.read(EXAMPLES / LINES[line].file, LINES[line].changes)
     return asked.with_changes(
-        method=nestling.Named(method), seed=seed, engine=EngineConfig("inline")
+        method=nestling.Named(method),
+        seed=seed,
+        engine=EngineConfig("inline"),
+        evaluate=replace(asked.evaluate, every=asked.rounds),
     )
 
 
@@ -181,7 +191,9 @@ def table(rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
         head = method == METHODS[0]
         cells = (
             LINES[line].title if head else "",
-            f"{found[0]['score']}, {found[0]['rounds']} rounds" if head else "",
+            f"{found[0]['score']}, {found[0]['rounds']} rounds, seeds: {len(found)}"
+            if head
+            else "",
             trivial if head else "",
             method_class(method).info.title,
             spread([one["global"] for one in found]),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestling import FleetConfig, Named, SplitConfig, Tier
+from nestling import Data, FleetConfig, Named, SplitConfig, Tier
 from nestling.devices import Figure, device
 from nestling.errors import InputError
 from nestling.export import sizes
@@ -134,6 +134,19 @@ def test_what_cannot_be_done_is_said(
 
 
 @pytest.mark.parametrize("lacks", ["ram_bytes", "flash_bytes"])
+def test_a_network_of_token_ids_is_refused_in_words(tmp_path: Path) -> None:
+    texts = small(
+        "fedavg",
+        rounds=1,
+        data=Data("shakespeare", task="next-token", options={"steps": 8}),
+        model=Named("gpt", {"dim": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 8}),
+    )
+    told = running.run(texts, out=tmp_path / "run")
+    with pytest.raises(InputError, match="embedding of token ids"):
+        export(told, device="small", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_written(
     run: Result, tmp_path: Path, lacks: str
 ) -> None:

@@ -28,8 +28,7 @@ ABOVE = {
 
 def learned(line: str, folder: Path) -> tuple[Experiment, dict[str, Any]]:
     asked = experiment(line, "shared-average", 0)
-    tested = replace(asked.evaluate, every=asked.rounds)
-    found = run(asked.with_changes(evaluate=tested), out=folder / "run")
+    found = run(asked, out=folder / "run")
     assert len(found.summary["by_tier"]) > 2, "devices of several kinds"
     return asked, found.summary
 
