@@ -134,19 +134,6 @@ def test_what_cannot_be_done_is_said(
 
 
 @pytest.mark.parametrize("lacks", ["ram_bytes", "flash_bytes"])
-def test_a_network_of_token_ids_is_refused_in_words(tmp_path: Path) -> None:
-    texts = small(
-        "fedavg",
-        rounds=1,
-        data=Data("shakespeare", task="next-token", options={"steps": 8}),
-        model=Named("gpt", {"dim": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 8}),
-    )
-    told = running.run(texts, out=tmp_path / "run")
-    with pytest.raises(InputError, match="embedding of token ids"):
-        export(told, device="small", out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_does_not_fit_is_refused_before_anything_is_written(
     run: Result, tmp_path: Path, lacks: str
 ) -> None:
@@ -210,3 +197,16 @@ def test_a_missing_package_is_named() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install" in done.stdout and "onnx" in done.stdout
+
+
+def test_a_network_of_token_ids_is_refused_in_words(tmp_path: Path) -> None:
+    texts = small(
+        "fedavg",
+        rounds=1,
+        data=Data("shakespeare", task="next-token", options={"steps": 8}),
+        model=Named("gpt", {"dim": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 8}),
+    )
+    told = running.run(texts, out=tmp_path / "run")
+    with pytest.raises(InputError, match="embedding of token ids"):
+        export(told, device="small", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
