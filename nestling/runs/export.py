@@ -27,6 +27,7 @@ from nestling.export.sizes import Sizes, require_room, sizes
 from nestling.files import write_atomic, writing
 from nestling.keys import private_key
 from nestling.methods import Method
+from nestling.models.record import words_of
 from nestling.runs.evaluation import Bench, ready
 from nestling.runs.run import Result, need_models, one_thread, opened
 from nestling.seeds import stream
@@ -184,6 +185,12 @@ def _prepare(whose: ClientModel, calibration: int) -> _Work:
             f"{whose.method.as_set.title} has no model for {plan.tier.name}", field="--device"
         )
     module = copy.deepcopy(ready(model, bench)).cpu().eval()
+    if words_of(module):
+        raise InputError(
+            "the network begins with an embedding of token ids, which no format here has",
+            field="model.name",
+            fix="take global.safetensors, or nestling.load(RUN).model",
+        )
     network = fold(module, world.main.shape)
     clients = [whose.client] if whose.method.as_set.personal else None
     rows = calibration_rows(world, bench, calibration, clients)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestling import FleetConfig, Named, SplitConfig, Tier
+from nestling import Data, FleetConfig, Named, SplitConfig, Tier
 from nestling.devices import Figure, device
 from nestling.errors import InputError
 from nestling.export import sizes
@@ -197,3 +197,16 @@ def test_a_missing_package_is_named() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install" in done.stdout and "onnx" in done.stdout
+
+
+def test_a_network_of_token_ids_is_refused_in_words(tmp_path: Path) -> None:
+    texts = small(
+        "fedavg",
+        rounds=1,
+        data=Data("shakespeare", task="next-token", options={"steps": 8}),
+        model=Named("gpt", {"dim": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 8}),
+    )
+    told = running.run(texts, out=tmp_path / "run")
+    with pytest.raises(InputError, match="embedding of token ids"):
+        export(told, device="small", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nestling import Data, Named
 from nestling.fleet.node import worker as worker_module
 from nestling.fleet.node.worker import Worker
 from nestling.fleet.protocol.courier import Failure, LoopCourier
@@ -165,6 +166,28 @@ def test_real_bytes_change_nothing(method: str, tmp_path: Path) -> None:
     assert all(same(memory_of(workers[c], c), kept[c]) for c in range(6))
     assert bool(kept[0]) == here.method.as_set.personal
     assert not there.world.store.clients()  # what a client keeps never travels
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [
+        (
+            Data("mnist12k-8x8", task="reconstruction", normal=("0", "1", "2")),
+            Named("autoencoder", {"hidden": [16], "code": 4}),
+        ),
+        (
+            Data("shakespeare", task="next-token", options={"steps": 16}),
+            Named("gpt", {"dim": 16, "depth": 1, "heads": 2, "head_dim": 8, "hidden": 16}),
+        ),
+    ],
+    ids=["reconstruction", "next-token"],
+)
+def test_other_tasks_travel_as_classes_do(data: Data, model: Named, tmp_path: Path) -> None:
+    """Devices that have their share of the experiment's rows."""
+    asked = six("heterofl", data=data, model=model, rounds=2)
+    there, rows, _ = over_the_loop(asked, tmp_path)
+    here, plainly = inline(asked)
+    assert same(state_of(there), state_of(here)) and without_time(rows) == without_time(plainly)
 
 
 def test_what_is_lost_is_sent_again_and_counts_once(

@@ -14,6 +14,7 @@ from nestling.report.words import (
     percent,
     plural,
     short,
+    small,
     traffic,
     whole,
 )
@@ -65,3 +66,7 @@ def test_one_is_singular() -> None:
         "2 devices",
         "0 classes",
     )
+
+
+def test_abbreviations_stay_large() -> None:
+    assert small("Test loss") == "test loss" and small("AUROC") == "AUROC"
