@@ -18,7 +18,7 @@ REAL = os.environ.get("NESTLING_DATA")
 ABOVE = {
     "activity": {"most frequent": 0.4},
     "digits": {"most frequent": 0.3},
-    "digits-kwt": {"most frequent": 0.05},
+    "digits-kwt": {"most frequent": 0.3},
     "anomalies": {"distance from the mean": 0.04},
     "forecast": {"last value": 0.3, "mean of the window": 0.04},
     "text": {"most frequent": 0.12, "table of pairs": 0.02},
