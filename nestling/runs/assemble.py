@@ -240,10 +240,12 @@ def _main_network(experiment: Experiment, dataset: Dataset) -> Reference:
 
 def _take_one_output(module: nn.Module, dataset: Dataset) -> None:
     """Makes a network that gives a dict or a tuple give the output that is asked of it; whatever
-    else is wrong with it is found later."""
-    said = None
+    else is wrong with it is found later. Its layers stay in the mode that they are in."""
+    said, modes = None, {layer: layer.training for layer in module.modules()}
     with torch.no_grad(), suppress(Exception):
         said = module.eval()(dataset.x[:2])
+    for layer, training in modes.items():
+        layer.training = training
     pick_output(module, said, dataset.learned.shape(dataset.y[:2], dataset.classes))
 
 

@@ -180,6 +180,19 @@ def test_the_engine_plays_whole_rounds(method: str) -> None:
     assert stacked.metrics[0]["bytes_up"] == plain.metrics[0]["bytes_up"]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_left_in_the_mode_of_testing_are_trained(way: str) -> None:
+    """A network may be made of parts that somebody has tested before."""
+    made, federation, site = federation_of("fedavg", **SETTINGS["batch norm, short batches"])
+    errands = errands_of(federation, 7)
+    expected = alone(made, errands, site)
+    reference = federation.world.main
+    for errand in errands:
+        for part in reference.network(reference.view(errand.spec)).children():
+            part.eval()
+    assert_same(expected, work_together(made, errands, site, trainer(way)))
+
+
 def test_workers_change_nothing() -> None:
     made, federation, site = federation_of("shared-average", **SETTINGS["plain"])
     errands, found = errands_of(federation, 7), []

@@ -246,3 +246,10 @@ def test_a_network_with_named_outputs_goes_on_as_it_began(tmp_path: Path) -> Non
     went_on = nestling.resume(tmp_path / "run", model=again, overrides=("rounds=2",))
     for name, tensor in whole.model.state_dict().items():  # type: ignore[union-attr]
         assert torch.equal(tensor, went_on.model.state_dict()[name]), name  # type: ignore[union-attr]
+
+
+def test_a_network_that_was_asked_stays_in_its_mode() -> None:
+    tiers = (Tier(name="a", model="tinycnn", count=2), Tier(name="b", model="mlp", count=2))
+    _, federation = assemble(small("fedmd", fleet=FleetConfig(tiers=tiers)))
+    for plan in federation.world.plans.values():
+        assert all(layer.training for layer in plan.piece.reference.module.modules())

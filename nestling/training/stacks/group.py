@@ -60,7 +60,7 @@ class Group:
     def module(self) -> nn.Module:
         """The skeleton of the network that all of them train."""
         network = self.clients[0].reference.network(self.clients[0].view)
-        return network if network.training else network.train()
+        return network.train()
 
     @cached_property
     def layout(self) -> Layout:
