@@ -17,6 +17,8 @@ from nestling.seeds import stream
 from nestling.tasks import Reconstruction
 
 TEST_SHARE = 0.2
+MANY_CLASSES = 20
+"""Up to so many classes are believed of any number of rows; more, of twice as many rows."""
 
 
 def prepare(name: str, raw: RawRows, recipe: Recipe) -> Dataset:
@@ -32,6 +34,7 @@ def prepare(name: str, raw: RawRows, recipe: Recipe) -> Dataset:
     if needs_classes(recipe.task):
         labels = _ids("y", _targets(raw, recipe.task), raw)
         _check_length("y", labels, len(x), raw)
+        _check_classes(labels, raw)
     client = None
     if raw.client is not None and recipe.client != NONE:
         client = _ids("client", raw.client, raw)
@@ -118,6 +121,15 @@ def _ids(key: str, values: np.ndarray, raw: RawRows) -> np.ndarray:
 def _check_length(key: str, values: np.ndarray, rows: int, raw: RawRows) -> None:
     if len(values) != rows:
         raise raw.bad(f"x has {rows} rows but {key} has {len(values)}", "give one value a row")
+
+
+def _check_classes(labels: np.ndarray, raw: RawRows) -> None:
+    found = len(np.unique(labels))
+    if found > max(MANY_CLASSES, len(labels) // 2):
+        raise raw.bad(
+            f"{len(labels)} rows have {found} classes",
+            'name another column or array, or set data.task = "regression" if they are values',
+        )
 
 
 def _test_mask(

@@ -287,3 +287,12 @@ def test_the_command_says_it(
     assert not stop.value.code
     lines = [line for line in (said.err if way else said.out).splitlines() if "data npz" in line]
     assert len(lines) == 1 and lines[0].endswith("4 clients of its own")
+
+
+def test_values_are_not_taken_for_classes(tmp_path: Path) -> None:
+    """Prices, by a user who says nothing of the task."""
+    x = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    np.savez(tmp_path / "d.npz", x=x, y=np.arange(60) * 1000)
+    with pytest.raises(InputError, match=r"60 rows have \d+ classes") as found:
+        load("npz", path=str(tmp_path / "d.npz"))
+    assert 'data.task = "regression"' in str(found.value)
