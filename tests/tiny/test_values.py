@@ -164,7 +164,15 @@ def test_targets_that_do_not_belong_to_the_job(
 
 
 @pytest.mark.parametrize(
-    "y", [np.full((4, 2), np.nan), np.zeros((4, 0)), np.zeros((3, 2))], ids=["nan", "none", "few"]
+    "y",
+    [
+        np.full((4, 2), np.nan),
+        np.zeros((4, 0)),
+        np.zeros((3, 2)),
+        np.array(0),
+        np.zeros((4, 2), np.int64),
+    ],
+    ids=["nan", "none", "few", "a single one", "two labels a sample"],
 )
 def test_values_that_cannot_be_packed(y: np.ndarray) -> None:
     with pytest.raises(InputError):

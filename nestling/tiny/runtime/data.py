@@ -31,13 +31,7 @@ def pack(x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> bytes:
     values, as one blob; samples of a byte per entry where that gives back the same floats, else of
     four."""
     samples = _samples(x)
-    values, targets = _targets(y, samples)
-    if len(samples) != len(y) or not samples.size:
-        raise InputError(
-            f"{len(samples)} samples and {len(y)} targets",
-            field="data",
-            fix="one target a sample, at least one",
-        )
+    values, targets = _targets(_array(y), samples)
     coded = _as_bytes(samples)
     kind, scale, offset, entries = (
         (FLOAT32, 1.0, 0.0, samples) if coded is None else (UINT8, *coded)
@@ -86,12 +80,16 @@ def labels_of(blob: bytes) -> np.ndarray:
     return np.frombuffer(blob, "<u2", 0 if head.values else head.rows, _HEADER.size)
 
 
-def _targets(y: Tensor | np.ndarray, samples: np.ndarray) -> tuple[int, bytes]:
+def _targets(y: np.ndarray, samples: np.ndarray) -> tuple[int, bytes]:
     """How many values a target has, and all of them as bytes."""
-    given = _array(y)
-    if given.ndim != 2 or given.dtype.kind != "f":
-        return 0, _labels(given).tobytes()
-    values = np.ascontiguousarray(given, "<f4")
+    of_values = y.ndim == 2 and y.dtype.kind == "f"
+    count = len(y) if of_values else y.size
+    if count != len(samples) or not samples.size:
+        fix = "one target a sample, at least one"
+        raise InputError(f"{len(samples)} samples and {count} targets", field="data", fix=fix)
+    if not of_values:
+        return 0, _labels(y).tobytes()
+    values = np.ascontiguousarray(y, "<f4")
     if not np.isfinite(values).all():
         fix = "give numbers, and sequences of one length: a board fills nothing up"
         raise InputError("targets that are not finite", field="data", fix=fix)
