@@ -9,12 +9,12 @@ from nestling.report.words import (
     DASH,
     duration,
     energy,
+    in_a_sentence,
     memory,
     number,
     percent,
     plural,
     short,
-    small,
     traffic,
     whole,
 )
@@ -69,4 +69,5 @@ def test_one_is_singular() -> None:
 
 
 def test_abbreviations_stay_large() -> None:
-    assert small("Test loss") == "test loss" and small("AUROC") == "AUROC"
+    said = [in_a_sentence(words) for words in ("Test loss", "AUROC")]
+    assert said == ["test loss", "AUROC"]
