@@ -32,7 +32,6 @@ from nestling.errors import InputError
 from nestling.files import read_toml
 from nestling.fleet.node.broker import Broker, check_device
 from nestling.fleet.node.mqtt import ABSENCE, MqttDevices
-from nestling.fleet.node.own_targets import form_of_targets
 from nestling.fleet.node.serial_devices import SerialBoard, SerialDevices
 from nestling.fleet.node.worker import Begun, OwnRows, Worker, _Run, _said
 from nestling.fleet.protocol import wire
@@ -410,9 +409,8 @@ class FleetGateway(Worker):
         world, _ = run.world(ON_DEVICE, job.network)
         facts = self._told[job.name]
         rows = _Rows(facts, world.classes)
-        form = form_of_targets(run.welcome)[1]
         x = cast(Tensor, _Elsewhere(len(run.welcome.shape) + 1, torch.float32))
-        y = cast(Tensor, _Elsewhere(form.dim(), form.dtype))
+        y = cast(Tensor, _Elsewhere(*run.target_form))
         w = world
         return Site(x, y, rows, w.references, w.classes, w.train, w.seed, w.public, real=True)
 

@@ -22,6 +22,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,12 @@ class Begun:
 
 class _Run:
     """One run, as far as this node has to do with it."""
+
+    @cached_property
+    def target_form(self) -> tuple[int, torch.dtype]:
+        """How many dimensions targets have, and their type: asked for every job of a gateway."""
+        y = form_of_targets(self.welcome)[1]
+        return y.dim(), y.dtype
 
     def __init__(self, folder: Path, welcome: Welcome, own: Experiment | None) -> None:
         torch.set_num_threads(1)  # as in every engine: sums then run in the same order everywhere
