@@ -195,12 +195,6 @@ class Begun:
 class _Run:
     """One run, as far as this node has to do with it."""
 
-    @cached_property
-    def target_form(self) -> tuple[int, torch.dtype]:
-        """How many dimensions targets have, and their type: asked for every job of a gateway."""
-        y = form_of_targets(self.welcome)[1]
-        return y.dim(), y.dtype
-
     def __init__(self, folder: Path, welcome: Welcome, own: Experiment | None) -> None:
         torch.set_num_threads(1)  # as in every engine: sums then run in the same order everywhere
         self.folder, self.welcome = folder, welcome
@@ -209,6 +203,12 @@ class _Run:
         self._own = own
         self._sites: dict[int, Site] = {}
         self._clients: dict[int, _Desk] = {}
+
+    @cached_property
+    def target_form(self) -> tuple[int, torch.dtype]:
+        """How many dimensions targets have, and their type: asked for every job of a gateway."""
+        y = form_of_targets(self.welcome)[1]
+        return y.dim(), y.dtype
 
     def work(self, order: Order, job: JobOrder, data: str) -> JobDone | Failed:
         """One client's job: done, or taken from the desk where it is done already."""
